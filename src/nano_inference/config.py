@@ -1,0 +1,145 @@
+"""Frozen configuration. Every default is settled here or in `resolve`; nothing else in the package invents one."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nano_inference.errors import ConfigError
+from nano_inference.options import strict_options
+
+CacheType = Literal["paged"]
+DType = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What one step may use.
+
+    Attributes:
+        max_batch_size: sequences in a step.
+        max_tokens_per_batch: tokens in a step, all sequences together. May be smaller than the running set: decodes
+            then take turns.
+        block_size: tokens in a KV block.
+        max_chunk_tokens: tokens of one sequence in a step, or None for no limit but the step's.
+        enable_prefix_caching: let a new sequence start from blocks that an earlier one computed.
+        enable_chunked_prefill: let a prompt be computed over several steps.
+    """
+
+    max_batch_size: int = 256
+    max_tokens_per_batch: int = 8192
+    block_size: int = 16
+    max_chunk_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+
+
+@strict_options(ConfigError)
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that an engine is built from. Unknown or contradictory options raise `ConfigError`.
+
+    Attributes:
+        model_path: a Hugging Face folder, a hub id, a `.gguf` file, or `"smollm2-135m"` (the embedded model).
+        tokenizer_path: another folder to take the tokenizer from; None: the model's.
+        cache_type: how prefixes are indexed. `"paged"`: a hash table over full blocks.
+        block_size: tokens in a KV block.
+        max_batch_size: sequences in a step.
+        max_tokens_per_batch: tokens in a step, all sequences together.
+        max_chunk_tokens: tokens of one sequence in a step; None: the step's limit.
+        max_model_len: tokens of prompt and completion together; None: what the model was made for. Larger than the
+            model's, or than what fits in the KV cache: lowered, with a start-up line that says so.
+        kv_cache_memory: bytes for the KV cache. None: a quarter of the free memory on a CPU, what
+            `gpu_memory_utilization` leaves on CUDA; never more than `max_batch_size * max_model_len` tokens can use.
+        gpu_memory_utilization: share of the device's memory that weights and KV cache may take (CUDA only).
+        dtype: `"float32"`, `"bfloat16"`, or `"auto"`: the checkpoint's; for GGUF bfloat16 where this machine
+            multiplies it natively, else float32.
+        device: `"cpu"`, `"cuda"`, `"cuda:1"` …, or `"auto"`: cuda if there is one, else cpu.
+        backend: which operations run; `"reference"` is plain torch, `"auto"` the best that this machine has.
+        attention: the attention of the backend (`"auto"`) or another one by name.
+        enable_prefix_caching: let a new sequence start from blocks that an earlier one computed.
+        enable_chunked_prefill: let a prompt be computed over several steps.
+        lookahead: steps planned before the last one's tokens are known: 0 or 1. None: 0 on a CPU, 1 on CUDA.
+        num_threads: threads of torch's CPU operations; None: the physical cores. It is torch's own setting and so
+            holds for the whole process.
+        seed: where fresh request seeds come from; None: the operating system's entropy.
+    """
+
+    model_path: str
+    tokenizer_path: str | None = None
+    cache_type: CacheType = "paged"
+    block_size: int = 16
+    max_batch_size: int = 256
+    max_tokens_per_batch: int = 8192
+    max_chunk_tokens: int | None = None
+    max_model_len: int | None = None
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
+    dtype: DType = "auto"
+    device: str = "auto"
+    backend: Literal["auto", "reference"] = "auto"
+    attention: Literal["auto", "reference"] = "auto"
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    lookahead: int | None = None
+    num_threads: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_text("model_path", self.model_path)
+        if self.tokenizer_path is not None:
+            _require_text("tokenizer_path", self.tokenizer_path)
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                choices = ", ".join(repr(choice) for choice in allowed)
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not available; choose one of {choices}.")
+        for name in _COUNTS:
+            _require_count(name, getattr(self, name))
+        for name in _OPTIONAL_COUNTS:
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name))
+        for name in ("enable_prefix_caching", "enable_chunked_prefill"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must lie in (0, 1].")
+        if self.lookahead not in (None, 0, 1):
+            raise ConfigError(f"lookahead={self.lookahead!r} is not available; choose 0, 1 or None.")
+        if self.seed is not None and not _is_seed(self.seed):
+            raise ConfigError(f"seed={self.seed!r} must be an integer in [0, 2**64).")
+        if self.max_chunk_tokens is not None and not self.enable_chunked_prefill:
+            raise ConfigError("max_chunk_tokens needs enable_chunked_prefill=True; leave one of the two out.")
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        """The part of the configuration that scheduling reads."""
+        return SchedulerConfig(
+            max_batch_size=self.max_batch_size,
+            max_tokens_per_batch=self.max_tokens_per_batch,
+            block_size=self.block_size,
+            max_chunk_tokens=self.max_chunk_tokens,
+            enable_prefix_caching=self.enable_prefix_caching,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+        )
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "cache_type": ("paged",),
+    "dtype": ("auto", "float32", "bfloat16"),
+    "backend": ("auto", "reference"),
+    "attention": ("auto", "reference"),
+}
+_COUNTS = ("block_size", "max_batch_size", "max_tokens_per_batch")
+_OPTIONAL_COUNTS = ("max_chunk_tokens", "max_model_len", "kv_cache_memory", "num_threads")
+
+
+def _is_seed(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64
+
+
+def _require_text(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name} must be a non-empty string, not {value!r}.")
+
+
+def _require_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r} must be a positive integer.")

@@ -1,0 +1,29 @@
+"""The exceptions of the public interface. Everything this package raises on purpose is a `NanoInferenceError`."""
+
+
+class NanoInferenceError(Exception):
+    """Base of every error that the engine raises on purpose."""
+
+
+class ConfigError(NanoInferenceError, ValueError):
+    """An option is unknown, out of range, contradicts another one, or is not available on this machine."""
+
+
+class ModelLoadError(NanoInferenceError):
+    """A model folder, file or tensor is missing, misshapen or of an unknown architecture."""
+
+
+class InvalidRequest(NanoInferenceError, ValueError):
+    """A request that cannot be served as it stands: bad token ids, bad sampling parameters."""
+
+
+class RequestTooLarge(InvalidRequest):
+    """A well-formed request that can never fit this engine. The message says which limit and what would fit."""
+
+
+class WeightUpdateError(NanoInferenceError):
+    """A weight update was refused. The old version goes on serving, untouched."""
+
+
+class EngineDead(NanoInferenceError):
+    """The engine was shut down, or a step failed in a way that leaves its state unknown."""

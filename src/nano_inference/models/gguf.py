@@ -1,0 +1,279 @@
+"""One-time conversion of a GGUF file into an ordinary Hugging Face folder in a cache.
+
+Reading a GGUF file's tokenizer through transformers takes seconds. So it is done once: the folder is named by the
+file's hash, and every later start finds an ordinary safetensors checkpoint there.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nano_inference.errors import ModelLoadError
+from nano_inference.models.gguf_tokenizer import INSTALL_HINT, write_tokenizer
+
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
+
+CONVERTER_VERSION = 2  # part of the folder's name: raise it when the same file has to convert into something else
+TOKEN_ID_KEYS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+
+Config = dict[str, Any]
+TokenizerWriter = Callable[[Path, Path], None]
+Transform = Callable[[np.ndarray, Config], np.ndarray]
+
+
+def _unpermute_rows(weight: np.ndarray, config: Config, heads_key: str) -> np.ndarray:
+    """Query or key rows in Hugging Face's order. `weight` [num_heads * head_dim, hidden_size] in GGUF's order."""
+    # GGUF rotates neighbours (0, 1), (2, 3) ...; Hugging Face rotates (0, head_dim / 2), (1, head_dim / 2 + 1) ...
+    num_heads, head_dim = config[heads_key], config["head_dim"]
+    if weight.shape[0] != num_heads * head_dim:
+        raise ModelLoadError(f"a weight has {weight.shape[0]} rows; {heads_key} * head_dim is {num_heads * head_dim}")
+    pairs = weight.reshape(num_heads, head_dim // 2, 2, *weight.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
+
+
+# What `_model_config` handles by hand, and keys that change nothing.
+COMMON_KEYS = frozenset(
+    {"vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length"}
+    | {"rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor"}
+    | {"rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout"}
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one `general.architecture` of GGUF maps to Hugging Face's configuration and tensor names."""
+
+    architecture: str  # Hugging Face's class name
+    model_type: str
+    global_names: Mapping[str, str]  # GGUF tensor name -> Hugging Face name
+    layer_names: Mapping[str, str]  # what follows "blk.N." in GGUF -> what follows "model.layers.N."
+    optional_names: frozenset[str]  # keys of global_names that a file may lack
+    transforms: Mapping[str, Transform]  # key of either name table -> stored values to Hugging Face's
+    config_keys: Mapping[str, str]  # required metadata key without its "llama." -> configuration key
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        global_names={
+            "token_embd.weight": "model.embed_tokens.weight",
+            "output_norm.weight": "model.norm.weight",
+            "output.weight": "lm_head.weight",
+        },
+        layer_names={
+            "attn_norm.weight": "input_layernorm.weight",
+            "attn_q.weight": "self_attn.q_proj.weight",
+            "attn_k.weight": "self_attn.k_proj.weight",
+            "attn_v.weight": "self_attn.v_proj.weight",
+            "attn_output.weight": "self_attn.o_proj.weight",
+            "ffn_norm.weight": "post_attention_layernorm.weight",
+            "ffn_gate.weight": "mlp.gate_proj.weight",
+            "ffn_up.weight": "mlp.up_proj.weight",
+            "ffn_down.weight": "mlp.down_proj.weight",
+        },
+        optional_names=frozenset({"output.weight"}),
+        transforms={
+            "attn_q.weight": partial(_unpermute_rows, heads_key="num_attention_heads"),
+            "attn_k.weight": partial(_unpermute_rows, heads_key="num_key_value_heads"),
+        },
+        config_keys={
+            "embedding_length": "hidden_size",
+            "feed_forward_length": "intermediate_size",
+            "block_count": "num_hidden_layers",
+            "attention.head_count": "num_attention_heads",
+            "context_length": "max_position_embeddings",
+            "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        },
+    )
+}
+
+
+def convert_gguf(
+    path: Path, cache_root: Path | None = None, *, tokenizer_writer: TokenizerWriter | None = None
+) -> Path:
+    """Convert a GGUF file once and return the Hugging Face folder; a later call finds that folder and returns it.
+
+    It holds `config.json`, `generation_config.json`, `model.safetensors` (every tensor float32, Hugging Face names) and
+    the tokenizer's files. Any number of processes may convert the same file at once.
+
+    Args:
+        path: the `.gguf` file.
+        cache_root: where converted folders live; None: `~/.cache/nano-inference/gguf`.
+        tokenizer_writer: writes the tokenizer files, given the GGUF file and the folder; None: `write_tokenizer`.
+
+    Raises:
+        ModelLoadError: the file is missing, truncated or not GGUF; its architecture, a metadata key or a tensor is not
+            known; the cache cannot be written; the packages that convert are not installed.
+    """
+    _check_header(path)
+    root = Path.home() / ".cache" / "nano-inference" / "gguf" if cache_root is None else cache_root
+    folder = root / f"{_sha256(path)[:16]}-v{CONVERTER_VERSION}"
+    if (folder / "model.safetensors").is_file():
+        return folder
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        # A fresh name for each conversion: nobody meets what a killed or a concurrent one left behind.
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=".unfinished", dir=root))
+        try:
+            _convert_into(path, unfinished, tokenizer_writer or write_tokenizer)
+            unfinished.rename(folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        # The rename fails where another process was first: its folder holds the same and stays.
+        if not (folder / "model.safetensors").is_file():
+            raise ModelLoadError(f"converting {path} into {folder} failed: {error}") from error
+    return folder
+
+
+def _check_header(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            header = file.read(8)
+    except OSError as error:
+        raise ModelLoadError(f"cannot read the GGUF file {path}: {error}") from error
+    if len(header) < 8 or header[:4] != b"GGUF":
+        raise ModelLoadError(f"{path} is not a GGUF file: it starts with {header[:4]!r}, not b'GGUF'")
+    version = int.from_bytes(header[4:], "little")
+    if version not in (2, 3):  # a big-endian file shows up here too
+        raise ModelLoadError(f"{path} has GGUF version {version}; versions 2 and 3, little-endian, can be read")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _convert_into(path: Path, folder: Path, tokenizer_writer: TokenizerWriter) -> None:
+    metadata, stored = _read_gguf(path)
+    name = str(metadata.get("general.architecture"))
+    if name not in FAMILIES:
+        raise ModelLoadError(f"{path} has GGUF architecture {name!r}; known are {', '.join(sorted(FAMILIES))}")
+    config = _model_config(FAMILIES[name], name, metadata, stored)
+    token_ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
+    for file_name, content in (("config.json", config), ("generation_config.json", token_ids)):
+        (folder / file_name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    _write_safetensors(folder / "model.safetensors", FAMILIES[name], config, stored)
+    tokenizer_writer(path, folder)
+
+
+def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, "ReaderTensor"]]:
+    """Metadata and tensors (mapped, not read) by their names. Not the token lists: transformers reads them itself."""
+    try:
+        from gguf import GGUFReader
+
+        reader = GGUFReader(path)
+        keys = [key for key in reader.fields if not key.startswith("tokenizer.") or key.endswith("_token_id")]
+        metadata = {key: reader.fields[key].contents() for key in keys}
+    except ImportError as error:
+        raise ModelLoadError(INSTALL_HINT) from error
+    except (ValueError, LookupError, ArithmeticError, TypeError) as error:  # numpy past the end of the file
+        raise ModelLoadError(f"{path} is truncated or damaged: {error}") from error
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def _model_config(
+    family: Family, name: str, metadata: Mapping[str, Any], stored: Mapping[str, "ReaderTensor"]
+) -> Config:
+    """Hugging Face's `config.json` from the metadata. An architecture key that no table names is refused."""
+    values = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
+    if unknown := sorted(values.keys() - family.config_keys.keys() - COMMON_KEYS):
+        raise ModelLoadError(f"the GGUF metadata key {name}.{unknown[0]} is not mapped to a configuration")
+    values.setdefault("attention.head_count_kv", values.get("attention.head_count"))
+    for key in (*family.config_keys, "attention.head_count_kv"):  # a list would hold a number for each layer
+        value = values.get(key)
+        if not isinstance(value, int | float) or value <= 0:
+            raise ModelLoadError(f"the GGUF metadata key {name}.{key} is {value}; mapped is one positive number")
+    if "token_embd.weight" not in stored:
+        raise ModelLoadError("the GGUF file has no tensor token_embd.weight")
+    token_ids = {hf_key: metadata.get(f"tokenizer.ggml.{key}") for key, hf_key in TOKEN_ID_KEYS.items()}
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **{hf_key: values[key] for key, hf_key in family.config_keys.items()},
+        "num_key_value_heads": values["attention.head_count_kv"],
+        "head_dim": _head_dim(name, values),
+        "rope_theta": values.get("rope.freq_base", 10000.0),  # llama.cpp's default
+        **_rope_scaling(name, values),
+        "vocab_size": int(stored["token_embd.weight"].shape[-1]),
+        "tie_word_embeddings": "output.weight" not in stored,
+        **{key: token_id for key, token_id in token_ids.items() if token_id is not None},
+        "torch_dtype": "float32",
+        "nano_inference_converted_from": "gguf",  # the loader chooses a dtype by it: float32 is only how this is stored
+    }
+
+
+def _head_dim(name: str, values: Mapping[str, Any]) -> int:
+    head_dim = values.get("attention.key_length", values["embedding_length"] // values["attention.head_count"])
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if values.get(key, head_dim) != head_dim:
+            raise ModelLoadError(f"the GGUF metadata key {name}.{key} is {values[key]}; mapped is head_dim {head_dim}")
+    return head_dim
+
+
+def _rope_scaling(name: str, values: Mapping[str, Any]) -> Config:
+    factor = values.get("rope.scaling.factor")
+    # llama.cpp takes a factor without a type as linear.
+    kind = values.get("rope.scaling.type", "none" if factor is None else "linear")
+    if kind == "none":
+        return {}
+    if kind != "linear" or factor is None:
+        raise ModelLoadError(f"{name}.rope.scaling.type is {kind!r} with factor {factor}; mapped are none and linear")
+    return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+
+
+def _name_table(family: Family, config: Config) -> dict[str, tuple[str, Transform | None]]:
+    """GGUF name -> (Hugging Face name, transform) of every tensor that a file of this configuration may hold."""
+    table = {key: (hf_name, family.transforms.get(key)) for key, hf_name in family.global_names.items()}
+    for layer in range(config["num_hidden_layers"]):
+        for key, hf_name in family.layer_names.items():
+            table[f"blk.{layer}.{key}"] = (f"model.layers.{layer}.{hf_name}", family.transforms.get(key))
+    return table
+
+
+def _write_safetensors(path: Path, family: Family, config: Config, stored: Mapping[str, "ReaderTensor"]) -> None:
+    """Write float32 tensors one at a time: the header follows from the shapes, so no two are ever in memory at once."""
+    table = _name_table(family, config)
+    if unknown := sorted(stored.keys() - table.keys()):
+        raise ModelLoadError(f"the GGUF tensor {unknown[0]} is not mapped for {family.architecture}")
+    if missing := sorted(table.keys() - stored.keys() - family.optional_names):
+        raise ModelLoadError(f"the GGUF file has no tensor {missing[0]}, which {family.architecture} needs")
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in stored.items():
+        begin, end = end, end + 4 * tensor.n_elements
+        # GGUF lists the fastest dimension first.
+        header[table[name][0]] = {"dtype": "F32", "shape": tensor.shape.tolist()[::-1], "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode("utf-8")
+    encoded += b" " * (-len(encoded) % 8)  # the tensors start at a multiple of 8
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, tensor in stored.items():
+            file.write(_hf_values(tensor, table[name][1], config).data)
+        file.flush()
+        os.fsync(file.fileno())  # the rename that publishes the folder must not reach the disk before its contents
+
+
+def _hf_values(tensor: "ReaderTensor", transform: Transform | None, config: Config) -> np.ndarray:
+    """One tensor as contiguous little-endian float32 in Hugging Face's layout."""
+    import gguf
+
+    try:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise ModelLoadError(f"the GGUF tensor {tensor.name} has a type that is not read: {error}") from error
+    return np.ascontiguousarray(transform(values, config) if transform else values, dtype="<f4")

@@ -1,0 +1,146 @@
+"""From a model path to parameters: find the files, read the spec, stream one tensor at a time."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nano_inference.errors import ModelLoadError
+from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
+from nano_inference.models.gguf import convert_gguf
+from nano_inference.models.spec import ModelSpec, spec_from_config
+from nano_inference.models.weights import TIED, ParamSpec, allocate, param_table, read, slots, write
+
+# Buffers that old checkpoints carry; they are computed, not loaded.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def resolve_model(model_path: str) -> Path:
+    """The folder of a model named by folder, embedded name, `.gguf` file or hub id. Raises `ModelLoadError`."""
+    path = Path(model_path).expanduser()
+    if path.is_dir():
+        return path
+    if model_path in EMBEDDED_MODELS:
+        return convert_gguf(find_embedded(model_path))
+    if path.suffix == ".gguf":
+        return convert_gguf(path)
+    if path.exists():
+        raise ModelLoadError(f"{model_path} is neither a folder nor a .gguf file.")
+    return _download(model_path)
+
+
+def load_spec(folder: Path) -> ModelSpec:
+    """Read config.json and, where there is one, generation_config.json."""
+    config = _read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    return spec_from_config(config, _read_json(generation) if generation.exists() else None)
+
+
+def resolve_dtype(asked: str, spec: ModelSpec) -> torch.dtype:
+    """The dtype that `"auto"` means for this checkpoint on this machine, or the one asked for."""
+    if asked != "auto":
+        return _DTYPES[asked]
+    if spec.quantized_source:
+        return torch.bfloat16 if torch.cuda.is_available() or _cpu_multiplies_bf16() else torch.float32
+    return _DTYPES.get(spec.checkpoint_dtype, torch.float32)
+
+
+def load_params(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """All parameters of a model, streamed from its safetensors files. Memory: the parameters and one tensor.
+
+    Raises `ModelLoadError` naming the first unknown, misshapen or missing tensor.
+    """
+    table = param_table(spec)
+    places = slots(table)
+    params = allocate(table, dtype, device)
+    missing = set(places)
+    for name, tensor in _stream(folder):
+        if name in TIED and name not in places:
+            _check_tied(name, tensor, params, places)
+            continue
+        if name not in places:
+            if name.endswith(_IGNORED_SUFFIXES):
+                continue
+            raise ModelLoadError(f"{folder}: tensor {name!r} is not part of {spec.architecture}.")
+        expected = places[name].shape
+        if tuple(tensor.shape) != expected:
+            raise ModelLoadError(f"{folder}: tensor {name!r} has shape {tuple(tensor.shape)}, expected {expected}.")
+        write(params, places[name], tensor)
+        missing.discard(name)
+    if missing:
+        first = min(missing)
+        raise ModelLoadError(f"{folder}: tensor {first!r} is missing ({len(missing)} of {len(places)} are).")
+    return params
+
+
+def num_bytes(table: tuple[ParamSpec, ...], dtype: torch.dtype) -> int:
+    """Bytes that the parameters of a table take."""
+    return sum(torch.Size(param.shape).numel() for param in table) * dtype.itemsize
+
+
+def _stream(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(checkpoint name, tensor) one at a time; the embedding first, so that a tied head finds it."""
+    files = _weight_files(folder)
+    handles: list[tuple[str, Any]] = []
+    for file in files:
+        try:
+            opened = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as problem:
+            raise ModelLoadError(f"{file} cannot be read as safetensors: {problem}") from problem
+        handles += [(name, opened) for name in opened.keys()]  # noqa: SIM118 (not a dict)
+    for name, opened in sorted(handles, key=lambda item: item[0] in TIED):
+        yield name, opened.get_tensor(name)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelLoadError(f"{folder} has no .safetensors file; other formats are not read, convert it first.")
+    for file in files:
+        if not file.exists():
+            raise ModelLoadError(f"{file} is named by {index.name} and missing.")
+    return files
+
+
+def _check_tied(name: str, tensor: Tensor, params: dict[str, Tensor], places: dict[str, Any]) -> None:
+    own = read(params, places[TIED[name]])
+    if tuple(tensor.shape) != tuple(own.shape) or not torch.equal(tensor.to(own.device, own.dtype), own):
+        raise ModelLoadError(f"tensor {name!r} is tied to {TIED[name]!r} by config.json and differs from it.")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelLoadError(f"{path} is missing.") from None
+    except (OSError, ValueError) as problem:
+        raise ModelLoadError(f"{path} cannot be read: {problem}") from problem
+
+
+def _download(model_path: str) -> Path:
+    from huggingface_hub import snapshot_download  # only here: it is slow to import
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja"]
+        return Path(snapshot_download(model_path, allow_patterns=patterns))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
+        names = ", ".join(repr(name) for name in EMBEDDED_MODELS)
+        raise ModelLoadError(
+            f"{model_path!r} is not a folder, a .gguf file or an embedded model ({names}), and could not be fetched "
+            f"from the hub: {type(problem).__name__}."
+        ) from problem
+
+
+def _cpu_multiplies_bf16() -> bool:
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))

@@ -1,0 +1,1 @@
+"""The operations that a model is made of. A backend is one set of them, chosen once and passed down."""

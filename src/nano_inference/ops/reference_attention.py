@@ -1,0 +1,94 @@
+"""Paged attention in plain torch: the specification. Row by row, in key tiles at fixed absolute positions.
+
+A row's arithmetic is the recurrence of online softmax (arXiv:1805.02867) over tiles of `KEY_TILE` keys counted from
+position 0, whatever chunk, batch or block the row stands in; rows are only stacked, never mixed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nano_inference.batch import ForwardBatch
+from nano_inference.ops.backend import KvcacheView
+
+KEY_TILE = 64
+ROW_GROUP = 128  # rows walked together: bounds the memory of a long chunk
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTile:
+    """One tile of keys for the leading rows of a group. Rows stand by falling context, so those in need come first."""
+
+    slots: Tensor  # [rows, KEY_TILE]; a lane outside the row's context points at the row's own slot
+    outside: Tensor  # bool [rows, KEY_TILE]
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Rows that are walked together."""
+
+    rows: Tensor  # indices of rows in the batch
+    tiles: tuple[KeyTile, ...]
+
+
+def plan_attention(batch: ForwardBatch, block_size: int, num_kv_heads: int) -> tuple[RowGroup, ...]:
+    """Which slots each row reads, tile by tile; the same for every layer."""
+    contexts = batch.positions + 1
+    order = torch.argsort(contexts, descending=True, stable=True)
+    groups: list[RowGroup] = []
+    for rows in order.split(ROW_GROUP):
+        if len(rows) * num_kv_heads == 1:
+            rows = rows.repeat(2)  # a product of a single matrix is split between threads, and its bits with it
+        longest = int(contexts[rows[0]])
+        tiles = tuple(_tile(batch, rows, start, block_size) for start in range(0, longest, KEY_TILE))
+        groups.append(RowGroup(rows, tiles))
+    return tuple(groups)
+
+
+def _tile(batch: ForwardBatch, rows: Tensor, start: int, block_size: int) -> KeyTile:
+    rows = rows[batch.positions[rows] >= start]
+    keys = torch.arange(start, start + KEY_TILE, device=rows.device)
+    outside = keys[None, :] > batch.positions[rows][:, None]
+    blocks = (keys // block_size).clamp(max=batch.block_tables.shape[1] - 1)
+    tables = batch.block_tables[batch.row_chunks[rows]]
+    slots = tables[:, blocks] * block_size + keys % block_size
+    # Lanes outside never touch memory of others: what lies there may be anything, and 0 * NaN is NaN.
+    return KeyTile(torch.where(outside, batch.slot_mapping[rows][:, None], slots), outside)
+
+
+def attention(q: Tensor, view: KvcacheView, layer: int, plan: tuple[RowGroup, ...], scale: float) -> Tensor:
+    """Causal attention of q [N, heads, D] over each row's own context; returns [N, heads * D] in q's dtype."""
+    num_rows, num_heads, head_dim = q.shape
+    out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    scaled = q.float() * scale
+    for group in plan:
+        out[group.rows] = _walk(scaled[group.rows], group, view, layer).to(q.dtype)
+    return out.view(num_rows, num_heads * head_dim)
+
+
+def _walk(q: Tensor, group: RowGroup, view: KvcacheView, layer: int) -> Tensor:
+    """Online softmax over the tiles of one group. float32 [rows, heads, D] -> the same shape."""
+    num_rows, num_heads, head_dim = q.shape
+    highest = total = acc = q.new_empty(0)
+    for index, tile in enumerate(group.tiles):
+        keys, values = view.gather(layer, tile.slots)  # [kv heads, rows, KEY_TILE, D]
+        kv_heads, n = keys.shape[:2]
+        if index == 0:
+            q = q.view(num_rows, kv_heads, -1, head_dim).transpose(0, 1).contiguous()  # [kv heads, rows, group, D]
+            highest = q.new_full(q.shape[:3], -torch.inf)
+            total = q.new_zeros(q.shape[:3])
+            acc = torch.zeros_like(q)
+        per_head = q.shape[2]
+        scores = torch.bmm(q[:, :n].reshape(kv_heads * n, per_head, head_dim), keys.flatten(0, 1).transpose(1, 2)).view(
+            kv_heads, n, per_head, KEY_TILE
+        )
+        scores.masked_fill_(tile.outside[None, :, None, :], -torch.inf)
+        new_highest = torch.maximum(highest[:, :n], scores.amax(dim=-1))
+        rescale = torch.exp(highest[:, :n] - new_highest)
+        weights = torch.exp(scores - new_highest[..., None])
+        gained = torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view(kv_heads, n, per_head, head_dim)
+        total[:, :n] = total[:, :n] * rescale + weights.sum(dim=-1)
+        acc[:, :n] = acc[:, :n] * rescale[..., None] + gained
+        highest[:, :n] = new_highest
+    return (acc / total[..., None]).transpose(0, 1).reshape(num_rows, num_heads, head_dim)

@@ -1,0 +1,184 @@
+"""The only writers of sequences: `apply` makes a decision so, `commit` takes in what its step sampled."""
+
+import itertools
+import math
+from collections.abc import Sequence as Listed
+from dataclasses import dataclass
+
+from nano_inference.kv_cache.manager import KVCacheManager
+from nano_inference.scheduling.decision import Chunk, SchedulerOutput
+from nano_inference.scheduling.sequence import Sequence, Sequences, SequenceStatus
+from nano_inference.scheduling.stopping import Finish, finish_of
+from nano_inference.types import SamplingMask, TrainingSample, VersionSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What the runner must know of an applied decision.
+
+    Attributes:
+        block_copies: (source, target) blocks to copy before anything is written.
+        sampled: the sequences that get a token and the token's position, in the order of the chunks' samples. A
+            group's other samples are born here.
+    """
+
+    block_copies: tuple[tuple[int, int], ...]
+    sampled: tuple[tuple[Sequence, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One step's samples on the host, one entry a sampled sequence."""
+
+    token_ids: Listed[int]
+    logprobs: Listed[float]
+    raw_logprobs: Listed[float]
+    log_kept_mass: Listed[float]
+    masks: Listed[tuple[int, ...]] | None = None
+
+
+def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager, step: int) -> Applied:
+    """Carry out a decision: give back, take, fork, publish. Also for a decision that only preempts."""
+    for seq_id in decision.preempted_seqs:
+        preempt(sequences.by_id[seq_id], sequences, cache)
+    for admission in decision.admitted:  # all matches are held before any fresh block is taken
+        seq = sequences.by_id[admission.seq_id]
+        sequences.move(seq, SequenceStatus.RUNNING)
+        cache.adopt(admission.cached.block_ids)
+        seq.block_ids = list(admission.cached.block_ids)
+        seq.num_computed_tokens = admission.cached.cached_length
+        seq.num_published_blocks = len(seq.block_ids)
+        if not seq.num_completion_tokens:
+            seq.cached_tokens = admission.cached.cached_length
+    copies: list[tuple[int, int]] = []
+    sampled: list[tuple[Sequence, int]] = []
+    for chunk in decision.chunks():
+        seq = sequences.by_id[chunk.seq_id]
+        copies += cache.extend(seq.block_ids, chunk.start, chunk.start + chunk.length)
+        seq.num_computed_tokens = chunk.start + chunk.length
+        seq.last_step = step
+        publish(seq, cache)
+        if chunk.samples:
+            sampled += [(each, seq.num_computed_tokens) for each in _fork(chunk, seq, sequences, cache)]
+    return Applied(tuple(copies), tuple(sampled))
+
+
+def commit(
+    owners: Listed[Sequence], sampled: SampledTokens, sequences: Sequences, cache: KVCacheManager
+) -> list[tuple[Sequence, Finish]]:
+    """Take in a step's tokens; returns the sequences that ended. Tokens of sequences that are gone are dropped."""
+    finished: list[tuple[Sequence, Finish]] = []
+    for row, seq in enumerate(owners):
+        if seq.status is SequenceStatus.FINISHED:
+            continue  # it ended or was aborted while this step was in flight
+        if not math.isfinite(sampled.logprobs[row]):
+            finish: Finish | None = Finish("abort", "the model's logits are not finite")
+        else:
+            _append(seq, row, sampled, sequences.versions[seq.weight_set])
+            seq.prefix.extend(seq.token_ids, cache.block_size)
+            publish(seq, cache)
+            finish = finish_of(seq)
+        if finish is not None:
+            retire(seq, sequences, cache)
+            finished.append((seq, finish))
+    return finished
+
+
+def preempt(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
+    """Take a running sequence's blocks away; it will recompute them (or find them cached) when it is let in again."""
+    cache.deallocate(seq.release(sequences.namespace_of(seq)))
+    seq.prefix.extend(seq.token_ids, cache.block_size)
+    sequences.move(seq, SequenceStatus.WAITING)
+
+
+def retire(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
+    """Remove a sequence for good. Its blocks are free at once: on one in-order stream an overrun cannot hurt."""
+    sequences.remove(seq)
+    cache.deallocate(seq.block_ids)
+    seq.block_ids = []
+
+
+def publish(seq: Sequence, cache: KVCacheManager) -> None:
+    """Make blocks matchable that are full of known tokens and whose computation is launched."""
+    if seq.publishable:
+        full = min(seq.num_computed_tokens // cache.block_size, len(seq.prefix.hashes))
+        if full > seq.num_published_blocks:
+            cache.publish(seq.block_ids, seq.token_ids, seq.prefix, range(seq.num_published_blocks, full))
+            seq.num_published_blocks = full
+
+
+def change_version(sequences: Sequences, cache: KVCacheManager, weight_set: str, version: int, recompute: bool) -> None:
+    """A weight set has new weights. Nothing of it may be in flight.
+
+    Running sequences either recompute their context under the new weights (`recompute`) or keep their keys and values;
+    then their blocks mix versions and are not published any more. Old blocks cannot match: the version is in their
+    name.
+    """
+    old, sequences.versions[weight_set] = sequences.versions[weight_set], version
+    for seq in [s for s in sequences.running if s.weight_set == weight_set]:
+        if recompute:
+            preempt(seq, sequences, cache)
+        else:
+            seq.publishable = False
+    for seq in sequences.waiting:
+        if seq.weight_set == weight_set:
+            seq.release(sequences.namespace_of(seq))
+            seq.prefix.extend(seq.token_ids, cache.block_size)
+    if old != version:
+        cache.drop_version(weight_set, old)
+
+
+def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str) -> list[TrainingSample]:
+    """What the caller gets for an ended sequence: one sample, or all of a group that was not forked yet."""
+    prompt, completion = seq.token_ids[: seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens :]
+    starts = [*seq.version_starts, (version, len(completion))]
+    spans = [VersionSpan(v, start, end) for (v, start), (_, end) in itertools.pairwise(starts)]
+    return [
+        TrainingSample(
+            prompt_tokens=tuple(prompt),
+            completion_tokens=tuple(completion),
+            logprobs=tuple(seq.output_logprobs),
+            ref_logprobs=None,
+            weight_version=spans[-1].version if spans else version,
+            finish_reason=finish.reason,
+            stop_reason=finish.stop_reason,
+            weight_versions=tuple(spans),
+            raw_logprobs=tuple(seq.output_raw_logprobs) if seq.params.raw_logprobs else None,
+            log_kept_mass=tuple(seq.output_log_kept_mass),
+            sampling_mask=_csr(seq.output_masks) if seq.params.sampling_mask else None,
+            numerics=numerics,
+            seed=seq.seed,
+            sample_index=index,
+            request_id=seq.request_id,
+            cached_tokens=seq.cached_tokens,
+        )
+        for index in range(seq.sample_index, seq.sample_index + seq.num_samples)
+    ]
+
+
+def _fork(chunk: Chunk, seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> list[Sequence]:
+    """All samples of a group whose prompt this chunk completes. They share every block so far."""
+    forks = [seq.fork(sequences.new_id(), index) for index in range(1, chunk.samples)]
+    for fork in forks:
+        cache.adopt(fork.block_ids)
+        sequences.insert(fork)
+    seq.num_samples = 1
+    return [seq, *forks]
+
+
+def _append(seq: Sequence, row: int, sampled: SampledTokens, version: int) -> None:
+    if not seq.version_starts or seq.version_starts[-1][0] != version:
+        seq.version_starts.append((version, seq.num_completion_tokens))
+    seq.append_token(int(sampled.token_ids[row]), float(sampled.logprobs[row]))
+    seq.output_log_kept_mass.append(float(sampled.log_kept_mass[row]))
+    if seq.params.raw_logprobs:
+        seq.output_raw_logprobs.append(float(sampled.raw_logprobs[row]))
+    if seq.params.sampling_mask and sampled.masks is not None:
+        seq.output_masks.append(sampled.masks[row])
+
+
+def _csr(masks: Listed[tuple[int, ...]]) -> SamplingMask:
+    offsets = [0]
+    for kept in masks:
+        offsets.append(offsets[-1] + len(kept))
+    return SamplingMask(tuple(offsets), tuple(token_id for kept in masks for token_id in kept))

@@ -1,0 +1,166 @@
+"""`Sequence`: one sample in the making; and `Sequences`: all of them, waiting or running, in scheduling order."""
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from operator import attrgetter
+
+from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
+from nano_inference.types import SamplingParams
+
+POLICY = "policy"  # the weight set that samples are drawn from
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands. Waiting sequences hold no blocks."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Known tokens, how many of them are computed, and the blocks that hold their keys and values.
+
+    A step closes the gap between `len(token_ids)` (plus what is in flight) and `num_computed_tokens`; prefill, decode
+    and recomputation are the same case. Until its prompt is computed a sequence stands for all `num_samples` of its
+    group; then it is forked.
+    """
+
+    seq_id: int
+    request_id: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    stop_ids: frozenset[int]  # the request's stop ids and, unless ignored, the model's end-of-sequence ids
+    seed: int
+    prefix: PrefixKeys
+    num_samples: int = 1
+    sample_index: int = 0
+    weight_set: str = POLICY
+    status: SequenceStatus = SequenceStatus.WAITING
+    block_ids: list[int] = field(default_factory=list[int])
+    num_computed_tokens: int = 0
+    num_published_blocks: int = 0
+    publishable: bool = True  # False once its blocks mix weight versions
+    last_step: int = -1  # the step that it was last part of: who waited longest goes first when steps are full
+    cached_tokens: int = 0
+    version_starts: list[tuple[int, int]] = field(
+        default_factory=list[tuple[int, int]]
+    )  # (weight version, first completion token)
+    output_logprobs: list[float] = field(default_factory=list[float])
+    output_raw_logprobs: list[float] = field(default_factory=list[float])
+    output_log_kept_mass: list[float] = field(default_factory=list[float])
+    output_masks: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Scheduling order: priority, then arrival (request ids count up), then sample."""
+        return self.params.priority, self.request_id, self.sample_index
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Completion tokens that are known."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def temperature(self) -> float:
+        """As in the request."""
+        return self.params.temperature
+
+    @property
+    def max_tokens(self) -> int:
+        """As in the request."""
+        return self.params.max_tokens
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """As in the request."""
+        return self.params.stop_token_ids
+
+    def append_token(self, token_id: int, logprob: float) -> None:
+        """Make a sampled token known."""
+        self.token_ids.append(token_id)
+        self.output_logprobs.append(logprob)
+
+    def release(self, namespace: Namespace) -> list[int]:
+        """Give up all blocks (returned) and start over; what is computed next belongs to `namespace`."""
+        block_ids, self.block_ids = self.block_ids, []
+        self.num_computed_tokens = self.num_published_blocks = 0
+        self.publishable = True
+        if self.prefix.namespace != namespace:
+            self.prefix = PrefixKeys(namespace)
+        return block_ids
+
+    def fork(self, seq_id: int, sample_index: int) -> "Sequence":
+        """Another sample of the same prompt that shares all blocks so far."""
+        return Sequence(
+            seq_id=seq_id,
+            request_id=self.request_id,
+            token_ids=list(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            params=self.params,
+            stop_ids=self.stop_ids,
+            seed=self.seed,
+            prefix=self.prefix.copy(),
+            sample_index=sample_index,
+            weight_set=self.weight_set,
+            status=self.status,
+            block_ids=list(self.block_ids),
+            num_computed_tokens=self.num_computed_tokens,
+            num_published_blocks=self.num_published_blocks,
+            publishable=self.publishable,
+            last_step=self.last_step,
+            cached_tokens=self.cached_tokens,
+        )
+
+
+class Sequences:
+    """Every live sequence: by id, and in two lists in scheduling order. Versions of the weight sets stand here too."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, Sequence] = {}
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.versions: dict[str, int] = {POLICY: 0}
+        self._ids = itertools.count()
+
+    def new_id(self) -> int:
+        """A sequence id that was never used."""
+        return next(self._ids)
+
+    def namespace_of(self, seq: Sequence) -> Namespace:
+        """Where blocks that are computed now for this sequence belong."""
+        return Namespace(seq.weight_set, self.versions[seq.weight_set], seq.params.cache_salt)
+
+    def insert(self, seq: Sequence) -> None:
+        """Add a live sequence to the list that its status names."""
+        self.by_id[seq.seq_id] = seq
+        bisect.insort(self._list(seq), seq, key=attrgetter("order"))
+
+    def move(self, seq: Sequence, status: SequenceStatus) -> None:
+        """Change lists."""
+        self._list(seq).remove(seq)
+        seq.status = status
+        bisect.insort(self._list(seq), seq, key=attrgetter("order"))
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out for good."""
+        self._list(seq).remove(seq)
+        seq.status = SequenceStatus.FINISHED
+        del self.by_id[seq.seq_id]
+
+    def of_requests(self, request_ids: frozenset[int] | None) -> list[Sequence]:
+        """Live sequences of these requests (None: of all), by request and sample."""
+        found = [s for s in self.by_id.values() if request_ids is None or s.request_id in request_ids]
+        return sorted(found, key=lambda s: (s.request_id, s.sample_index))
+
+    def block_tables(self) -> Iterator[list[int]]:
+        """All live block tables, for `KVCacheManager.check`."""
+        return (seq.block_ids for seq in self.by_id.values())
+
+    def _list(self, seq: Sequence) -> list[Sequence]:
+        return self.waiting if seq.status is SequenceStatus.WAITING else self.running

@@ -1,0 +1,1 @@
+"""Text on both sides of the engine: tokenizer and chat templates."""

@@ -1,0 +1,107 @@
+"""The tokenizer of a Hugging Face folder, through the `tokenizers` library alone: transformers is slow to import."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from nano_inference.errors import ModelLoadError
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Tokenizer:
+    """Text to token ids and back. Made by `load_tokenizer`.
+
+    Attributes:
+        backend: the tokenizer of the `tokenizers` library.
+        vocab_size: number of token ids, added tokens included. A model's embedding may have more rows.
+        eos_token_id: the id of `special_tokens["eos_token"]`, or None where the folder names none.
+        special_tokens: `bos_token`, `eos_token` … -> the token's text, as chat templates see them.
+        chat_template: Jinja source, or None where the folder has none.
+    """
+
+    backend: tokenizers.Tokenizer
+    vocab_size: int
+    eos_token_id: int | None
+    special_tokens: Mapping[str, str]
+    chat_template: str | None
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`. Special tokens written out in `text` always become their ids."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids. Bytes that are not valid UTF-8 come out as U+FFFD."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load `tokenizer.json`, `tokenizer_config.json` and, where there is one, `chat_template.jinja` of `folder`.
+
+    Raises:
+        ModelLoadError: a file is missing or malformed, or the named end-of-sequence token is not in the vocabulary.
+    """
+    backend = _load_backend(folder / "tokenizer.json")
+    config = _load_config(folder / "tokenizer_config.json")
+    special_tokens = _special_tokens(config)
+    eos_token = special_tokens.get("eos_token")
+    eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
+    if eos_token is not None and eos_token_id is None:
+        raise ModelLoadError(f"the eos_token {eos_token!r} of {folder} is not in the tokenizer's vocabulary")
+    return Tokenizer(
+        backend=backend,
+        vocab_size=backend.get_vocab_size(with_added_tokens=True),
+        eos_token_id=eos_token_id,
+        special_tokens=special_tokens,
+        chat_template=_chat_template(folder, config),
+    )
+
+
+def _load_backend(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise ModelLoadError(f"there is no tokenizer file {path}")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for a malformed file
+        raise ModelLoadError(f"the tokenizer file {path} cannot be read: {error}") from error
+    # A file may carry the truncation and padding of its training; the engine wants every token and no more.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _load_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ModelLoadError(f"there is no tokenizer file {path}")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"the tokenizer file {path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelLoadError(f"the tokenizer file {path} holds a {type(config).__name__}, not an object")
+    return config
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`{"eos_token": "</s>", ...}`. A token is stored as its text or as an object with its text in `content`."""
+    tokens = {}
+    for key, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            tokens[key] = text
+    return tokens
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    # The file wins, as in transformers, which writes the template there and no longer into the configuration.
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default")
+    return template

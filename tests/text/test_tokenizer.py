@@ -1,0 +1,107 @@
+"""The tokenizer of a folder, against a tiny byte-level one that is built here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from nano_inference.errors import ModelLoadError
+from nano_inference.text.tokenizer import load_tokenizer
+
+CONFIG = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "model_max_length": 100}
+
+
+def write_folder(folder: Path, config: dict[str, Any] | None = None) -> Path:
+    """A byte-level BPE without merges: 3 special tokens, then one token a byte. It adds <s> where it is asked to."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<s>", "</s>", "<pad>", *alphabet]
+    backend = Backend(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>", "<pad>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.enable_truncation(4)
+    backend.enable_padding(pad_id=2, pad_token="<pad>", length=8)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(CONFIG if config is None else config))
+    return folder
+
+
+@pytest.mark.parametrize("text", ["", "hello world", "naïve café 🙂 中文", "  two\n\n\tlines "])
+def test_round_trip(tmp_path: Path, text: str) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path))
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text.encode())  # the file's truncation and padding are not applied
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(tuple(ids)) == text
+
+
+def test_special_tokens(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path))
+    assert tokenizer.eos_token_id == 1
+    assert tokenizer.vocab_size == 3 + 256
+    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    plain = tokenizer.encode("a")
+    assert tokenizer.encode("a", add_special_tokens=True) == [0, *plain]
+    assert tokenizer.encode("a</s>") == [*plain, 1]
+    assert tokenizer.decode([0, *plain, 1]) == "a"
+    assert tokenizer.decode([0, *plain, 1], skip_special_tokens=False) == "<s>a</s>"
+
+
+def test_part_of_a_character_decodes_to_the_replacement_character(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path))
+    assert tokenizer.decode(tokenizer.encode("é")[:1]) == "\ufffd"
+
+
+def test_special_token_stored_as_an_object(tmp_path: Path) -> None:
+    config = {"eos_token": {"__type": "AddedToken", "content": "</s>"}, "bos_token": None}
+    tokenizer = load_tokenizer(write_folder(tmp_path, config))
+    assert tokenizer.eos_token_id == 1
+    assert tokenizer.special_tokens == {"eos_token": "</s>"}
+
+
+def test_no_end_of_sequence_token(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path, {}))
+    assert tokenizer.eos_token_id is None
+
+
+def test_chat_template_sources(tmp_path: Path) -> None:
+    assert load_tokenizer(write_folder(tmp_path)).chat_template is None
+    assert load_tokenizer(write_folder(tmp_path, {"chat_template": "one"})).chat_template == "one"
+    named = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "three"}]
+    assert load_tokenizer(write_folder(tmp_path, {"chat_template": named})).chat_template == "three"
+    (tmp_path / "chat_template.jinja").write_text("four")
+    assert load_tokenizer(tmp_path).chat_template == "four"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_missing_or_malformed_file_is_named(tmp_path: Path, name: str) -> None:
+    write_folder(tmp_path)
+    (tmp_path / name).write_text("{ not json")
+    with pytest.raises(ModelLoadError, match=name):
+        load_tokenizer(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(ModelLoadError, match=f"there is no tokenizer file .*{name}"):
+        load_tokenizer(tmp_path)
+
+
+def test_configuration_that_is_not_an_object(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ModelLoadError, match="holds a list"):
+        load_tokenizer(tmp_path)
+
+
+def test_end_of_sequence_token_outside_the_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="'<end>'"):
+        load_tokenizer(write_folder(tmp_path, {"eos_token": "<end>"}))
+
+
+def test_transformers_is_not_imported() -> None:
+    code = "import sys, nano_inference.text.chat; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
