@@ -84,27 +84,9 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _require_text("model_path", self.model_path)
-        if self.tokenizer_path is not None:
-            _require_text("tokenizer_path", self.tokenizer_path)
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                choices = ", ".join(repr(choice) for choice in allowed)
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not available; choose one of {choices}.")
-        for name in _COUNTS:
-            _require_count(name, getattr(self, name))
-        for name in _OPTIONAL_COUNTS:
-            if getattr(self, name) is not None:
-                _require_count(name, getattr(self, name))
-        for name in ("enable_prefix_caching", "enable_chunked_prefill"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must lie in (0, 1].")
-        if self.lookahead not in (None, 0, 1):
-            raise ConfigError(f"lookahead={self.lookahead!r} is not available; choose 0, 1 or None.")
-        if self.seed is not None and not _is_seed(self.seed):
-            raise ConfigError(f"seed={self.seed!r} must be an integer in [0, 2**64).")
+        _check_text(self)
+        _check_choices(self)
+        _check_numbers(self)
         if self.max_chunk_tokens is not None and not self.enable_chunked_prefill:
             raise ConfigError("max_chunk_tokens needs enable_chunked_prefill=True; leave one of the two out.")
 
@@ -121,14 +103,45 @@ class EngineConfig:
         )
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[object, ...]] = {
     "cache_type": ("paged",),
     "dtype": ("auto", "float32", "bfloat16"),
     "backend": ("auto", "reference"),
     "attention": ("auto", "reference"),
+    "enable_prefix_caching": (True, False),
+    "enable_chunked_prefill": (True, False),
+    "lookahead": (None, 0, 1),
 }
 _COUNTS = ("block_size", "max_batch_size", "max_tokens_per_batch")
 _OPTIONAL_COUNTS = ("max_chunk_tokens", "max_model_len", "kv_cache_memory", "num_threads")
+
+
+def _check_text(config: EngineConfig) -> None:
+    for name in ("model_path", "device"):
+        _require_text(name, getattr(config, name))
+    if config.tokenizer_path is not None:
+        _require_text("tokenizer_path", config.tokenizer_path)
+
+
+def _check_choices(config: EngineConfig) -> None:
+    for name, allowed in _CHOICES.items():
+        value: object = getattr(config, name)
+        if not any(type(value) is type(choice) and value == choice for choice in allowed):
+            choices = ", ".join(repr(choice) for choice in allowed)
+            raise ConfigError(f"{name}={value!r} is not available; choose one of {choices}.")
+
+
+def _check_numbers(config: EngineConfig) -> None:
+    for name in _COUNTS:
+        _require_count(name, getattr(config, name))
+    for name in _OPTIONAL_COUNTS:
+        if getattr(config, name) is not None:
+            _require_count(name, getattr(config, name))
+    share: Any = config.gpu_memory_utilization
+    if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization={share!r} must be a number in (0, 1].")
+    if config.seed is not None and not _is_seed(config.seed):
+        raise ConfigError(f"seed={config.seed!r} must be an integer in [0, 2**64).")
 
 
 def _is_seed(value: Any) -> bool:

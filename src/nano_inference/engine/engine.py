@@ -6,6 +6,7 @@ import operator
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import psutil
@@ -26,6 +27,7 @@ from nano_inference.models.weights import param_table
 from nano_inference.ops.backend import Numerics
 from nano_inference.ops.reference import reference_ops
 from nano_inference.scheduling.sequence import POLICY, Sequence
+from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import EngineStats, SamplingParams, TrainingSample
 
 logger = logging.getLogger("nano_inference")
@@ -73,6 +75,12 @@ class InferenceEngine:
         self._dead: str | None = None
 
     # -- generating ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer (or the one at `tokenizer_path`), read when it is first asked for."""
+        other = self.config.tokenizer_path
+        return load_tokenizer(resolve_model(other) if other is not None else self.model_folder)
 
     def generate(
         self,
