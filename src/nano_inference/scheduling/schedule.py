@@ -120,14 +120,12 @@ class _Plan:
             if self._is_computing_next_block(seq, match):
                 return True  # a twin computes its next block in this step: it waits for that, others go on
         length = self.chunk_length(known - match.cached_length, self.budget)
-        pinned = [block_id for block_id in match.block_ids if self._refs(block_id) == 0]
-        # Fresh blocks for all known tokens and the next one; the matched ones that were free are free no more.
-        need = self._blocks(known + 1) - len(match.block_ids) + len(pinned)
-        if not length or not self._make_room(seq, need):
+        if not length or not self._make_room(seq, match):
             return False
+        need, pinned = self._need(seq, match)
         fresh = self._blocks(match.cached_length + length) - len(match.block_ids)
-        self.owed += need - len(pinned) - fresh
-        self.free -= len(pinned)
+        self.owed += need - pinned - fresh
+        self.free -= pinned
         self.refs.update((block_id, self._refs(block_id) + 1) for block_id in match.block_ids)
         self.num_seqs += seq.num_samples
         self.admitted.append(Admission(seq.seq_id, match))
@@ -150,16 +148,24 @@ class _Plan:
             size = self.cache.block_size
             self.computing.update(seq.prefix.hashes[start // size : (start + length - 1) // size + 1])
 
-    def _make_room(self, seq: Sequence, need: int) -> bool:
+    def _need(self, seq: Sequence, match: CacheAllocation) -> tuple[int, int]:
+        """Blocks that a newcomer takes from the free ones for its known tokens and the next, and how many of them it
+        matches: those hold a prefix, and are free no more once it is used.
+        """
+        pinned = sum(self._refs(block_id) == 0 for block_id in match.block_ids)
+        return self._blocks(len(seq.token_ids) + 1) - len(match.block_ids) + pinned, pinned
+
+    def _make_room(self, seq: Sequence, match: CacheAllocation) -> bool:
         """Whether a newcomer fits; sequences of strictly lower priority make way for it."""
-        while not self._fits(seq, need):
+        while not self._fits(seq, match):
             victim = self.alive[-1] if self.alive else None
             if victim is None or victim.params.priority <= seq.params.priority:
                 return False
             self._preempt(victim)
         return True
 
-    def _fits(self, seq: Sequence, need: int) -> bool:
+    def _fits(self, seq: Sequence, match: CacheAllocation) -> bool:
+        need, _ = self._need(seq, match)
         if not self.alive and not self.admitted:
             return need <= self.free  # alone; that it fits was checked when it was added
         # The other samples of a group will each want a block of their own as soon as they are forked.

@@ -1,0 +1,43 @@
+"""`python -m tests.simulation.run`: thousands of random workloads through the real loop, summed up as JSON."""
+
+import argparse
+import json
+import time
+from dataclasses import fields
+from pathlib import Path
+
+from tests.simulation.workload import Outcome, random_workload, run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workloads", type=int, default=3000)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--log", type=Path, default=None, help="where to write the summary")
+    arguments = parser.parse_args()
+    began, total = time.perf_counter(), Outcome()
+    lookahead_one = 0
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.workloads):
+        workload = random_workload(seed)
+        lookahead_one += workload.lookahead
+        try:
+            outcome = run(workload)
+        except Exception as problem:
+            raise SystemExit(f"workload {seed}: {type(problem).__name__}: {problem}") from problem
+        for name in fields(Outcome):
+            setattr(total, name.name, getattr(total, name.name) + getattr(outcome, name.name))
+    summary = {
+        "workloads": arguments.workloads,
+        "first_seed": arguments.first_seed,
+        "with_lookahead_1": lookahead_one,
+        "failures": 0,
+        "seconds": round(time.perf_counter() - began, 1),
+        **{name.name: getattr(total, name.name) for name in fields(Outcome)},
+    }
+    print(json.dumps(summary, indent=2))
+    if arguments.log is not None:
+        arguments.log.write_text(json.dumps(summary, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The real loop on a fake model: random workloads, and every small one."""
+
+import itertools
+
+import pytest
+
+from nano_inference.config import SchedulerConfig
+from tests.simulation.workload import Ask, Workload, random_workload, run
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_random_workloads(block: int) -> None:
+    outcomes = [run(random_workload(seed)) for seed in range(100_000 + block * 30, 100_000 + (block + 1) * 30)]
+    assert sum(outcome.steps for outcome in outcomes) > 0
+
+
+def test_the_random_workloads_reach_the_hard_cases() -> None:
+    outcomes = [run(random_workload(seed)) for seed in range(200_000, 200_060)]
+    assert sum(outcome.preemptions for outcome in outcomes) > 20
+    assert sum(outcome.tokens_cached for outcome in outcomes) > 100
+    assert sum(outcome.aborted for outcome in outcomes) > 0
+    assert sum(outcome.updates for outcome in outcomes) > 5
+
+
+SHAPES = [(1, 2), (1, 5), (3, 4), (6, 1), (6, 6)]  # (prompt tokens, max_tokens); 12 tokens are all that fit
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(("tokens", "seqs", "chunk"), [(2, 3, None), (8, 3, None), (8, 2, 2), (8, 3, 3)])
+def test_every_schedule_of_three_sequences_on_six_blocks(
+    lookahead: int, tokens: int, seqs: int, chunk: int | None
+) -> None:
+    config = SchedulerConfig(max_batch_size=seqs, max_tokens_per_batch=tokens, block_size=2, max_chunk_tokens=chunk)
+    for shapes in itertools.product(SHAPES, repeat=3):
+        for second, third in [(0, 0), (0, 1), (1, 1), (1, 3), (2, 5)]:
+            for stems in ((1, 1, 1), (1, 2, 1)):  # all prompts share a stem, or the second does not
+                asks = [
+                    Ask([stem] * length, most, arrives=arrives)
+                    for (length, most), arrives, stem in zip(shapes, (0, second, third), stems, strict=True)
+                ]
+                run(Workload(asks, config, num_blocks=6, lookahead=lookahead))

@@ -1,0 +1,164 @@
+"""Workloads for the loop: requests with arrivals, aborts and weight changes, under random limits; and how to run one."""
+
+import random
+from dataclasses import dataclass, field
+
+from nano_inference.config import SchedulerConfig
+from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
+from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
+from nano_inference.kv_cache.paged import PagedKVCache
+from nano_inference.scheduling.sequence import POLICY, Sequence
+from nano_inference.types import SamplingParams, TrainingSample
+from tests.simulation.fake_model import EOS, VOCAB, FakeRunner, oracle
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: when it arrives and what it wants."""
+
+    prompt: list[int]
+    max_tokens: int
+    num_samples: int = 1
+    arrives: int = 0
+    aborted: int | None = None
+    priority: int = 0
+    salt: str | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests and the engine that they meet."""
+
+    asks: list[Ask]
+    config: SchedulerConfig
+    num_blocks: int
+    lookahead: int
+    updates: dict[int, bool] = field(default_factory=dict)  # step -> recompute
+
+
+@dataclass
+class Outcome:
+    """What a run showed, summed up by the caller."""
+
+    steps: int = 0
+    preemptions: int = 0
+    tokens_computed: int = 0
+    tokens_cached: int = 0
+    samples: int = 0
+    aborted: int = 0
+    updates: int = 0
+
+
+def random_workload(seed: int) -> Workload:
+    """A workload that fits its engine request by request, and often not all at once."""
+    r = random.Random(seed)
+    block_size = r.choice([1, 2, 3, 4, 8])
+    stems = [[r.randrange(1, VOCAB) for _ in range(r.randrange(1, 20))] for _ in range(2)]
+    asks: list[Ask] = []
+    for _ in range(r.randrange(1, 9)):
+        tail = [r.randrange(1, VOCAB) for _ in range(r.randrange(0, 12))]
+        prompt = (r.choice(stems) + tail) if r.random() < 0.6 else (tail or [1])
+        asks.append(
+            Ask(
+                prompt=prompt,
+                max_tokens=r.randrange(1, 15),
+                num_samples=r.choice([1, 1, 1, 2, 3, 5]),
+                arrives=r.choice([0, 0, r.randrange(0, 30)]),
+                aborted=r.randrange(0, 40) if r.random() < 0.1 else None,
+                priority=r.choice([0, 0, 0, 1, -1]),
+                salt=r.choice([None, None, None, "a"]),
+            )
+        )
+    longest = max(len(ask.prompt) + ask.max_tokens for ask in asks)
+    chunked = r.random() < 0.8
+    config = SchedulerConfig(
+        max_batch_size=r.choice([1, 2, 4, 64]),
+        max_tokens_per_batch=r.choice([1, 3, 8, 64]) if chunked else longest + r.randrange(0, 20),
+        block_size=block_size,
+        max_chunk_tokens=r.choice([None, 1, 3, 7]) if chunked else None,
+        enable_prefix_caching=r.random() < 0.8,
+        enable_chunked_prefill=chunked,
+    )
+    least = -(-longest // block_size)
+    updates = {r.randrange(0, 40): r.random() < 0.5 for _ in range(r.choice([0, 0, 0, 1, 2]))}
+    return Workload(asks, config, least + r.choice([0, 1, 3, 10, 100]), r.choice([0, 1]), updates)
+
+
+def run(workload: Workload, max_steps: int = 4000) -> Outcome:
+    """Run to the end, asserting after every step; raises AssertionError on a leak, a livelock or a wrong token."""
+    config = workload.config
+    runner = FakeRunner(workload.num_blocks * config.block_size, config.block_size)
+    runner.one_version_only = all(workload.updates.values())
+    cache = PagedKVCache(workload.num_blocks, config.block_size)
+    loop = EngineLoop(cache, runner, config, workload.lookahead, "fake")
+    outcome = Outcome(updates=len(workload.updates))
+    samples: list[TrainingSample] = []
+    last_event = max([0, *workload.updates, *(ask.arrives for ask in workload.asks)])
+    for step in range(max_steps):
+        if step > last_event and not loop.has_pending():
+            break
+        _post_messages(loop, runner, workload, step)
+        samples += loop.step()
+        loop.check()
+    else:
+        raise AssertionError("livelock: requests are left after many steps")
+    _check_end(workload, loop, runner, samples)
+    outcome.steps, outcome.preemptions = loop.num_steps, loop.num_preemptions
+    outcome.tokens_computed, outcome.tokens_cached = runner.tokens_computed, loop.num_cached_tokens
+    outcome.samples = len(samples)
+    outcome.aborted = sum(sample.finish_reason == "abort" for sample in samples)
+    return outcome
+
+
+def _post_messages(loop: EngineLoop, runner: FakeRunner, workload: Workload, step: int) -> None:
+    for request_id, ask in enumerate(workload.asks):
+        if ask.arrives == step:
+            loop.inbox.append(Add(_sequence(loop, request_id, ask)))
+        if ask.aborted == step:
+            loop.inbox.append(Abort(frozenset([request_id])))
+    if step in workload.updates:
+        loop.inbox.append(ChangeWeights(POLICY, lambda: _count_version(runner), workload.updates[step]))
+
+
+def _count_version(runner: FakeRunner) -> int:
+    runner.version += 1
+    return runner.version
+
+
+def _sequence(loop: EngineLoop, request_id: int, ask: Ask) -> Sequence:
+    return Sequence(
+        seq_id=loop.sequences.new_id(),
+        request_id=request_id,
+        token_ids=list(ask.prompt),
+        num_prompt_tokens=len(ask.prompt),
+        params=SamplingParams(max_tokens=ask.max_tokens, priority=ask.priority, cache_salt=ask.salt),
+        stop_ids=frozenset([EOS]),
+        seed=1000 + request_id,
+        prefix=PrefixKeys(Namespace()),
+        num_samples=ask.num_samples,
+    )
+
+
+def _check_end(workload: Workload, loop: EngineLoop, runner: FakeRunner, samples: list[TrainingSample]) -> None:
+    config, cache = workload.config, loop.cache
+    assert cache.num_free_blocks() == cache.num_blocks, "a block leaked"
+    assert runner.largest_step <= config.max_tokens_per_batch, "a step took too many tokens"
+    assert runner.most_chunks <= config.max_batch_size, "a step took too many sequences"
+    assert runner.longest_chunk <= (config.max_chunk_tokens or runner.longest_chunk), "a chunk is too long"
+    by_key = {(sample.request_id, sample.sample_index): sample for sample in samples}
+    live = [i for i, ask in enumerate(workload.asks) if ask.aborted is None or ask.aborted > ask.arrives]
+    expected = {(i, n) for i in live for n in range(workload.asks[i].num_samples)}
+    assert expected <= set(by_key), "a sample is lost"
+    assert len(samples) == len(by_key), "a sample came twice"
+    for (request_id, index), sample in by_key.items():
+        ask = workload.asks[request_id]
+        alone = oracle(ask.prompt, 1000 + request_id, index, ask.max_tokens)
+        got = list(sample.completion_tokens)
+        assert got == (alone[: len(got)] if sample.finish_reason == "abort" else alone), "a wrong token"
+        assert len(sample.logprobs) == len(got), "arrays are not aligned"
+        covered = [i for span in sample.weight_versions for i in range(span.start, span.end)]
+        assert covered == list(range(len(got))), "version spans have gaps"
+    untouched = not loop.num_preemptions and not workload.updates and all(a.aborted is None for a in workload.asks)
+    if untouched:
+        prompts = sum(len(ask.prompt) for ask in workload.asks)
+        assert runner.prompt_tokens_computed == prompts - loop.num_cached_tokens, "a prompt was computed twice"
