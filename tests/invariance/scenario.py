@@ -1,0 +1,106 @@
+"""Requests under a schedule, on a real (tiny) model, with everything that nobody may read filled with NaN."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.kv_cache.block_hash import NO_PREFIX
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a scenario."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    num_samples: int = 1
+    arrives: int = 0  # step
+    aborted: int | None = None  # step
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Everything that must not matter."""
+
+    block_size: int = 16
+    max_batch_size: int = 256
+    max_tokens_per_batch: int = 8192
+    max_chunk_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    lookahead: int = 0
+    num_threads: int = 2
+    num_blocks: int | None = None  # None: plenty
+
+    def config(self, model: Path, dtype: str, bytes_per_token: int) -> EngineConfig:
+        """The engine configuration that makes this schedule."""
+        memory = 64 * 2**20 if self.num_blocks is None else self.num_blocks * self.block_size * bytes_per_token
+        return EngineConfig(
+            model_path=str(model),
+            dtype=dtype,  # pyright: ignore[reportArgumentType]
+            device="cpu",
+            block_size=self.block_size,
+            max_batch_size=self.max_batch_size,
+            max_tokens_per_batch=self.max_tokens_per_batch,
+            max_chunk_tokens=self.max_chunk_tokens,
+            enable_prefix_caching=self.enable_prefix_caching,
+            lookahead=self.lookahead,
+            num_threads=self.num_threads,
+            kv_cache_memory=memory,
+        )
+
+
+@contextmanager
+def threads_restored() -> Iterator[None]:
+    """The number of torch's threads is the process's; put it back."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def poison(engine: InferenceEngine) -> None:
+    """Fill every block that nobody holds and nobody can match with NaN."""
+    free = [b.block_id for b in engine.cache.blocks if b.ref_count == 0 and b.hash == NO_PREFIX]
+    engine.runner.storage.keys[:, :, free] = torch.nan
+    engine.runner.storage.values[:, :, free] = torch.nan
+
+
+def run(
+    model: Path, dtype: str, requests: list[Request], schedule: Schedule, bytes_per_token: int
+) -> tuple[dict[tuple[int, int], TrainingSample], int]:
+    """Run requests under a schedule; returns samples by (place in `requests`, sample index), and preemptions."""
+    with threads_restored(), InferenceEngine(schedule.config(model, dtype, bytes_per_token)) as engine:
+        ids: dict[int, int] = {}
+        samples: list[TrainingSample] = []
+        last = max([0] + [r.arrives for r in requests] + [r.aborted or 0 for r in requests])
+        for step in itertools.count():
+            if step > last and not engine.has_pending():
+                break
+            for place, request in enumerate(requests):
+                if request.arrives == step:
+                    ids[engine.add_request(request.prompt, request.params, request.num_samples)] = place
+                if request.aborted == step:
+                    samples += engine.abort([i for i, p in ids.items() if p == place])
+            poison(engine)
+            samples += engine.step()
+            engine.loop.check()
+        return {(ids[s.request_id], s.sample_index): s for s in samples}, engine.stats().num_preemptions
+
+
+def same_bits(one: TrainingSample, other: TrainingSample) -> bool:
+    """Tokens and every number that a sample carries, compared as bits. An aborted sample is compared as far as it is."""
+    length = min(len(one.completion_tokens), len(other.completion_tokens))
+    if "abort" not in (one.finish_reason, other.finish_reason) and (
+        len(one.completion_tokens) != len(other.completion_tokens) or one.finish_reason != other.finish_reason
+    ):
+        return False
+    return all(
+        (getattr(one, name) or ())[:length] == (getattr(other, name) or ())[:length]
+        for name in ("completion_tokens", "logprobs", "raw_logprobs", "log_kept_mass")
+    )

@@ -1,0 +1,111 @@
+"""The law: a token's bits depend on the weights and the tokens before it, never on the schedule.
+
+Each drawn scenario runs its requests together under a drawn schedule, and each request alone under the default one;
+tokens, logprobs and masses must be equal to the bit. Memory that may not be read is NaN.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nano_inference import SamplingParams, TrainingSample
+from tests.invariance.scenario import Request, Schedule, run, same_bits
+from tests.models.tiny import tiny_llama
+
+DTYPES = {"float32": 4, "bfloat16": 2}
+VALUES_PER_TOKEN = 2 * 2 * 2 * 16  # keys and values, layers, kv heads, head_dim of the tiny model
+
+params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    max_tokens=st.integers(1, 12),
+    top_k=st.sampled_from([0, 0, 5]),
+    top_p=st.sampled_from([1.0, 1.0, 0.8]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    min_tokens=st.just(0),
+    seed=st.integers(0, 3),
+    raw_logprobs=st.just(True),
+    cache_salt=st.sampled_from([None, None, "salt"]),
+    priority=st.sampled_from([0, 0, 0, 1]),
+)
+
+
+@st.composite
+def requests(draw: Any) -> list[Request]:
+    """Up to six requests; many share a stem, some are long enough for several key tiles."""
+    stem = draw(st.lists(st.integers(3, 299), min_size=40, max_size=40)) * 4
+    found: list[Request] = []
+    for _ in range(draw(st.integers(1, 6))):
+        head = stem[: draw(st.sampled_from([0, 1, 16, 33, 64, 70, 130, 160]))]
+        tail = draw(st.lists(st.integers(3, 299), min_size=1, max_size=20))
+        found.append(
+            Request(
+                prompt=tuple(head + tail),
+                params=draw(params),
+                num_samples=draw(st.sampled_from([1, 1, 2, 4])),
+                arrives=draw(st.sampled_from([0, 0, 1, 4])),
+                aborted=draw(st.sampled_from([None, None, None, None, 5])),
+            )
+        )
+    return found
+
+
+schedules = st.builds(
+    Schedule,
+    block_size=st.sampled_from([1, 4, 16, 24, 64]),
+    max_batch_size=st.sampled_from([1, 2, 8, 256]),
+    max_tokens_per_batch=st.sampled_from([3, 17, 64, 8192]),
+    max_chunk_tokens=st.sampled_from([None, 1, 7, 33, 64]),
+    enable_prefix_caching=st.booleans(),
+    lookahead=st.sampled_from([0, 1]),
+    num_threads=st.sampled_from([1, 2]),
+    num_blocks=st.sampled_from([None, 1]),  # 1: see fitted
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def fitted(schedule: Schedule, work: list[Request]) -> Schedule:
+    """A tight cache holds the longest request and little more: preemption and eviction are certain."""
+    if schedule.num_blocks is None:
+        return schedule
+    longest = max(len(request.prompt) + request.params.max_tokens for request in work)
+    fields = {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
+    return Schedule(**{**fields, "num_blocks": -(-longest // schedule.block_size) + 2})
+
+
+@cache
+def alone(model: Path, dtype: str, request: Request) -> dict[tuple[int, int], TrainingSample]:
+    lonely = Request(request.prompt, request.params, request.num_samples)
+    return run(model, dtype, [lonely], Schedule(), VALUES_PER_TOKEN * DTYPES[dtype])[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(work=requests(), schedule=schedules)
+def test_same_bits_under_any_schedule(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> None:
+    together, _ = run(model, dtype, work, fitted(schedule, work), VALUES_PER_TOKEN * DTYPES[dtype])
+    for place, request in enumerate(work):
+        for (_, index), expected in alone(model, dtype, request).items():
+            got = together.get((place, index))
+            assert got is not None, "a sample is lost"
+            assert same_bits(got, expected), f"request {place}, sample {index}: other bits"
+
+
+def test_tight_caches_do_preempt(model: Path) -> None:
+    work = [Request(tuple(range(3, 40 + i)), SamplingParams(max_tokens=12, seed=i), 4) for i in range(4)]
+    schedule = fitted(Schedule(block_size=4, num_blocks=1), work)
+    together, preemptions = run(model, "float32", work, schedule, VALUES_PER_TOKEN * 4)
+    assert preemptions > 0
+    assert all(
+        same_bits(together[place, index], sample)
+        for place, request in enumerate(work)
+        for (_, index), sample in alone(model, "float32", request).items()
+    )

@@ -1,0 +1,139 @@
+"""Tiny random models in Hugging Face folders, written without transformers so that tests start fast."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+Rope = Literal["default", "linear", "llama3", "yarn"]
+Weights = dict[str, Tensor]
+
+_ROPE_SCALING: dict[str, dict[str, Any] | None] = {
+    "default": None,
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+def llama_config(
+    *,
+    rope: Rope = "default",
+    tie: bool = False,
+    vocab_size: int = 300,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    layers: int = 2,
+    hidden: int = 64,
+    inner: int = 96,
+    max_position: int = 512,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    """The config.json of a tiny Llama."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "head_dim": hidden // num_heads,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.2,
+        "intermediate_size": inner,
+        "max_position_embeddings": max_position,
+        "mlp_bias": False,
+        "num_attention_heads": num_heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": num_kv_heads,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": _ROPE_SCALING[rope],
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": tie,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "vocab_size": vocab_size,
+    }
+
+
+def llama_weights(config: dict[str, Any], seed: int = 0, std: float = 0.2) -> Weights:
+    """Random tensors under Hugging Face names. Norm weights stand around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, config["torch_dtype"])
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    q_rows = config["num_attention_heads"] * config["head_dim"]
+    kv_rows = config["num_key_value_heads"] * config["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (q_rows, hidden),
+            f"{layer}.self_attn.k_proj.weight": (kv_rows, hidden),
+            f"{layer}.self_attn.v_proj.weight": (kv_rows, hidden),
+            f"{layer}.self_attn.o_proj.weight": (hidden, q_rows),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+            f"{layer}.mlp.up_proj.weight": (inner, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, inner),
+        }
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    weights: Weights = {}
+    for name, shape in shapes.items():
+        drawn = torch.randn(shape, generator=generator) * std
+        weights[name] = (drawn + 1.0 if len(shape) == 1 else drawn).to(dtype)
+    return weights
+
+
+def write_model(folder: Path, config: dict[str, Any], weights: Weights) -> Path:
+    """A model folder of one config and one safetensors file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def tiny_llama(
+    folder: Path,
+    *,
+    rope: Rope = "default",
+    tie: bool = False,
+    seed: int = 0,
+    vocab_size: int = 300,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    layers: int = 2,
+    hidden: int = 64,
+    inner: int = 96,
+    max_position: int = 512,
+    std: float = 0.2,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write a tiny random Llama (config.json and model.safetensors) into `folder` and return the folder.
+
+    Its logits are peaked but far from one-hot; the end-of-sequence id is 2.
+    """
+    config = llama_config(
+        rope=rope,
+        tie=tie,
+        vocab_size=vocab_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        layers=layers,
+        hidden=hidden,
+        inner=inner,
+        max_position=max_position,
+        dtype=dtype,
+    )
+    return write_model(folder, config, llama_weights(config, seed, std))

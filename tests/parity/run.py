@@ -1,0 +1,52 @@
+"""`python -m tests.parity.run`: the whole parity check, summed up as JSON."""
+
+import argparse
+import json
+import platform
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from tests.parity.compare import MODEL, TOLERANCE, agreement, compare_rows, complete, prompts, smollm2_oracle
+
+COMMON: dict[str, Any] = {"device": "cpu", "max_model_len": 1024, "kv_cache_memory": 2**30}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--log", type=Path, default=None, help="where to write the summary")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    with InferenceEngine(EngineConfig(model_path=MODEL, dtype="float32", device="cpu")) as engine:
+        token_ids = prompts(engine)
+        greedy, _ = complete(engine, token_ids, SamplingParams(temperature=0, max_tokens=64), 1, preempted=False)
+    found = agreement(smollm2_oracle(), greedy)
+    print(found, flush=True)
+    rows = [
+        row
+        for dtype in ("float32", "bfloat16")
+        for row in compare_rows(MODEL, dtype, token_ids[:8], 16, report=print, **COMMON)
+    ]
+    summary = {
+        "model": MODEL,
+        "oracle": "transformers float32, teacher-forced",
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "seconds": round(time.perf_counter() - began, 1),
+        "agreement": asdict(found),
+        "rows": rows,
+    }
+    if arguments.log is not None:
+        arguments.log.write_text(json.dumps(summary, indent=2) + "\n")
+    good = found.tokens_equal == found.tokens and found.largest_difference <= TOLERANCE
+    if not good or any(row["equal"] != row["samples"] for row in rows):
+        raise SystemExit("parity is broken")
+    print(f"parity holds: {found.tokens} tokens, largest difference {found.largest_difference:.1e}")
+
+
+if __name__ == "__main__":
+    main()

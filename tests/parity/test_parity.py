@@ -1,0 +1,64 @@
+"""The short form of `python -m tests.parity.run`, and the same for tiny models of every rope scaling."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from tests.models.tiny import tiny_llama
+from tests.parity.compare import MODEL, ROWS, TOLERANCE, agreement, compare_rows, complete, prompts, smollm2_oracle
+
+COMMON: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kv_cache_memory": 2**29}
+TINY: dict[str, Any] = {"device": "cpu", "kv_cache_memory": 2**24}
+
+
+def test_rows_cover_every_pair() -> None:
+    columns = list(zip(*(vars(row).values() for row in ROWS), strict=True))
+    assert len(ROWS) <= 12
+    for one, other in itertools.combinations(columns, 2):
+        assert set(zip(one, other, strict=True)) == set(itertools.product(set(one), set(other)))
+
+
+def test_smollm2_agrees_with_transformers() -> None:
+    with InferenceEngine(EngineConfig(model_path=MODEL, dtype="float32", **COMMON)) as engine:
+        token_ids = prompts(engine)[:4]
+        samples, _ = complete(engine, token_ids, SamplingParams(temperature=0, max_tokens=16), 1, preempted=False)
+    found = agreement(smollm2_oracle(), samples)
+    assert found.tokens_equal == found.tokens
+    assert found.largest_difference <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_smollm2_has_the_same_bits_in_other_configurations(dtype: str) -> None:
+    with InferenceEngine(EngineConfig(model_path=MODEL, dtype="bfloat16", **COMMON)) as engine:
+        token_ids = prompts(engine)[:2]
+    rows = ROWS[1:2] + ROWS[4:5]
+    for result in compare_rows(MODEL, dtype, token_ids, 6, rows, **COMMON):
+        assert result["equal"] == result["samples"], result
+
+
+@pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
+@pytest.mark.parametrize("tie", [False, True])
+def test_tiny_models_agree_with_transformers(tmp_path: Path, rope: str, tie: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_llama(tmp_path, rope=rope, tie=tie)
+    oracle = AutoModelForCausalLM.from_pretrained(folder).eval()
+    token_ids = [list(range(3, 3 + length)) for length in (1, 5, 40, 200)]
+    with InferenceEngine(EngineConfig(model_path=str(folder), dtype="float32", **TINY)) as engine:
+        samples, _ = complete(engine, token_ids, SamplingParams(temperature=0, max_tokens=64), 1, preempted=False)
+    found = agreement(oracle, samples)
+    assert found.tokens_equal == found.tokens
+    assert found.largest_difference <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
+def test_tiny_models_have_the_same_bits_in_every_configuration(tmp_path: Path, rope: str, dtype: str) -> None:
+    folder = tiny_llama(tmp_path, rope=rope)
+    token_ids = [list(range(3, 3 + length)) for length in (1, 8, 30, 33, 64, 70, 100, 130)]
+    for result in compare_rows(str(folder), dtype, token_ids, 16, **TINY):
+        assert result["equal"] == result["samples"], result
+        assert result["forced"] > 0 or not result["preempted"]
