@@ -23,7 +23,8 @@ def main() -> None:
     began = time.perf_counter()
     with InferenceEngine(EngineConfig(model_path=MODEL, dtype="float32", device="cpu")) as engine:
         token_ids = prompts(engine)
-        greedy, _ = complete(engine, token_ids, SamplingParams(temperature=0, max_tokens=64), 1, preempted=False)
+        params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+        greedy, _ = complete(engine, token_ids, params, 1, preempted=False)
     found = agreement(smollm2_oracle(), greedy)
     print(found, flush=True)
     rows = [

@@ -5,6 +5,7 @@ forward asserts that the context of every row is exactly that sequence's prefix,
 missed copy or an early reuse is caught where it happens.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,7 +92,7 @@ class FakeRunner:
             ids[row] = previous.tokens[source]
         bounds, tables = batch.cu_seqlens_q.tolist(), batch.block_tables.numpy()
         ends: dict[int, int] = {}
-        for chunk, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for chunk, (first, last) in enumerate(itertools.pairwise(bounds)):
             start = int(batch.positions[first])
             assert int(batch.seq_lens[chunk]) == start + last - first
             prefix = self._read_context(tables[chunk], start)
@@ -124,4 +125,4 @@ class FakeRunner:
         self.prompt_tokens_computed += batch.num_prompt_tokens
         self.largest_step = max(self.largest_step, len(batch.input_ids))
         self.most_chunks = max(self.most_chunks, len(bounds) - 1)
-        self.longest_chunk = max(self.longest_chunk, *(b - a for a, b in zip(bounds, bounds[1:], strict=False)))
+        self.longest_chunk = max(self.longest_chunk, *(b - a for a, b in itertools.pairwise(bounds)))

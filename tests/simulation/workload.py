@@ -1,4 +1,4 @@
-"""Workloads for the loop: requests with arrivals, aborts and weight changes, under random limits; and how to run one."""
+"""Workloads for the loop: requests with arrivals, aborts and weight changes, under random limits; how to run one."""
 
 import random
 from dataclasses import dataclass, field

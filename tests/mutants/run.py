@@ -1,0 +1,78 @@
+"""`python -m tests.mutants.run`: apply each seeded fault to a copy of the sources and expect its tests to turn red.
+
+A test suite that stays green on a broken engine proves nothing. Each `.patch` beside this file is one fault; the table
+names the tests that must catch it.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+INVARIANCE = "tests/invariance/test_schedule_invariance.py"
+SCHEDULE = "tests/scheduling/test_schedule.py"
+SIMULATION = "tests/simulation/test_simulation.py"
+CATCHES = {
+    "linear_splits_k_by_rows": INVARIANCE,
+    "attention_tiles_from_chunk_start": INVARIANCE,
+    "block_tail_is_read": INVARIANCE,
+    "prefix_match_one_too_long": INVARIANCE,
+    "readmitted_while_in_flight": SCHEDULE,
+    "fork_writes_shared_block": SIMULATION,
+    "old_weights_match": SIMULATION,
+    "matched_blocks_not_counted": SIMULATION,
+}
+SECONDS = 400  # for one fault; a run that does not end is red too
+RED = 1  # pytest's exit code for failed tests; others mean that the tests did not run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="faults to try; none: all")
+    names = parser.parse_args().names or list(CATCHES)
+    root = Path(__file__).parents[2]
+    green = [name for name in names if not turns_red(root, name)]
+    if green:
+        raise SystemExit(f"not caught: {', '.join(green)}")
+    print(f"{len(names)} passed, 0 failed")
+
+
+def turns_red(root: Path, name: str) -> bool:
+    """Whether the tests of a fault fail on a copy that has it."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for part in ("src", "tests"):
+            shutil.copytree(root / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(root / "pyproject.toml", copy)
+        subprocess.run(["git", "apply", str(root / f"tests/mutants/{name}.patch")], cwd=copy, check=True)
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+        command += ["--hypothesis-profile=mutants", CATCHES[name]]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=copy,
+                env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{copy / 'src'}:{copy}", "HOME": str(Path.home())},
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
+            caught, how = done.returncode == RED, _last_failure(done.stdout)
+        except subprocess.TimeoutExpired:
+            caught, how = True, f"no end within {SECONDS} s"
+    verdict = "red" if caught else "GREEN OR BROKEN"
+    print(f"{verdict:<16} {name} ({time.perf_counter() - began:.0f} s): {how}", flush=True)
+    return caught
+
+
+def _last_failure(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
+    return lines[-1][:160] if lines else output[-160:].replace("\n", " ")
+
+
+if __name__ == "__main__":
+    main()

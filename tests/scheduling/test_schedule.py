@@ -1,0 +1,211 @@
+"""Every rule of the step that a decision can break, one test each, without a model."""
+
+import copy
+
+import pytest
+
+from nano_inference import PagedKVCache, SamplingParams, SchedulerConfig, schedule
+from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
+from nano_inference.scheduling.commit import Applied, apply, preempt
+from nano_inference.scheduling.decision import SchedulerOutput
+from nano_inference.scheduling.sequence import Sequence, Sequences
+
+
+class Stage:
+    """Sequences and a cache between two decisions."""
+
+    def __init__(self, num_blocks: int = 100, block_size: int = 4, **limits: int) -> None:
+        self.config = SchedulerConfig(block_size=block_size, **limits)  # pyright: ignore[reportArgumentType]
+        self.cache = PagedKVCache(num_blocks, block_size)
+        self.sequences = Sequences()
+        self.pending: dict[int, int] = {}
+        self.steps = 0
+
+    def add(self, prompt: list[int], **options: object) -> Sequence:
+        num_samples = int(str(options.pop("num_samples", 1)))
+        params = SamplingParams(**options)  # pyright: ignore[reportArgumentType]
+        seq_id = self.sequences.new_id()
+        seq = Sequence(
+            seq_id,
+            seq_id,
+            list(prompt),
+            len(prompt),
+            params,
+            frozenset(),
+            0,
+            PrefixKeys(Namespace(salt=params.cache_salt)),
+            num_samples,
+        )
+        seq.prefix.extend(prompt, self.config.block_size)
+        self.sequences.insert(seq)
+        return seq
+
+    def decide(self) -> SchedulerOutput:
+        live = self.sequences
+        return schedule(live.waiting, live.running, self.cache, self.config, self.pending)
+
+    def apply(self, decision: SchedulerOutput) -> Applied:
+        self.steps += 1
+        applied = apply(decision, self.sequences, self.cache, self.steps)
+        self.cache.check(self.sequences.block_tables())
+        return applied
+
+    def step(self) -> SchedulerOutput:
+        """Decide, apply, and make every sampled token known at once."""
+        decision = self.decide()
+        for seq, _ in self.apply(decision).sampled:
+            seq.append_token(5, -1.0)
+            seq.prefix.extend(seq.token_ids, self.config.block_size)
+        return decision
+
+
+def test_it_writes_nothing() -> None:
+    stage = Stage(num_blocks=6)
+    for length in (3, 9, 4):
+        stage.add(list(range(length)), num_samples=2)
+    stage.step()
+    before = copy.deepcopy([vars_of(s) for s in stage.sequences.by_id.values()]), stage.cache.num_free_blocks()
+    assert stage.decide() == stage.decide()
+    assert before == ([vars_of(s) for s in stage.sequences.by_id.values()], stage.cache.num_free_blocks())
+
+
+def vars_of(seq: Sequence) -> dict[str, object]:
+    values = {name: getattr(seq, name) for name in Sequence.__slots__}
+    return {**values, "prefix": (seq.prefix.namespace, list(seq.prefix.hashes))}
+
+
+def test_a_sequence_that_ends_by_length_is_not_planned_again() -> None:
+    stage = Stage()
+    seq = stage.add([1, 2, 3], max_tokens=1)
+    stage.apply(stage.decide())
+    stage.pending = {seq.seq_id: 1}  # its only token is in flight
+    assert stage.decide().seq_ids == ()
+
+
+def test_the_token_in_flight_counts_as_known() -> None:
+    stage = Stage()
+    seq = stage.add([1, 2, 3], max_tokens=5)
+    stage.apply(stage.decide())
+    stage.pending = {seq.seq_id: 1}
+    decision = stage.decide()
+    assert (decision.starts, decision.lengths, decision.samples) == ((3,), (1,), (1,))
+    assert decision.decode_seqs == (seq.seq_id,)
+
+
+def test_a_preempted_sequence_is_not_let_in_while_its_token_is_in_flight() -> None:
+    stage = Stage()
+    seq = stage.add([1, 2, 3], max_tokens=5)
+    stage.apply(stage.decide())
+    stage.pending = {seq.seq_id: 1}
+    preempt(seq, stage.sequences, stage.cache)
+    assert stage.decide().admitted == ()
+    stage.pending = {}
+    assert [admission.seq_id for admission in stage.decide().admitted] == [seq.seq_id]
+
+
+@pytest.mark.parametrize("length", [4, 8, 12])
+def test_a_match_leaves_the_last_token_to_compute(length: int) -> None:
+    stage = Stage()
+    stage.add(list(range(length)))
+    stage.step()
+    stage.add(list(range(length)))
+    decision = stage.decide()
+    assert decision.admitted[0].cached.cached_length == length - 4
+    assert decision.lengths[-1] == 4
+
+
+def test_a_twin_waits_one_step_and_then_hits() -> None:
+    stage = Stage()
+    first, twin, other = (stage.add(ids) for ids in ([1] * 9, [1] * 9, [2] * 9))
+    assert stage.step().seq_ids == (first.seq_id, other.seq_id)
+    decision = stage.step()
+    assert decision.admitted[0].seq_id == twin.seq_id
+    assert decision.admitted[0].cached.cached_length == 8
+
+
+def test_a_group_is_one_sequence_until_its_prompt_is_computed() -> None:
+    stage = Stage(max_tokens_per_batch=4)
+    stage.add([1, 2, 3, 4, 5, 6], num_samples=3)
+    decisions = [stage.step() for _ in range(3)]
+    assert [d.lengths for d in decisions] == [(4,), (2,), (1, 1, 1)]
+    assert [d.samples for d in decisions] == [(0,), (3,), (1, 1, 1)]
+    tables = [seq.block_ids for seq in stage.sequences.running]
+    assert len({table[0] for table in tables}) == 1, "full blocks are shared"
+    assert len({table[1] for table in tables}) == 3, "the partial block was copied on the first write"
+
+
+def test_single_tokens_go_before_prompts() -> None:
+    stage = Stage(max_tokens_per_batch=6)
+    short = stage.add([1, 2])
+    stage.step()
+    long = stage.add([3] * 20)
+    assert stage.step().seq_ids == (short.seq_id, long.seq_id)
+    late = stage.add([7, 8])
+    decision = stage.decide()
+    assert decision.lengths[:2] == (1, 5), "the decode first, what is left to the prompt"
+    assert late.seq_id not in decision.seq_ids
+
+
+def test_decodes_take_turns_oldest_first() -> None:
+    stage = Stage(max_tokens_per_batch=4)
+    for token in range(4):
+        stage.add([token + 1])
+    stage.step()
+    stage.config = SchedulerConfig(block_size=4, max_tokens_per_batch=3)
+    turns = [stage.step().seq_ids for _ in range(4)]
+    assert turns == [(0, 1, 2), (0, 1, 3), (0, 1, 2), (0, 1, 3)], "longest idle first, then the oldest"
+
+
+def test_the_youngest_is_preempted_and_nobody_enters_then() -> None:
+    stage = Stage(num_blocks=4)
+    old, young = stage.add([1, 2, 3]), stage.add([4, 5, 6, 7, 8, 9, 1])
+    stage.step()
+    stage.step()
+    waiting = stage.add([9])
+    while not (decision := stage.step()).preempted_seqs:
+        assert waiting.seq_id not in decision.seq_ids or stage.cache.num_free_blocks() >= 0
+    assert decision.preempted_seqs[0] in (young.seq_id, waiting.seq_id)
+    assert old.seq_id in decision.seq_ids
+    assert decision.admitted == ()
+    assert not set(decision.preempted_seqs) & set(decision.seq_ids)
+
+
+def test_nobody_overtakes_one_that_does_not_fit() -> None:
+    stage = Stage(num_blocks=4)
+    running = stage.add([1] * 5)
+    stage.step()
+    stage.add([2] * 12)
+    stage.add([3])
+    assert stage.decide().seq_ids == (running.seq_id,)
+
+
+def test_priority_comes_before_arrival_and_pushes_out_lower_ones() -> None:
+    stage = Stage(num_blocks=4)
+    low = stage.add([1] * 13, priority=1)
+    stage.step()
+    high = stage.add([2] * 10, priority=0)
+    decision = stage.decide()
+    assert decision.preempted_seqs == (low.seq_id,)
+    assert decision.seq_ids == (high.seq_id,)
+    stage.apply(decision)
+    assert stage.decide().preempted_seqs == ()
+
+
+def test_without_chunked_prefill_a_prompt_is_computed_at_once_or_waits() -> None:
+    stage = Stage(max_tokens_per_batch=8)
+    stage.config = SchedulerConfig(block_size=4, max_tokens_per_batch=8, enable_chunked_prefill=False)
+    stage.add([1] * 5)
+    second = stage.add([2] * 8)
+    assert stage.step().lengths == (5,)
+    assert second.seq_id not in stage.step().seq_ids
+
+
+def test_limits_of_a_step_hold() -> None:
+    stage = Stage(max_batch_size=2, max_tokens_per_batch=7, max_chunk_tokens=3)
+    for token in range(4):
+        stage.add([token + 1] * 10, max_tokens=4)
+    for _ in range(60):
+        decision = stage.step()
+        assert len(decision.seq_ids) <= 2
+        assert decision.num_tokens <= 7
+        assert max(decision.lengths, default=0) <= 3
