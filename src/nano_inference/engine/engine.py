@@ -302,7 +302,8 @@ def _numerics(model: Decoder, dtype: torch.dtype, device: torch.device) -> Numer
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
         torch=torch.__version__,
-        schedule_invariant=model.ops.schedule_invariant,
+        # On a GPU the library chooses a kernel by the shape of a whole batch; nobody has checked that it keeps the law.
+        schedule_invariant=model.ops.schedule_invariant and device.type == "cpu",
     )
 
 

@@ -1,0 +1,894 @@
+"""The engine's front door on tiny models: what comes back, in which order, and what a bad request cannot do."""
+
+import logging
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nano_inference import (
+    ConfigError,
+    EngineConfig,
+    EngineDead,
+    InferenceEngine,
+    InvalidRequest,
+    ModelLoadError,
+    RequestTooLarge,
+    SamplingParams,
+    TrainingSample,
+    VersionSpan,
+)
+from tests.models.tiny import llama_config, llama_weights, tiny_llama, write_model
+
+Build = Callable[..., InferenceEngine]
+
+TOKEN_BYTES = 512  # keys and values of one token of the tiny model
+CALM = settings(
+    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def build(model: Path) -> Iterator[Build]:
+    """Engines on the tiny model, of one thread: its tensors are small."""
+    threads, engines = torch.get_num_threads(), list[InferenceEngine]()
+
+    def make(folder: Path = model, **options: Any) -> InferenceEngine:
+        settled = {"num_threads": 1, "kv_cache_memory": 2**20, "seed": 0} | options
+        engines.append(InferenceEngine(EngineConfig(model_path=str(folder), **settled)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.shutdown()
+    torch.set_num_threads(threads)
+
+
+def greedy(max_tokens: int = 8, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
+
+
+def drain(engine: InferenceEngine) -> list[TrainingSample]:
+    """Step until nothing is left; samples by request and index."""
+    samples: list[TrainingSample] = []
+    while engine.has_pending():
+        samples += engine.step()
+        engine.loop.check()
+    return sorted(samples, key=lambda s: (s.request_id, s.sample_index))
+
+
+def assert_all_blocks_free(engine: InferenceEngine) -> None:
+    stats = engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    assert stats.num_running == stats.num_waiting == 0
+
+
+def assert_aligned(sample: TrainingSample) -> None:
+    """Every per-token tuple has one entry a token, and the spans cover them without gaps."""
+    num = len(sample.completion_tokens)
+    assert len(sample.logprobs) == num
+    assert sample.log_kept_mass is not None
+    assert len(sample.log_kept_mass) == num
+    assert sample.raw_logprobs is None or len(sample.raw_logprobs) == num
+    if sample.sampling_mask is not None:
+        offsets, ids = sample.sampling_mask.offsets, sample.sampling_mask.token_ids
+        assert len(offsets) == num + 1
+        assert offsets[0] == 0
+        assert offsets[-1] == len(ids)
+        for i, token in enumerate(sample.completion_tokens):
+            assert token in ids[offsets[i] : offsets[i + 1]]
+    covered = [position for span in sample.weight_versions for position in range(span.start, span.end)]
+    assert covered == list(range(num))
+    if sample.weight_versions:
+        assert sample.weight_version == sample.weight_versions[-1].version
+    assert all(type(token) is int for token in sample.completion_tokens)
+    assert all(type(value) is float and math.isfinite(value) for value in sample.logprobs)
+
+
+# -- the front door ----------------------------------------------------------------------------------------------------
+
+
+def test_the_usage_example_runs(model: Path) -> None:
+    threads = torch.get_num_threads()
+    new_state_dict = llama_weights(llama_config(), seed=1)
+    with InferenceEngine(EngineConfig(model_path=str(model), cache_type="paged", block_size=16)) as engine:
+        params = SamplingParams(temperature=0.7, max_tokens=6)
+        samples = engine.generate(
+            prompts=[[1, 2, 3, 4], [5, 6, 7, 8]], sampling_params=params, num_samples_per_prompt=4
+        )
+        assert [s.prompt_tokens for s in samples] == [(1, 2, 3, 4)] * 4 + [(5, 6, 7, 8)] * 4
+        assert [s.sample_index for s in samples] == [0, 1, 2, 3] * 2
+        for s in samples:
+            assert_aligned(s)
+            assert 1 <= len(s.completion_tokens) <= 6
+            assert s.weight_version == 0
+        engine.update_weights(new_state_dict, blocking=False)
+        request = engine.add_request([1, 2, 3], params)
+        finished: list[TrainingSample] = []
+        while engine.has_pending():
+            finished += engine.step()
+        assert [s.request_id for s in finished] == [request]
+        assert finished[0].weight_version == engine.get_weight_version() == 1
+        engine.update_weights(new_state_dict, blocking=True)
+        assert engine.get_weight_version() == 2
+        engine.flush_cache()
+        assert_all_blocks_free(engine)
+    torch.set_num_threads(threads)
+
+
+def test_results_come_in_request_order_whatever_ends_first(build: Build) -> None:
+    lengths = [9, 1, 6, 3]
+    prompts = [[10 + i] * (i + 1) for i in range(4)]
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
+    ended: list[int] = []
+    samples = build(max_batch_size=5).generate(prompts, params, 2, progress=lambda done, *_: ended.append(done))
+    assert [s.prompt_tokens for s in samples] == [tuple(p) for p in prompts for _ in range(2)]
+    assert [s.sample_index for s in samples] == [0, 1] * 4
+    assert [len(s.completion_tokens) for s in samples] == [n for n in lengths for _ in range(2)]
+    assert len(set(ended)) > 2, "all ended at once: the test shows nothing"
+
+
+def test_progress_is_told_after_every_step(build: Build) -> None:
+    engine, told = build(), list[tuple[int, int, int]]()
+    engine.generate([[1, 2], [3]], greedy(5, ignore_eos=True), 2, progress=lambda *numbers: told.append(numbers))
+    assert told[-1] == (4, 4, 20)
+    assert told == sorted(told)
+    assert len(told) == engine.stats().num_steps
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [5, 6, 7],
+        (5, 6, 7),
+        iter([5, 6, 7]),
+        np.array([5, 6, 7]),
+        np.array([5, 6, 7], dtype=np.int32),
+        torch.tensor([5, 6, 7]),
+        [np.int64(5), 6, torch.tensor(7)],
+    ],
+)
+def test_a_prompt_may_be_anything_of_integers(build: Build, prompt: Any) -> None:
+    engine = build()
+    (sample,) = engine.generate(prompt, greedy(2))
+    assert sample.prompt_tokens == (5, 6, 7)
+    assert all(type(token) is int for token in sample.prompt_tokens)
+    assert sample.completion_tokens == engine.generate([[5, 6, 7]], greedy(2))[0].completion_tokens
+
+
+def test_one_params_for_each_prompt_or_one_for_all(build: Build) -> None:
+    engine = build()
+    with pytest.raises(InvalidRequest, match="2 sampling_params for 3 prompts"):
+        engine.generate([[1], [2], [3]], [greedy(), greedy()])
+    lengths = [len(s.completion_tokens) for s in engine.generate([[1], [2]], [greedy(1), greedy(3, ignore_eos=True)])]
+    assert lengths == [1, 3]
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_group_computes_its_prompt_once(build: Build, chunk: int | None, lookahead: int) -> None:
+    engine = build(max_chunk_tokens=chunk, lookahead=lookahead, kv_cache_memory=2**22)
+    prompts = [[i, *range(100, 100 + 3 + 5 * i)] for i in range(8)]
+    samples = engine.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True), 8)
+    assert len(samples) == 64
+    assert engine.runner.prompt_tokens_computed == sum(len(prompt) for prompt in prompts)
+    assert engine.stats().prompt_tokens_computed == engine.runner.prompt_tokens_computed
+    assert engine.stats().completion_tokens == 64 * 6
+    assert_all_blocks_free(engine)
+    for start in range(0, 64, 8):
+        group = samples[start : start + 8]
+        assert len({s.completion_tokens for s in group}) > 4
+        assert len({s.seed for s in group}) == 1
+
+
+def test_a_sample_of_a_group_is_the_sample_alone(build: Build) -> None:
+    params = SamplingParams(max_tokens=12, seed=77, raw_logprobs=True)
+    prompt = list(range(20, 41))
+    group = build().generate(prompt, params, 5)
+    assert build().generate(prompt, params)[0] == group[0]
+    assert build(enable_prefix_caching=False, block_size=4).generate(prompt, params, 3) == group[:3]
+
+
+def test_a_group_larger_than_a_batch_takes_turns(build: Build) -> None:
+    engine = build(max_batch_size=2)
+    samples = engine.generate([1, 2, 3], SamplingParams(max_tokens=5, seed=3, ignore_eos=True), 7)
+    assert [s.sample_index for s in samples] == list(range(7))
+    assert samples == build().generate([1, 2, 3], SamplingParams(max_tokens=5, seed=3, ignore_eos=True), 7)
+
+
+def test_a_prompt_that_was_seen_is_taken_from_the_cache(build: Build) -> None:
+    engine = build(block_size=4)
+    prompt = list(range(30, 41))
+    (first,) = engine.generate(prompt, greedy())
+    (second,) = engine.generate(prompt, greedy())
+    assert (first.cached_tokens, second.cached_tokens) == (0, 8)
+    assert engine.runner.prompt_tokens_computed == 11 + 3
+    assert engine.stats().prompt_tokens_cached == 8
+    assert second.completion_tokens == first.completion_tokens
+    assert second.logprobs == first.logprobs
+    engine.flush_cache()
+    assert engine.generate(prompt, greedy())[0].cached_tokens == 0
+
+
+def test_a_salt_separates_prefixes(build: Build) -> None:
+    engine = build(block_size=4)
+    prompt = list(range(30, 41))
+    seen: list[int] = []
+    for salt in (None, "", "a", "a", "", None):
+        seen.append(engine.generate(prompt, greedy(2, cache_salt=salt))[0].cached_tokens)
+    assert seen == [0, 0, 0, 8, 8, 8]
+
+
+def test_without_prefix_caching_nothing_is_taken(build: Build) -> None:
+    engine = build(block_size=4, enable_prefix_caching=False)
+    for _ in range(2):
+        assert engine.generate(list(range(30, 41)), greedy())[0].cached_tokens == 0
+    assert engine.runner.prompt_tokens_computed == 22
+
+
+# -- sharing the engine ------------------------------------------------------------------------------------------------
+
+
+def test_generate_keeps_the_samples_of_others(build: Build) -> None:
+    engine = build()
+    short, long = engine.add_request([9, 8], greedy(2)), engine.add_request([7, 6], greedy(30, ignore_eos=True))
+    mine = engine.generate([[1, 2], [3, 4]], greedy(5, ignore_eos=True), 2)
+    assert [s.prompt_tokens for s in mine] == [(1, 2), (1, 2), (3, 4), (3, 4)]
+    assert not {short, long} & {s.request_id for s in mine}
+    assert engine.has_pending()
+    kept = engine.step()
+    assert [s.request_id for s in kept] == [short]
+    assert [s.request_id for s in drain(engine)] == [long]
+    assert not engine.has_pending()
+    assert engine.step() == []
+
+
+def test_a_kept_sample_alone_is_pending(build: Build) -> None:
+    engine = build()
+    other = engine.add_request([9, 8], greedy(2))
+    engine.generate([1, 2], greedy(10, ignore_eos=True))
+    assert engine.has_pending()
+    assert [s.request_id for s in engine.step()] == [other]
+    assert not engine.has_pending()
+
+
+def test_requests_are_served_in_order_of_priority(build: Build) -> None:
+    engine = build(max_batch_size=1)
+    late = engine.add_request([1, 2], greedy(3, priority=5))
+    first = engine.add_request([3, 4], greedy(3, priority=-5))
+    second = engine.add_request([5, 6], greedy(3, priority=-5))
+    ended: list[int] = []
+    while engine.has_pending():
+        ended += [s.request_id for s in engine.step()]
+    assert ended == [first, second, late]
+
+
+def test_a_failing_progress_ends_what_generate_added_and_nothing_else(build: Build) -> None:
+    engine = build()
+    other = engine.add_request([9, 8], greedy(12, seed=1, ignore_eos=True))
+
+    def give_up(_done: int, _total: int, tokens: int) -> None:
+        if tokens > 6:
+            raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        engine.generate([[1, 2], [3]], greedy(20, ignore_eos=True), progress=give_up)
+    (sample,) = drain(engine)
+    assert sample.request_id == other
+    assert sample.finish_reason == "length"
+    assert_all_blocks_free(engine)
+
+
+def test_an_abort_from_progress_ends_generate(build: Build) -> None:
+    """It may not wait for ever for samples that the abort handed to its caller."""
+    engine, calls, aborted = build(), list[int](), list[TrainingSample]()
+
+    def stop(_done: int, _total: int, tokens: int) -> None:
+        calls.append(tokens)
+        if len(calls) == 3:
+            aborted.extend(engine.abort())
+        if len(calls) > 60:
+            pytest.fail("generate goes on without anything to do")
+
+    returned = engine.generate([[1, 2], [3]], greedy(20, ignore_eos=True), progress=stop)
+    found = {(s.request_id, s.finish_reason) for s in [*returned, *aborted]}
+    assert found == {(0, "abort"), (1, "abort")}
+
+
+# -- abort -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_an_abort_returns_what_there_is(build: Build, lookahead: int) -> None:
+    params = SamplingParams(max_tokens=20, seed=5, ignore_eos=True, raw_logprobs=True, top_k=9, sampling_mask=True)
+    whole = build().generate([[1, 2, 3], [4, 5]], params, 3)
+    engine = build(lookahead=lookahead)
+    ids = [engine.add_request(prompt, params, 3) for prompt in ([1, 2, 3], [4, 5])]
+    for _ in range(7):
+        assert engine.step() == []
+    partial = engine.abort()
+    assert [(s.request_id, s.sample_index) for s in partial] == [(i, n) for i in ids for n in range(3)]
+    for part, full in zip(partial, whole, strict=True):
+        assert_aligned(part)
+        assert part.finish_reason == "abort"
+        assert part.stop_reason is None
+        assert part.sampling_mask is not None
+        num = len(part.completion_tokens)
+        assert 6 <= num <= 7
+        assert part.completion_tokens == full.completion_tokens[:num]
+        assert part.logprobs == full.logprobs[:num]
+        assert part.raw_logprobs == (full.raw_logprobs or ())[:num]
+    assert not engine.has_pending() or drain(engine) == []
+    assert_all_blocks_free(engine)
+
+
+def test_an_abort_of_one_request_leaves_the_others_their_bits(build: Build) -> None:
+    params = SamplingParams(max_tokens=15, seed=5, ignore_eos=True)
+    alone = build().generate([4, 5], params)[0]
+    engine = build()
+    first = engine.add_request([1, 2, 3], params, 2)
+    second = engine.add_request([4, 5], params)
+    for _ in range(4):
+        engine.step()
+    assert {s.request_id for s in engine.abort(first)} == {first}
+    (sample,) = drain(engine)
+    assert sample.request_id == second
+    assert (sample.completion_tokens, sample.logprobs) == (alone.completion_tokens, alone.logprobs)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_an_unforked_group_aborts_as_all_its_samples(build: Build, steps: int) -> None:
+    engine = build(max_chunk_tokens=4)
+    request = engine.add_request(list(range(50, 70)), SamplingParams(seed=8, raw_logprobs=True), 4)
+    for _ in range(steps):
+        engine.step()
+    samples = engine.abort([request])
+    assert [s.sample_index for s in samples] == [0, 1, 2, 3]
+    for sample in samples:
+        assert_aligned(sample)
+        assert sample.completion_tokens == sample.logprobs == sample.raw_logprobs == sample.weight_versions == ()
+        assert (sample.finish_reason, sample.request_id, sample.seed) == ("abort", request, 8)
+        assert sample.prompt_tokens == tuple(range(50, 70))
+    assert not engine.has_pending()
+    assert_all_blocks_free(engine)
+
+
+def test_ids_that_are_not_live_are_passed_over(build: Build) -> None:
+    engine = build()
+    done = engine.generate([1], greedy(1))[0].request_id
+    live = engine.add_request([2], greedy(4))
+    assert engine.abort([done, 999]) == []
+    assert engine.abort([]) == []
+    assert [s.request_id for s in engine.abort({live, 999})] == [live]
+    assert engine.abort() == []
+
+
+# -- bad requests ------------------------------------------------------------------------------------------------------
+
+LONGEST = 512
+BAD_REQUESTS: list[tuple[Any, Any, Any, type[InvalidRequest], str]] = [
+    ([], greedy(), 1, InvalidRequest, "empty"),
+    (np.array([], dtype=np.int64), greedy(), 1, InvalidRequest, "empty"),
+    ([1, 300], greedy(), 1, InvalidRequest, "300 is outside the vocabulary: 0 to 299"),
+    ([-1], greedy(), 1, InvalidRequest, "-1 is outside the vocabulary: 0 to 299"),
+    ([2**70], greedy(), 1, InvalidRequest, "outside the vocabulary"),
+    ([1.0], greedy(), 1, InvalidRequest, "token id 1.0 is not an integer"),
+    ([1, "2"], greedy(), 1, InvalidRequest, "token id '2' is not an integer"),
+    ([1, None], greedy(), 1, InvalidRequest, "token id None"),
+    ([True], greedy(), 1, InvalidRequest, "token id True"),
+    ([[1, 2]], greedy(), 1, InvalidRequest, "token id"),
+    (np.array([1.5]), greedy(), 1, InvalidRequest, "not an integer"),
+    (torch.tensor([1.0]), greedy(), 1, InvalidRequest, "not an integer"),
+    (torch.tensor([[1, 2]]), greedy(), 1, InvalidRequest, "not an integer"),
+    ("text", greedy(), 1, InvalidRequest, "list of token ids, not str"),
+    (b"text", greedy(), 1, InvalidRequest, "list of token ids, not bytes"),
+    (None, greedy(), 1, InvalidRequest, "list of token ids, not NoneType"),
+    (5, greedy(), 1, InvalidRequest, "list of token ids, not int"),
+    ([1], None, 1, InvalidRequest, "SamplingParams, not NoneType"),
+    ([1], {"temperature": 1.0}, 1, InvalidRequest, "SamplingParams, not dict"),
+    ([1], greedy(), 0, InvalidRequest, "num_samples=0 must be a positive integer"),
+    ([1], greedy(), -1, InvalidRequest, "num_samples=-1"),
+    ([1], greedy(), 1.0, InvalidRequest, "num_samples=1.0"),
+    ([1], greedy(), True, InvalidRequest, "num_samples=True"),
+    ([1], greedy(stop_token_ids=frozenset({300, 5})), 1, InvalidRequest, "stop token id 300 .* 0 to 299"),
+    ([1], greedy(stop_token_ids=frozenset(range(300)), min_tokens=1), 1, InvalidRequest, "whole vocabulary"),
+    ([1] * LONGEST, greedy(1), 1, RequestTooLarge, "512 tokens .*max_model_len=512; at most 511 fit"),
+    ([1] * 500, greedy(13), 1, RequestTooLarge, r"prompt \(500\) and max_tokens=13 .*=512; max_tokens=12 would fit"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "params", "num", "error", "told"), BAD_REQUESTS)
+def test_a_bad_request_is_refused_by_name(
+    build: Build, prompt: Any, params: Any, num: Any, error: type[InvalidRequest], told: str
+) -> None:
+    engine = build()
+    with pytest.raises(error, match=told):
+        engine.add_request(prompt, params, num)
+    assert not engine.has_pending()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "num"),
+    [
+        ("text", greedy(), 1),
+        (["text"], greedy(), 1),
+        (None, greedy(), 1),
+        ([], greedy(), 1),
+        ([[1], []], greedy(), 1),
+        ([[1], [300]], greedy(), 1),
+        ([[1], "text"], greedy(), 1),
+        ([1, "2"], greedy(), 1),
+        ([[1], [2]], [greedy(), None], 1),
+        ([[1], [2]], None, 1),
+        ([[1], [2]], 5, 1),
+        ([[1], [2]], greedy(), 0),
+        ([[1], [2] * LONGEST], greedy(), 1),
+    ],
+)
+def test_generate_refuses_all_or_nothing(build: Build, prompts: Any, params: Any, num: Any) -> None:
+    engine = build()
+    with pytest.raises(InvalidRequest):
+        engine.generate(prompts, params, num)
+    assert not engine.has_pending()
+    assert engine.stats().num_steps == 0
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_bad_requests_do_not_disturb_running_ones(build: Build, lookahead: int) -> None:
+    """Token for token, and the seeds that the engine gives to later requests too."""
+
+    def run(disturb: bool) -> list[TrainingSample]:
+        engine, samples = build(lookahead=lookahead), list[TrainingSample]()
+        engine.add_request([1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True), 2)
+        engine.add_request([4, 5], SamplingParams(max_tokens=5, ignore_eos=True))
+        for step in range(5):
+            samples += engine.step()
+            if disturb:
+                for prompt, params, num, error, _ in BAD_REQUESTS:
+                    if not hasattr(prompt, "__next__"):
+                        with pytest.raises(error):
+                            engine.add_request(prompt, params, num)
+                with pytest.raises(InvalidRequest):
+                    SamplingParams(temperature=math.nan)
+            if step == 2:
+                engine.add_request([6], SamplingParams(max_tokens=4, ignore_eos=True))
+        return samples + drain(engine)
+
+    assert run(disturb=True) == run(disturb=False)
+
+
+def test_stop_ids_and_ends_that_leave_nothing_to_draw_are_refused(build: Build) -> None:
+    """The model's own end id counts too: with `min_tokens` all of these would be masked."""
+    everything_else = frozenset(range(300)) - {2}
+    engine = build()
+    with pytest.raises(InvalidRequest, match="nothing to draw"):
+        engine.add_request([1], SamplingParams(stop_token_ids=everything_else, min_tokens=1))
+    (sample,) = engine.generate([1], SamplingParams(stop_token_ids=everything_else, min_tokens=1, ignore_eos=True))
+    assert sample.completion_tokens[0] == 2
+
+
+def test_what_can_never_fit_is_told_what_would(build: Build) -> None:
+    engine = build(kv_cache_memory=3 * 16 * TOKEN_BYTES)
+    assert engine.max_model_len == 48
+    with pytest.raises(RequestTooLarge, match=r"prompt \(40\) and max_tokens=9 exceed max_model_len=48; max_tokens=8"):
+        engine.add_request([7] * 40, greedy(9))
+    assert len(engine.generate([7] * 40, greedy(8, ignore_eos=True))[0].completion_tokens) == 8
+    with pytest.raises(RequestTooLarge, match=r"prompt of 48 tokens .* at most 47 fit"):
+        engine.add_request([7] * 48, greedy(1))
+    assert len(engine.generate([7] * 47, greedy(1))[0].completion_tokens) == 1
+
+
+def test_without_chunks_a_request_must_fit_a_step(build: Build) -> None:
+    engine = build(enable_chunked_prefill=False, max_tokens_per_batch=20)
+    with pytest.raises(RequestTooLarge, match=r"max_tokens_per_batch=20.*enable it, or allow 21 tokens"):
+        engine.add_request([7] * 15, greedy(6))
+    assert len(engine.generate([7] * 15, greedy(5, ignore_eos=True))[0].completion_tokens) == 5
+
+
+def test_more_work_than_memory_is_done_in_turns(build: Build) -> None:
+    params = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
+    prompts = [[i] * (3 + i) for i in range(6)]
+    tight = build(kv_cache_memory=8 * 4 * TOKEN_BYTES, block_size=4)
+    samples = tight.generate(prompts, params, 2)
+    assert tight.stats().num_preemptions > 0
+    assert [s.completion_tokens for s in samples] == [s.completion_tokens for s in build().generate(prompts, params, 2)]
+    assert_all_blocks_free(tight)
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def assert_dead(engine: InferenceEngine, why: str) -> None:
+    calls: list[Callable[[], Any]] = [
+        engine.step,
+        lambda: engine.generate([1], greedy()),
+        lambda: engine.add_request([1], greedy()),
+        engine.abort,
+        lambda: engine.abort(0),
+        lambda: engine.update_weights({"model.norm.weight": torch.ones(64)}),
+        lambda: engine.update_weights({"model.norm.weight": torch.ones(64)}, blocking=True),
+        engine.flush_cache,
+    ]
+    for call in calls:
+        with pytest.raises(EngineDead, match=why):
+            call()
+
+
+@pytest.mark.parametrize("part", ["forward", "sample"])
+def test_a_failed_step_is_the_end_of_the_engine(build: Build, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    engine = build()
+    engine.add_request([1, 2], greedy(5))
+    engine.step()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("device on fire")
+
+    monkeypatch.setattr(engine.runner, part, fail)
+    with pytest.raises(EngineDead, match="device on fire") as caught:
+        engine.step()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert_dead(engine, "device on fire")
+    engine.shutdown()
+
+
+def test_a_failed_step_inside_generate_is_engine_dead_too(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build()
+    monkeypatch.setattr(engine.runner, "forward", lambda *_: 1 / 0)
+    with pytest.raises(EngineDead, match="ZeroDivisionError"):
+        engine.generate([1], greedy())
+    assert_dead(engine, "ZeroDivisionError")
+
+
+def test_after_shutdown_every_call_says_so(build: Build) -> None:
+    engine = build()
+    engine.add_request([1], greedy())
+    engine.shutdown()
+    engine.shutdown()
+    assert_dead(engine, "shut down")
+
+
+def test_leaving_the_context_shuts_down(build: Build) -> None:
+    with build() as engine:
+        engine.generate([1], greedy(1))
+    assert_dead(engine, "shut down")
+
+
+@pytest.mark.parametrize("way", ["params", "update"])
+def test_logits_that_are_not_finite_end_only_their_request(build: Build, way: str) -> None:
+    params = SamplingParams(max_tokens=10, seed=6, ignore_eos=True)
+    healthy = [[1, 2, 3], [4, 5]]
+    expected = build().generate(healthy, params)
+    assert not any(77 in s.completion_tokens for s in expected), "they would meet the poison"
+    engine = build()
+    if way == "params":
+        engine.model.params["embed"][77] = math.nan
+    else:
+        poisoned = engine.model.params["embed"].clone()
+        poisoned[77] = math.nan
+        engine.update_weights({"model.embed_tokens.weight": poisoned})
+    first, sick, second = (
+        engine.add_request(healthy[0], params),
+        engine.add_request([8, 77, 9], params, 3),
+        engine.add_request(healthy[1], params),
+    )
+    samples = drain(engine)
+    assert [s.request_id for s in samples] == [first, sick, sick, sick, second]
+    for sample in samples[1:4]:
+        assert sample.finish_reason == "abort"
+        assert "not finite" in str(sample.stop_reason)
+        assert sample.completion_tokens == ()
+        assert_aligned(sample)
+    for sample, alone in zip([samples[0], samples[4]], expected, strict=True):
+        assert (sample.completion_tokens, sample.logprobs) == (alone.completion_tokens, alone.logprobs)
+    assert_all_blocks_free(engine)
+
+
+def test_poison_met_half_way_keeps_what_was_sampled(build: Build) -> None:
+    (whole,) = build().generate([1, 2, 3], greedy(10, ignore_eos=True))
+    place = 4
+    token = whole.completion_tokens[place]
+    assert token not in (1, 2, 3, *whole.completion_tokens[:place])
+    engine = build()
+    engine.model.params["embed"][token] = math.nan
+    (sample,) = engine.generate([1, 2, 3], greedy(10, ignore_eos=True))
+    assert sample.finish_reason == "abort"
+    assert sample.completion_tokens == whole.completion_tokens[: place + 1]
+    assert_aligned(sample)
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "longest"),
+    [
+        ({"max_model_len": 10_000}, LONGEST),
+        ({"max_model_len": 100, "kv_cache_memory": 4 * 16 * TOKEN_BYTES}, 64),
+        ({"max_model_len": 10_000, "kv_cache_memory": 4 * 16 * TOKEN_BYTES}, 64),
+    ],
+)
+def test_a_length_that_does_not_fit_is_lowered_and_said(
+    build: Build, caplog: pytest.LogCaptureFixture, options: dict[str, int], longest: int
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="nano_inference"):
+        engine = build(**options)
+    assert engine.max_model_len == longest
+    assert f"max_model_len={options['max_model_len']} is lowered to {longest}" in caplog.text
+
+
+def test_the_memory_table_says_where_memory_goes(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="nano_inference"):
+        budget = build(kv_cache_memory=100_000).memory_budget
+    assert budget.bytes_per_token == TOKEN_BYTES
+    assert budget.num_blocks == 100_000 // (16 * TOKEN_BYTES)
+    assert budget.kv_cache == budget.num_blocks * 16 * TOKEN_BYTES <= 100_000
+    assert budget.max_model_len == budget.num_tokens == budget.num_blocks * 16
+    for told in ("weights", "KV cache", f"{budget.num_blocks} blocks of 16 tokens", f"{TOKEN_BYTES} bytes", "lowered"):
+        assert (told in caplog.text) == (told != "lowered")
+
+
+def test_the_cache_is_no_larger_than_it_can_be_used(build: Build) -> None:
+    engine = build(kv_cache_memory=2**40, max_batch_size=3, max_model_len=50)
+    assert engine.memory_budget.num_blocks == 3 * 4
+    assert engine.max_model_len == 50
+
+
+def test_a_cache_without_room_for_a_block_says_how_much_is_needed(build: Build) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_memory of 8,191 bytes.*at least 8,192 bytes"):
+        build(kv_cache_memory=8191)
+    assert build(kv_cache_memory=8192).max_model_len == 16
+
+
+@pytest.mark.parametrize(
+    ("device", "told"), [("tpu", "not a device"), ("cpu:x", "not a device"), ("meta", "not supported")]
+)
+def test_a_device_that_is_not_there_is_a_config_error(build: Build, device: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"device='{device}' is {told}"):
+        build(device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_no_cuda_is_a_config_error(build: Build) -> None:
+    with pytest.raises(ConfigError, match=r"device='cuda' is not available.*CUDA"):
+        build(device="cuda")
+
+
+def test_a_folder_that_is_no_model_is_a_load_error(build: Build, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_samples_carry_the_fingerprint_of_the_arithmetic(build: Build, dtype: str) -> None:
+    engine = build(dtype=dtype)
+    (sample,) = engine.generate([1, 2], greedy(2))
+    assert sample.numerics == engine.numerics.fingerprint
+    for part in ("reference", dtype, "cpu", torch.__version__):
+        assert part in sample.numerics
+    assert engine.numerics.schedule_invariant
+
+
+@pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_models_of_every_kind_run(build: Build, tmp_path: Path, rope: Any, tie: bool) -> None:
+    folder = tiny_llama(tmp_path, rope=rope, tie=tie, num_heads=4, num_kv_heads=1, layers=1, dtype=torch.bfloat16)
+    (sample,) = build(folder).generate(list(range(90)), greedy(4))
+    assert_aligned(sample)
+
+
+# -- seeds -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_is_reproduced_by_its_seed(build: Build) -> None:
+    params = SamplingParams(max_tokens=12)
+    samples = build(seed=None).generate([[1, 2], [1, 2], [3]], params, 2)
+    assert samples[0].seed == samples[1].seed != samples[2].seed
+    assert samples[0].completion_tokens != samples[2].completion_tokens
+    for i in (0, 2, 4):
+        again = build(seed=None).generate(
+            list(samples[i].prompt_tokens), SamplingParams(max_tokens=12, seed=samples[i].seed), 2
+        )
+        for one, other in zip(again, samples[i : i + 2], strict=True):
+            assert (one.completion_tokens, one.logprobs) == (other.completion_tokens, other.logprobs)
+            assert one.seed == other.seed
+
+
+def test_the_seed_of_the_engine_reproduces_the_whole_run(build: Build) -> None:
+    def run(seed: int | None) -> list[TrainingSample]:
+        engine = build(seed=seed)
+        first = engine.generate([[1, 2], [3]], SamplingParams(max_tokens=6), 2)
+        engine.add_request([9], SamplingParams(max_tokens=6))
+        return first + drain(engine)
+
+    assert run(5) == run(5)
+    assert [s.completion_tokens for s in run(5)] != [s.completion_tokens for s in run(6)]
+    assert {s.seed for s in run(None)}.isdisjoint({s.seed for s in run(None)})
+
+
+def test_seeds_of_64_bits_are_kept(build: Build) -> None:
+    (sample,) = build().generate([1], SamplingParams(max_tokens=1, seed=2**64 - 1))
+    assert sample.seed == 2**64 - 1
+
+
+# -- when a sample ends ------------------------------------------------------------------------------------------------
+
+EVEN = frozenset(range(0, 300, 2))
+
+
+@pytest.fixture
+def eager(tmp_path: Path) -> Path:
+    """A model that ends at every even id: about every other token."""
+    return write_model(tmp_path, llama_config() | {"eos_token_id": sorted(EVEN)}, llama_weights(llama_config()))
+
+
+def test_a_stop_id_ends_the_sample_and_is_its_last_token(build: Build) -> None:
+    (whole,) = build().generate([1, 2], SamplingParams(max_tokens=20, seed=9, ignore_eos=True))
+    tokens = whole.completion_tokens
+    assert (whole.finish_reason, whole.stop_reason, len(tokens)) == ("length", None, 20)
+    for place in (0, 7, 19):
+        stops = frozenset({tokens[place]})
+        first = tokens.index(tokens[place])
+        params = SamplingParams(max_tokens=20, seed=9, ignore_eos=True, stop_token_ids=stops)
+        (sample,) = build().generate([1, 2], params)
+        assert sample.completion_tokens == tokens[: first + 1]
+        assert sample.logprobs == whole.logprobs[: first + 1]
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", tokens[place])  # also as the last one allowed
+
+
+@CALM
+@given(seed=st.integers(0, 2**32), min_tokens=st.integers(0, 6), own=st.booleans(), lookahead=st.integers(0, 1))
+def test_ends_come_after_min_tokens(
+    build: Build, eager: Path, model: Path, seed: int, min_tokens: int, own: bool, lookahead: int
+) -> None:
+    """The model's own end ids and the request's stop ids alike."""
+    engine = build(eager if own else model, lookahead=lookahead)
+    stops = frozenset() if own else EVEN
+    params = SamplingParams(max_tokens=40, min_tokens=min_tokens, seed=seed, stop_token_ids=stops, ignore_eos=not own)
+    (sample,) = engine.generate([1, 2], params)
+    engine.shutdown()
+    tokens = sample.completion_tokens
+    assert not EVEN & set(tokens[:-1])
+    assert len(tokens) > min_tokens or tokens[-1] not in EVEN
+    assert (sample.finish_reason == "stop") == (tokens[-1] in EVEN)
+    assert sample.stop_reason == (tokens[-1] if tokens[-1] in EVEN else None)
+    assert_aligned(sample)
+
+
+def test_min_tokens_equal_to_max_tokens_ends_by_length(build: Build, eager: Path) -> None:
+    (sample,) = build(eager).generate([1], SamplingParams(max_tokens=5, min_tokens=5))
+    assert (len(sample.completion_tokens), sample.finish_reason) == (5, "length")
+    assert not EVEN & set(sample.completion_tokens)
+
+
+def test_logprobs_under_min_tokens_are_of_the_masked_distribution(build: Build, eager: Path) -> None:
+    params = SamplingParams(max_tokens=4, min_tokens=4, seed=1, raw_logprobs=True)
+    (sample,) = build(eager).generate([1, 2], params)
+    assert sample.raw_logprobs is not None
+    assert all(own > raw for own, raw in zip(sample.logprobs, sample.raw_logprobs, strict=True))
+
+
+def test_ignore_eos_goes_on_and_masks_nothing(build: Build, eager: Path) -> None:
+    params = SamplingParams(max_tokens=30, min_tokens=10, ignore_eos=True, seed=4)
+    (sample,) = build(eager).generate([1], params)
+    assert (len(sample.completion_tokens), sample.finish_reason) == (30, "length")
+    assert EVEN & set(sample.completion_tokens[:10])
+    (plain,) = build().generate([1], params)
+    assert sample.completion_tokens == plain.completion_tokens
+
+
+def test_temperature_zero_returns_the_models_own_logprobs(build: Build) -> None:
+    params = greedy(6, raw_logprobs=True, top_k=3, ignore_eos=True)
+    (sample,) = build().generate([1, 2], params)
+    assert sample.logprobs == sample.raw_logprobs
+    assert sample.log_kept_mass == (0.0,) * 6
+
+
+def test_optional_columns_are_absent_unless_asked_for(build: Build) -> None:
+    (sample,) = build().generate([1, 2], SamplingParams(max_tokens=3, top_k=4))
+    assert sample.raw_logprobs is None
+    assert sample.sampling_mask is None
+    assert sample.ref_logprobs is None
+    assert sample.log_kept_mass is not None
+    assert all(mass < 0 for mass in sample.log_kept_mass)
+    (asked,) = build().generate([1, 2], SamplingParams(max_tokens=3, top_k=4, sampling_mask=True, ignore_eos=True))
+    assert asked.sampling_mask is not None
+    assert asked.sampling_mask.offsets == (0, 4, 8, 12)
+    assert_aligned(asked)
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads take turns as often as Python can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("restless")
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_others_may_add_and_update_while_one_steps(build: Build, lookahead: int) -> None:
+    engine = build(lookahead=lookahead)
+    added: list[int] = []
+    updates: list[Any] = []
+    problems: list[BaseException] = []
+    norm = {"model.norm.weight": torch.ones(64)}
+
+    def guarded(run: Callable[[], None]) -> threading.Thread:
+        def body() -> None:
+            try:
+                run()
+            except BaseException as problem:
+                problems.append(problem)
+
+        thread = threading.Thread(target=body, daemon=True)
+        thread.start()
+        return thread
+
+    def add() -> None:
+        for i in range(15):
+            added.append(engine.add_request([1 + i, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True), 1 + i % 2))
+
+    def update() -> None:
+        for i in range(8):
+            updates.append(engine.update_weights(norm, blocking=i % 4 == 3))
+
+    writers = [guarded(add), guarded(add), guarded(update), guarded(update)]
+    samples: list[TrainingSample] = []
+    stop = threading.Event()
+
+    def step() -> None:
+        while not stop.is_set() or engine.has_pending():
+            samples.extend(engine.step())
+
+    stepper = guarded(step)
+    for thread in writers:
+        thread.join(60)
+    stop.set()
+    stepper.join(60)
+    assert not problems
+    assert not stepper.is_alive()
+    assert sorted({s.request_id for s in samples}) == sorted(added) == list(range(30))
+    assert len(samples) == 2 * (8 + 7 * 2)
+    assert sorted(update.result(0) for update in updates) == list(range(1, 17)), "every update has its own version"
+    assert engine.get_weight_version() == 16
+    for sample in samples:
+        assert_aligned(sample)
+        versions = [span.version for span in sample.weight_versions]
+        assert versions == sorted(set(versions))
+    assert_all_blocks_free(engine)
+
+
+def test_another_thread_may_add_while_generate_runs(build: Build) -> None:
+    engine = build()
+    started, added = threading.Event(), list[int]()
+
+    def add() -> None:
+        started.wait(30)
+        added.append(engine.add_request([5, 5], SamplingParams(max_tokens=2)))
+
+    thread = threading.Thread(target=add, daemon=True)
+    thread.start()
+    engine.generate([1, 2], greedy(30, ignore_eos=True), progress=lambda *_: started.set())
+    thread.join(30)
+    assert [s.request_id for s in drain(engine)] == added
+    assert engine.generate([1], greedy(1))[0].weight_versions == (VersionSpan(0, 0, 1),)

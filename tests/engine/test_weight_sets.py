@@ -1,0 +1,55 @@
+"""Two weight sets in one engine: every chunk names its own, and neither reads the other's keys."""
+
+from pathlib import Path
+
+import torch
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.engine.loop import Add
+from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
+from nano_inference.models.decoder import Decoder
+from nano_inference.models.loading import load_params
+from nano_inference.ops.reference import reference_ops
+from nano_inference.scheduling.sequence import Sequence
+from tests.models.tiny import tiny_llama
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPT = list(range(3, 40))
+
+
+def engine_on(folder: Path) -> InferenceEngine:
+    return InferenceEngine(EngineConfig(model_path=str(folder), device="cpu", kv_cache_memory=2**22))
+
+
+def request(engine: InferenceEngine, weight_set: str, request_id: int) -> Add:
+    namespace = Namespace()
+    seq_id = engine.loop.sequences.new_id()
+    keys = PrefixKeys(namespace)
+    seq = Sequence(seq_id, request_id, list(PROMPT), len(PROMPT), PARAMS, frozenset(), 0, keys, weight_set=weight_set)
+    return Add(seq)
+
+
+def test_each_weight_set_computes_its_own_chunks(tmp_path: Path) -> None:
+    folders = {"policy": tiny_llama(tmp_path / "a", seed=1), "reference": tiny_llama(tmp_path / "b", seed=2)}
+    alone: dict[str, TrainingSample] = {}
+    for name, folder in folders.items():
+        with engine_on(folder) as engine:
+            alone[name] = engine.generate(PROMPT, PARAMS)[0]
+    assert alone["policy"].completion_tokens != alone["reference"].completion_tokens
+
+    with engine_on(folders["policy"]) as engine:
+        params = load_params(folders["reference"], engine.spec, torch.float32, torch.device("cpu"))
+        engine.runner.models["reference"] = Decoder(engine.spec, params, reference_ops(), engine.max_model_len)
+        engine.loop.sequences.versions["reference"] = 0
+        order = ["policy", "reference", "reference", "policy"]
+        engine.loop.inbox.extend(request(engine, name, index) for index, name in enumerate(order))
+        samples = []
+        while engine.has_pending():
+            samples += engine.step()
+            engine.loop.check()
+        assert engine.stats().prompt_tokens_computed < 4 * len(PROMPT), "twins of one set share their prompt"
+    assert len(samples) == len(order)
+    for sample in samples:
+        expected = alone[order[sample.request_id]]
+        assert sample.completion_tokens == expected.completion_tokens
+        assert sample.logprobs == expected.logprobs
