@@ -114,7 +114,7 @@ def build_sampling(
     keys = noise_keys([(seq.seed, seq.sample_index, position) for seq, position in sampled])
     return SamplingBatch(
         rows=torch.tensor(rows, dtype=torch.int64),
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float64),
         top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64),
         top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),

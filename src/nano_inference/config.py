@@ -138,7 +138,7 @@ def _check_numbers(config: EngineConfig) -> None:
         if getattr(config, name) is not None:
             _require_count(name, getattr(config, name))
     share: Any = config.gpu_memory_utilization
-    if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0.0 < share <= 1.0:
         raise ConfigError(f"gpu_memory_utilization={share!r} must be a number in (0, 1].")
     if config.seed is not None and not _is_seed(config.seed):
         raise ConfigError(f"seed={config.seed!r} must be an integer in [0, 2**64).")

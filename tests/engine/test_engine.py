@@ -824,52 +824,59 @@ def restless() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-@pytest.mark.usefixtures("restless")
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_others_may_add_and_update_while_one_steps(build: Build, lookahead: int) -> None:
-    engine = build(lookahead=lookahead)
-    added: list[int] = []
-    updates: list[Any] = []
-    problems: list[BaseException] = []
-    norm = {"model.norm.weight": torch.ones(64)}
+class Threads:
+    """Threads whose exceptions are kept; `join` shows them."""
 
-    def guarded(run: Callable[[], None]) -> threading.Thread:
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+        self.problems: list[BaseException] = []
+
+    def start(self, run: Callable[[], object]) -> None:
         def body() -> None:
             try:
                 run()
             except BaseException as problem:
-                problems.append(problem)
+                self.problems.append(problem)
 
-        thread = threading.Thread(target=body, daemon=True)
-        thread.start()
-        return thread
+        self.threads.append(threading.Thread(target=body, daemon=True))
+        self.threads[-1].start()
+
+    def join(self) -> None:
+        for thread in self.threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert not self.problems
+
+
+@pytest.mark.usefixtures("restless")
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_others_may_add_and_update_while_one_steps(build: Build, lookahead: int) -> None:
+    engine, samples, added, updates = build(lookahead=lookahead), list[TrainingSample](), list[int](), list[Any]()
+    norm = {"model.norm.weight": torch.ones(64)}
+    done = threading.Event()
 
     def add() -> None:
         for i in range(15):
             added.append(engine.add_request([1 + i, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True), 1 + i % 2))
 
     def update() -> None:
-        for i in range(8):
+        for i in range(16):
             updates.append(engine.update_weights(norm, blocking=i % 4 == 3))
 
-    writers = [guarded(add), guarded(add), guarded(update), guarded(update)]
-    samples: list[TrainingSample] = []
-    stop = threading.Event()
-
     def step() -> None:
-        while not stop.is_set() or engine.has_pending():
+        while not done.is_set() or engine.has_pending():
             samples.extend(engine.step())
 
-    stepper = guarded(step)
-    for thread in writers:
-        thread.join(60)
-    stop.set()
-    stepper.join(60)
-    assert not problems
-    assert not stepper.is_alive()
+    writers, stepper = Threads(), Threads()
+    stepper.start(step)
+    for write in (add, add, update):
+        writers.start(write)
+    writers.join()
+    done.set()
+    stepper.join()
     assert sorted({s.request_id for s in samples}) == sorted(added) == list(range(30))
     assert len(samples) == 2 * (8 + 7 * 2)
-    assert sorted(update.result(0) for update in updates) == list(range(1, 17)), "every update has its own version"
+    assert [update.result(0) for update in updates] == list(range(1, 17))
     assert engine.get_weight_version() == 16
     for sample in samples:
         assert_aligned(sample)

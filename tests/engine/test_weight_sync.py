@@ -1,5 +1,7 @@
 """New weights for a live engine: in place, versioned, all or nothing, and never with stale keys and values."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from nano_inference import (
     TrainingSample,
     VersionSpan,
     WeightSyncManager,
+    WeightUpdate,
     WeightUpdateError,
 )
 from nano_inference.models.weights import param_table, read, slots
@@ -244,7 +247,7 @@ def test_with_a_step_in_flight_it_serves_from_the_next_on(build: Build) -> None:
     update = engine.update_weights(NEW)
     assert not update.done()
     assert engine.get_weight_version() == 0
-    with pytest.raises(WeightUpdateError, match="not applied after 0.01 s"):
+    with pytest.raises(WeightUpdateError, match=r"not applied after 0\.01 s"):
         update.result(timeout=0.01)
     assert_holds(engine, OLD)
     engine.step()
@@ -259,8 +262,8 @@ def test_spans_say_which_version_sampled_which_tokens(build: Build, blocking: bo
     engine = build(lookahead=lookahead)
     request = engine.add_request(PROMPT, drawn(20), 3)
     samples: list[TrainingSample] = []
-    versions = {3: NEW, 8: NEWER, 9: OLD}
-    for step in range(12):
+    versions = {3: NEW, 8: NEWER, 13: OLD}
+    for step in range(15):
         if step in versions:
             engine.update_weights(versions[step], blocking=blocking)
         samples += engine.step()
@@ -450,6 +453,78 @@ def test_a_sample_that_ends_while_weights_change_is_not_lost(build: Build) -> No
     assert sample.request_id == request
     assert len(sample.completion_tokens) == 2
     assert sample.weight_versions == (VersionSpan(0, 0, 2),)
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def while_stepping(engine: InferenceEngine, run: Callable[[], None]) -> None:
+    """Call `run` while this thread is in the middle of `generate`, so that other threads' updates cannot be at once."""
+    ran: list[int] = []
+
+    def once(*_: int) -> None:
+        if not ran:
+            ran.append(1)
+            run()
+
+    engine.generate(PROMPT, greedy(3), progress=once)
+
+
+def test_updates_from_two_threads_have_two_versions(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, updates = build(), list[WeightUpdate]()
+    copy = engine.weight_sync._copy
+
+    def slow_copy(*args: Any) -> Tensor:
+        time.sleep(0.05)
+        return copy(*args)
+
+    monkeypatch.setattr(engine.weight_sync, "_copy", slow_copy)
+
+    def both() -> None:
+        threads = [
+            threading.Thread(target=lambda name=name: updates.append(engine.update_weights({name: NEW[name]})))
+            for name in (NORM, UP)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+
+    while_stepping(engine, both)
+    assert sorted(update.version for update in updates) == [1, 2]
+    assert engine.get_weight_version() == 2
+    assert_holds(engine, OLD | {NORM: NEW[NORM], UP: NEW[UP]})
+
+
+def test_a_blocking_update_serves_when_it_returns_also_after_another_threads(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other thread stands between staging its update and announcing it."""
+    engine, staged, go_on = build(), threading.Event(), threading.Event()
+    main, stage = threading.current_thread(), engine.weight_sync.stage
+
+    def stage_and_wait(*args: Any, **options: Any) -> WeightUpdate:
+        update = stage(*args, **options)
+        if threading.current_thread() is not main:
+            staged.set()
+            go_on.wait(0.3)
+        return update
+
+    monkeypatch.setattr(engine.weight_sync, "stage", stage_and_wait)
+    other = threading.Thread(target=lambda: engine.update_weights({NORM: NEW[NORM]}))
+
+    def begin() -> None:
+        other.start()
+        assert staged.wait(30)
+
+    with pytest.raises(KeyError):  # leaves generate at once, while the other thread waits
+        while_stepping(engine, lambda: (begin(), {}["leave"]))
+    update = engine.update_weights({UP: NEW[UP]}, blocking=True)
+    assert update.done()
+    go_on.set()
+    other.join(30)
+    drain(engine)
+    assert_holds(engine, OLD | {NORM: NEW[NORM], UP: NEW[UP]})
 
 
 # -- the names of the first description --------------------------------------------------------------------------------

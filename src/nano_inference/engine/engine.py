@@ -71,7 +71,9 @@ class InferenceEngine:
         self._lock = threading.RLock()  # held by whoever runs the loop
         self._request_ids = itertools.count()
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
-        self._unclaimed: list[TrainingSample] = []
+        self._announcing = threading.Lock()  # held while a weight update is staged and announced
+        self._unclaimed: list[TrainingSample] = []  # for the next `step`
+        self._collecting: dict[int, list[TrainingSample]] = {}  # request id -> where a running `generate` collects
         self._dead: str | None = None
 
     # -- generating ---------------------------------------------------------------------------------------------------
@@ -105,21 +107,24 @@ class InferenceEngine:
         each = _params_for(sampling_params, len(many))
         pairs = list(zip(many, each, strict=True))
         requests = [self._new_sequence(prompt, params, num_samples_per_prompt) for prompt, params in pairs]
-        with self._lock:
-            mine = [self._add(sequence) for sequence in requests]
-            order = {request_id: place for place, request_id in enumerate(mine)}
-            collected: list[TrainingSample] = []
-            total, tokens_before = len(mine) * num_samples_per_prompt, self.loop.num_completion_tokens
-            try:
-                while len(collected) < total:
-                    for sample in self._step():
-                        (collected if sample.request_id in order else self._unclaimed).append(sample)
-                    if progress is not None:
-                        progress(len(collected), total, self.loop.num_completion_tokens - tokens_before)
-            except BaseException:
-                if self._dead is None:
-                    self._unclaimed += [s for s in self.abort(mine) if s.request_id not in order]
-                raise
+        total, tokens_before = len(requests) * num_samples_per_prompt, self.loop.num_completion_tokens
+        collected: list[TrainingSample] = []
+        self._collecting.update((sequence.request_id, collected) for sequence in requests)
+        mine = [self._add(sequence) for sequence in requests]
+        try:
+            while len(collected) < total:
+                with self._lock:  # let go between steps, so that other threads may abort, add and update
+                    self._unclaimed += self._deliver(self._step())
+                if progress is not None:
+                    progress(len(collected), total, self.loop.num_completion_tokens - tokens_before)
+        except BaseException:
+            if self._dead is None:
+                self.abort(mine)
+            raise
+        finally:
+            for request_id in mine:
+                self._collecting.pop(request_id, None)
+        order = {request_id: place for place, request_id in enumerate(mine)}
         return sorted(collected, key=lambda s: (order[s.request_id], s.sample_index))
 
     def add_request(self, prompt: Any, params: SamplingParams, num_samples: int = 1) -> int:
@@ -132,14 +137,17 @@ class InferenceEngine:
         self._require_alive()
         with self._lock:
             kept, self._unclaimed = self._unclaimed, []
-            return kept + self._step()
+            return kept + self._deliver(self._step())
 
     def has_pending(self) -> bool:
         """Whether a call of `step` has anything to do or to return."""
         return bool(self._unclaimed) or self.loop.has_pending()
 
     def abort(self, request_ids: int | Iterable[int] | None = None) -> list[TrainingSample]:
-        """End requests (None: all) now; returns their partial samples. Ids that are not live are passed over."""
+        """End requests (None: all) now; returns their partial samples. Ids that are not live are passed over.
+
+        A `generate` that waits for one of them returns its partial samples too.
+        """
         self._require_alive()
         chosen = None
         if request_ids is not None:
@@ -149,7 +157,8 @@ class InferenceEngine:
             self.loop.inbox.append(Abort(chosen))
             ended += self._guarded(self.loop.handle)
         theirs = [s for s in ended if s.finish_reason == "abort" and (chosen is None or s.request_id in chosen)]
-        self._unclaimed += [s for s in ended if s not in theirs]
+        self._unclaimed += self._deliver([s for s in ended if s not in theirs])
+        self._deliver(theirs)
         return theirs
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -172,10 +181,11 @@ class InferenceEngine:
         held = self._lock.acquire(blocking=blocking)  # not held: another thread is stepping and will apply it
         try:
             at_once = held and (blocking or not self.loop.in_flight)
-            update = self.weight_sync.stage(weights, version=version, copy=not at_once)
-            self.loop.inbox.append(ChangeWeights(POLICY, self.weight_sync.finish, recompute=blocking))
+            with self._announcing:  # versions and messages in one order
+                update = self.weight_sync.stage(weights, version=version, copy=not at_once)
+                self.loop.inbox.append(ChangeWeights(POLICY, self.weight_sync.finish, recompute=blocking))
             if at_once:
-                self._unclaimed += self._guarded(self.loop.handle)
+                self._unclaimed += self._deliver(self._guarded(self.loop.handle))
         finally:
             if held:
                 self._lock.release()
@@ -223,6 +233,13 @@ class InferenceEngine:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
+    def _deliver(self, samples: list[TrainingSample]) -> list[TrainingSample]:
+        """Hand samples to the `generate` that waits for them; returns the others."""
+        others: list[TrainingSample] = []
+        for sample in samples:
+            self._collecting.get(sample.request_id, others).append(sample)
+        return others
+
     def _step(self) -> list[TrainingSample]:
         return self._guarded(self.loop.step)
 
@@ -248,7 +265,9 @@ class InferenceEngine:
         token_ids = _token_ids(prompt, self.spec.vocab_size)
         _require_params(params, num_samples, self.spec.vocab_size)
         self._require_fit(len(token_ids), params.max_tokens)
-        eos = frozenset() if params.ignore_eos else frozenset(self.spec.eos_token_ids)
+        eos = frozenset[int]() if params.ignore_eos else frozenset(self.spec.eos_token_ids)
+        if params.min_tokens and len(params.stop_token_ids | eos) >= self.spec.vocab_size:
+            raise InvalidRequest("every id of the whole vocabulary would end the sample, so min_tokens leaves nothing to draw.")
         return Sequence(
             seq_id=self.loop.sequences.new_id(),
             request_id=next(self._request_ids),
@@ -321,6 +340,8 @@ def _many_prompts(prompts: Any) -> list[Any]:
 def _params_for(sampling_params: SamplingParams | Iterable[SamplingParams], num_prompts: int) -> list[SamplingParams]:
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
+    if not isinstance(sampling_params, Iterable):
+        raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(sampling_params).__name__}.")
     each = list(sampling_params)
     if len(each) != num_prompts:
         raise InvalidRequest(f"{len(each)} sampling_params for {num_prompts} prompts; give one, or one for each.")
@@ -352,5 +373,3 @@ def _require_params(params: Any, num_samples: Any, vocab_size: int) -> None:
     outside = [token_id for token_id in params.stop_token_ids if token_id >= vocab_size]
     if outside:
         raise InvalidRequest(f"stop token id {min(outside)} is outside the vocabulary: 0 to {vocab_size - 1}.")
-    if params.min_tokens and len(params.stop_token_ids) >= vocab_size:
-        raise InvalidRequest("stop_token_ids holds the whole vocabulary, so min_tokens leaves nothing to draw.")

@@ -17,7 +17,7 @@ class WeightUpdate:
 
     def __init__(self, version: int, tensors: list[tuple[Slot, Tensor]]) -> None:
         self.version = version
-        self._tensors = tensors
+        self.tensors = tensors
         self._applied = threading.Event()
 
     def done(self) -> bool:
@@ -37,9 +37,9 @@ class WeightUpdate:
 
     def write_to(self, params: dict[str, Tensor]) -> None:
         """Write every tensor into its place and let go of it."""
-        for slot, tensor in self._tensors:
+        for slot, tensor in self.tensors:
             write(params, slot, tensor)
-        self._tensors = []
+        self.tensors = []
         self._applied.set()
 
 
@@ -65,6 +65,8 @@ class WeightSyncManager:
         staged = [(self._slots[name], tensor) for name, tensor in self._checked(weights).items()]
         if version is None:
             version = self._newest + 1
+        if not isinstance(version, int) or isinstance(version, bool):
+            raise WeightUpdateError(f"version={version!r} must be an integer.")
         if version <= self._newest:
             raise WeightUpdateError(f"version={version} is not newer than {self._newest}; leave it out or raise it.")
         if copy:
@@ -118,10 +120,15 @@ class WeightSyncManager:
         for name, target in TIED.items():
             if name in kept and name not in self._slots:
                 head = kept.pop(name)
-                tied = kept.get(target, read(self.model.params, self._slots[target]))
+                tied = kept[target] if target in kept else self._newest_value(self._slots[target])
                 if not torch.equal(head.to(tied.device, tied.dtype), tied):
                     raise WeightUpdateError(f"{name!r} is tied to {target!r} in this model and differs from it.")
         return kept
+
+    def _newest_value(self, slot: Slot) -> Tensor:
+        """What a place will hold once the pending updates are applied."""
+        staged = [tensor for update in self.pending for where, tensor in update.tensors if where == slot]
+        return staged[-1] if staged else read(self.model.params, slot)
 
     def _copy(self, slot: Slot, tensor: Tensor) -> Tensor:
         own = self.model.params[slot.param]

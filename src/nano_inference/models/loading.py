@@ -100,7 +100,10 @@ def _stream(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+        try:
+            files = [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+        except (KeyError, AttributeError, TypeError) as problem:
+            raise ModelLoadError(f"{index} has no weight_map of tensor names to files.") from problem
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -119,11 +122,14 @@ def _check_tied(name: str, tensor: Tensor, params: dict[str, Tensor], places: di
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelLoadError(f"{path} is missing.") from None
     except (OSError, ValueError) as problem:
         raise ModelLoadError(f"{path} cannot be read: {problem}") from problem
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} holds a {type(content).__name__}, not an object.")
+    return content
 
 
 def _download(model_path: str) -> Path:

@@ -80,6 +80,8 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
         return readers[0](config, generation_config or {})
     except KeyError as missing:
         raise ModelLoadError(f"config.json lacks {missing.args[0]!r}.") from missing
+    except (TypeError, ValueError, AttributeError) as problem:
+        raise ModelLoadError(f"config.json holds a value of the wrong kind: {problem}.") from problem
 
 
 def _llama(config: Config, generation_config: Config) -> ModelSpec:
@@ -131,7 +133,7 @@ def _rope(config: Config, max_position: int) -> RopeSpec:
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind not in _ROPE_KINDS:
         raise ModelLoadError(f"rope scaling {kind!r} is not supported; the decoder knows {', '.join(_ROPE_KINDS)}.")
-    if fields.get("partial_rotary_factor", 1.0) != 1.0:
+    if any(source.get("partial_rotary_factor", 1.0) != 1.0 for source in (fields, config)):
         raise ModelLoadError("partial_rotary_factor other than 1 is not supported.")
     theta = float(fields.get("rope_theta") or config.get("rope_theta") or 10000.0)
     if kind == "default":

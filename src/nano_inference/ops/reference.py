@@ -25,11 +25,12 @@ def embed(input_ids: Tensor, weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """X @ weight.T in tiles of exactly 16 rows, the last one padded."""
-    padded = functional.pad(x, (0, 0, 0, -len(x) % ROW_TILE))
-    out = torch.empty((len(padded), len(weight)), dtype=x.dtype, device=x.device)
+    whole = _whole_vectors(weight)
+    padded = functional.pad(x, (0, whole.shape[1] - x.shape[1], 0, -len(x) % ROW_TILE))
+    out = torch.empty((len(padded), len(whole)), dtype=x.dtype, device=x.device)
     for start in range(0, len(padded), ROW_TILE):
-        out[start : start + ROW_TILE] = functional.linear(padded[start : start + ROW_TILE], weight)
-    return out[: len(x)]
+        out[start : start + ROW_TILE] = functional.linear(padded[start : start + ROW_TILE], whole)
+    return out[: len(x), : len(weight)]
 
 
 def rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -69,14 +70,19 @@ def gate(gate_up: Tensor) -> Tensor:
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Hidden @ weight.T in float32 whatever the weights' dtype: a rounded logit would be a wrong logprob."""
-    padded = functional.pad(hidden.float(), (0, 0, 0, -len(hidden) % ROW_TILE))
-    out = torch.empty((len(padded), len(weight)), dtype=torch.float32, device=hidden.device)
-    for first in range(0, len(weight), VOCAB_TILE):
-        some = weight[first : first + VOCAB_TILE].float()
-        for start in range(0, len(padded), ROW_TILE):
-            rows = slice(start, start + ROW_TILE)
-            out[rows, first : first + VOCAB_TILE] = functional.linear(padded[rows], some)
-    return out[: len(hidden)]
+    tiles = [
+        linear(hidden.float(), weight[first : first + VOCAB_TILE].float())
+        for first in range(0, len(weight), VOCAB_TILE)
+    ]
+    return torch.cat(tiles, dim=1)
+
+
+def _whole_vectors(weight: Tensor) -> Tensor:
+    """The weight with both sizes a multiple of 16. Real models have that; where a size has not, a vendor's product
+    treats the remainder differently by the number of threads.
+    """
+    missing = (0, -weight.shape[1] % ROW_TILE, 0, -weight.shape[0] % ROW_TILE)
+    return functional.pad(weight, missing) if any(missing) else weight
 
 
 def reference_ops() -> Ops:

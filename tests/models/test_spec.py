@@ -1,0 +1,134 @@
+from typing import Any
+
+import pytest
+
+from nano_inference import ModelLoadError
+from nano_inference.models.spec import RopeSpec, spec_from_config
+from tests.models.tiny import llama_config
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    return llama_config() | changes
+
+
+def without(*names: str, **changes: Any) -> dict[str, Any]:
+    return {name: value for name, value in config(**changes).items() if name not in names}
+
+
+def test_the_fields_of_a_llama() -> None:
+    spec = spec_from_config(llama_config(num_heads=8, num_kv_heads=2, layers=3, vocab_size=321, tie=True))
+    assert spec.architecture == "LlamaForCausalLM"
+    assert (spec.hidden_size, spec.intermediate_size, spec.num_layers) == (64, 96, 3)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (8, 2, 8)
+    assert (spec.vocab_size, spec.max_position, spec.rms_norm_eps) == (321, 512, 1e-5)
+    assert spec.tie_word_embeddings
+    assert spec.eos_token_ids == (2,)
+    assert spec.checkpoint_dtype == "float32"
+    assert not spec.quantized_source
+    assert spec.rope == RopeSpec(theta=10000.0)
+
+
+def test_what_old_configs_leave_out() -> None:
+    spec = spec_from_config(
+        without("head_dim", "num_key_value_heads", "tie_word_embeddings", "eos_token_id", "rope_theta", "rope_scaling")
+    )
+    assert spec.head_dim == 16
+    assert spec.num_kv_heads == spec.num_heads == 4
+    assert not spec.tie_word_embeddings
+    assert spec.eos_token_ids == ()
+    assert spec.rope.theta == 10000.0
+
+
+def test_head_dim_may_differ_from_hidden_over_heads() -> None:
+    assert spec_from_config(config(head_dim=24)).head_dim == 24
+    assert spec_from_config(config(head_dim=None)).head_dim == 16
+
+
+@pytest.mark.parametrize(
+    ("own", "generation", "expected"),
+    [
+        (2, None, (2,)),
+        ([2, 5], None, (2, 5)),
+        (2, {"eos_token_id": [7, 8]}, (7, 8)),
+        (2, {"eos_token_id": 7}, (7,)),
+        (2, {"temperature": 1.0}, (2,)),
+        (None, None, ()),
+        (0, None, (0,)),
+    ],
+)
+def test_end_of_sequence_ids(own: Any, generation: dict[str, Any] | None, expected: tuple[int, ...]) -> None:
+    assert spec_from_config(config(eos_token_id=own), generation).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
+def test_both_spellings_of_the_dtype(name: str) -> None:
+    assert spec_from_config(without("torch_dtype") | {name: "bfloat16"}).checkpoint_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        (None, RopeSpec(theta=5e5)),
+        ({"rope_type": "default"}, RopeSpec(theta=5e5)),
+        ({"rope_type": "linear", "factor": 2}, RopeSpec(theta=5e5, kind="linear", factor=2.0)),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8,
+                "low_freq_factor": 1,
+                "high_freq_factor": 4,
+                "original_max_position_embeddings": 128,
+            },
+            RopeSpec(5e5, "llama3", 8.0, 128, 1.0, 4.0),
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 128, "attention_factor": 1.5},
+            RopeSpec(5e5, "yarn", 4.0, 128, attention_factor=1.5),
+        ),
+    ],
+)
+def test_old_and_new_spelling_of_rope(scaling: dict[str, Any] | None, expected: RopeSpec) -> None:
+    old = config(rope_theta=5e5, rope_scaling=scaling)
+    new = without("rope_theta", "rope_scaling") | {"rope_parameters": (scaling or {}) | {"rope_theta": 5e5}}
+    assert spec_from_config(old).rope == expected
+    assert spec_from_config(new).rope == expected
+    if scaling is not None:  # the oldest name of the kind
+        oldest = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
+        assert spec_from_config(config(rope_theta=5e5, rope_scaling=oldest)).rope == expected
+
+
+def test_yarn_draws_its_attention_factor_from_the_stretch() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert spec_from_config(config(rope_scaling=yarn)).rope.attention_factor == pytest.approx(1.1386294)
+    assert spec_from_config(config(rope_scaling=yarn | {"factor": 1.0})).rope.attention_factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        (config(architectures=["MambaForCausalLM"]), "MambaForCausalLM.*LlamaForCausalLM"),
+        (config(architectures=[]), "missing.*LlamaForCausalLM"),
+        (without("architectures"), "missing.*LlamaForCausalLM"),
+        (without("hidden_size"), "lacks 'hidden_size'"),
+        (without("rms_norm_eps"), "lacks 'rms_norm_eps'"),
+        (without("max_position_embeddings"), "lacks 'max_position_embeddings'"),
+        (config(hidden_act="gelu"), "hidden_act='gelu'.*'silu'"),
+        (config(attention_bias=True), "attention_bias=True"),
+        (config(mlp_bias=True), "mlp_bias=True"),
+        (config(num_key_value_heads=3), "4 attention heads.*3 key-value heads"),
+        (config(rope_scaling={"rope_type": "longrope"}), "'longrope'.*default, linear, llama3, yarn"),
+        (config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic'"),
+        (config(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "lacks 'low_freq_factor'"),
+        (config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+        (config(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (config(hidden_size="many"), "hidden_size|many"),
+        (config(vocab_size=None), "vocab_size|None"),
+    ],
+)
+def test_what_the_decoder_lacks_is_refused_by_name(broken: dict[str, Any], told: str) -> None:
+    with pytest.raises(ModelLoadError, match=told):
+        spec_from_config(broken)
+
+
+def test_one_known_architecture_among_several_is_enough() -> None:
+    assert spec_from_config(config(architectures=["Other", "LlamaForCausalLM"])).hidden_size == 64

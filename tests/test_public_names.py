@@ -1,0 +1,216 @@
+"""The front door, as one table: names, fields and defaults that other people's scripts rely on.
+
+`LATER` holds what is promised for later and must not exist half-done; who adds it moves it up.
+"""
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+
+import nano_inference
+from nano_inference import (
+    Block,
+    CacheAllocation,
+    EngineConfig,
+    EngineStats,
+    InferenceEngine,
+    KVCacheManager,
+    PagedKVCache,
+    SamplingMask,
+    SamplingParams,
+    SchedulerConfig,
+    SchedulerOutput,
+    Sequence,
+    TrainingSample,
+    VersionSpan,
+    WeightSyncManager,
+    WeightUpdate,
+    errors,
+)
+
+REQUIRED = object()
+
+NAMES = {
+    *("InferenceEngine", "EngineConfig", "SamplingParams", "SchedulerConfig", "SchedulerOutput", "CacheAllocation"),
+    *("TrainingSample", "VersionSpan", "SamplingMask", "EngineStats", "Sequence", "SequenceStatus", "Block"),
+    *("KVCacheManager", "PagedKVCache", "WeightSyncManager", "WeightUpdate"),
+    *("schedule", "sample_with_logprobs", "model_forward", "compute_block_hash"),
+    *("NanoInferenceError", "ConfigError", "ModelLoadError", "InvalidRequest", "RequestTooLarge"),
+    *("WeightUpdateError", "EngineDead"),
+}
+
+FIELDS: dict[type, dict[str, Any]] = {
+    EngineConfig: {
+        "model_path": REQUIRED,
+        "tokenizer_path": None,
+        "cache_type": "paged",
+        "block_size": 16,
+        "max_batch_size": 256,
+        "max_tokens_per_batch": 8192,
+        "max_chunk_tokens": None,
+        "max_model_len": None,
+        "kv_cache_memory": None,
+        "gpu_memory_utilization": 0.9,
+        "dtype": "auto",
+        "device": "auto",
+        "backend": "auto",
+        "attention": "auto",
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "lookahead": None,
+        "num_threads": None,
+        "seed": None,
+    },
+    SamplingParams: {
+        "temperature": 1.0,
+        "max_tokens": 256,
+        "stop_token_ids": frozenset(),
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "min_tokens": 0,
+        "ignore_eos": False,
+        "seed": None,
+        "raw_logprobs": False,
+        "sampling_mask": False,
+        "cache_salt": None,
+        "priority": 0,
+    },
+    TrainingSample: {
+        "prompt_tokens": REQUIRED,
+        "completion_tokens": REQUIRED,
+        "logprobs": REQUIRED,
+        "ref_logprobs": REQUIRED,
+        "weight_version": REQUIRED,
+        "finish_reason": REQUIRED,
+        "stop_reason": None,
+        "weight_versions": (),
+        "raw_logprobs": None,
+        "log_kept_mass": None,
+        "sampling_mask": None,
+        "numerics": "",
+        "seed": 0,
+        "sample_index": 0,
+        "request_id": 0,
+        "cached_tokens": 0,
+    },
+    SchedulerConfig: {
+        "max_batch_size": 256,
+        "max_tokens_per_batch": 8192,
+        "block_size": 16,
+        "max_chunk_tokens": None,
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+    },
+    CacheAllocation: {"block_ids": REQUIRED, "cached_length": REQUIRED},
+    VersionSpan: {"version": REQUIRED, "start": REQUIRED, "end": REQUIRED},
+    SamplingMask: {"offsets": REQUIRED, "token_ids": REQUIRED},
+}
+
+LATER: dict[type, set[str]] = {
+    EngineConfig: {"ref_model_path", "batch_invariant"},
+    SamplingParams: {
+        *("stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids"),
+        *("top_logprobs", "prompt_logprobs"),
+    },
+    TrainingSample: {"kv_versions", "top_logprobs", "prompt_logprobs", "oldest_weight_version", "text"},
+}
+LATER_NAMES = {"AsyncInferenceEngine", "RadixKVCache", "Delta", "replay", "score", "PolicyModel"}
+LATER_METHODS = {"resume_from", "pause", "resume", "sleep", "wake", "weights_checksum", "generate_text"}
+
+# Names and fields of the first description of the engine: classes, and what each must still have.
+FIRST_NAMES: dict[type, set[str]] = {
+    Block: {"block_id", "ref_count", "hash", "token_ids"},
+    Sequence: {"seq_id", "token_ids", "block_ids", "num_computed_tokens", "status", "append_token"},
+    SchedulerOutput: {"prefill_seqs", "decode_seqs", "preempted_seqs"},
+    KVCacheManager: {"allocate", "deallocate", "num_free_blocks", "flush"},
+    PagedKVCache: {"allocate", "deallocate", "num_free_blocks", "flush", "hash_to_block", "blocks"},
+    WeightSyncManager: {"start_sync", "maybe_finish_sync", "sync_blocking"},
+    WeightUpdate: {"done", "result"},
+}
+
+# Parameters after self: name -> default.
+SIGNATURES: dict[str, dict[str, Any]] = {
+    "generate": {"prompts": REQUIRED, "sampling_params": REQUIRED, "num_samples_per_prompt": 1, "progress": None},
+    "add_request": {"prompt": REQUIRED, "params": REQUIRED, "num_samples": 1},
+    "step": {},
+    "has_pending": {},
+    "abort": {"request_ids": None},
+    "update_weights": {"weights": REQUIRED, "blocking": False, "version": None},
+    "get_weight_version": {},
+    "flush_cache": {},
+    "stats": {},
+    "shutdown": {},
+}
+
+
+def test_the_front_door_holds_exactly_these_names() -> None:
+    assert set(nano_inference.__all__) == NAMES
+    assert sorted(nano_inference.__all__) == nano_inference.__all__
+    assert all(hasattr(nano_inference, name) for name in NAMES)
+    assert not any(hasattr(nano_inference, name) for name in LATER_NAMES)
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        found[field.name] = field.default if field.default is not dataclasses.MISSING else REQUIRED
+    return found
+
+
+@pytest.mark.parametrize("cls", FIELDS, ids=lambda cls: cls.__name__)
+def test_fields_and_defaults(cls: type) -> None:
+    assert defaults(cls) == FIELDS[cls]
+    assert list(defaults(cls)) == list(FIELDS[cls]), "the order is part of it: fields may be given by place"
+    assert not LATER.get(cls, set()) & defaults(cls).keys()
+    assert cls.__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("cls", FIRST_NAMES, ids=lambda cls: cls.__name__)
+def test_names_of_the_first_description_are_still_there(cls: type) -> None:
+    own = set(dir(cls)) | (set(defaults(cls)) if dataclasses.is_dataclass(cls) else set())
+    if cls is PagedKVCache:
+        own |= vars(PagedKVCache(1, 1)).keys()
+    assert FIRST_NAMES[cls] <= own
+
+
+def test_methods_of_the_engine() -> None:
+    for name, expected in SIGNATURES.items():
+        parameters = list(inspect.signature(getattr(InferenceEngine, name)).parameters.values())[1:]
+        found = {p.name: REQUIRED if p.default is inspect.Parameter.empty else p.default for p in parameters}
+        assert found == expected, name
+    assert not any(hasattr(InferenceEngine, name) for name in LATER_METHODS)
+
+
+def test_additions_to_methods_are_keyword_only() -> None:
+    for name, keyword in [("generate", "progress"), ("update_weights", "version")]:
+        parameter = inspect.signature(getattr(InferenceEngine, name)).parameters[keyword]
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_free_functions_keep_their_arguments() -> None:
+    def arguments(name: str) -> list[str]:
+        return list(inspect.signature(getattr(nano_inference, name)).parameters)
+
+    assert arguments("schedule")[:4] == ["waiting", "running", "cache", "config"]
+    assert arguments("sample_with_logprobs") == ["logits", "temperatures", "noise"]
+    assert arguments("model_forward") == ["model", "inputs", "cache"]
+    assert arguments("compute_block_hash") == ["token_ids", "prefix_hash", "extra"]
+
+
+def test_every_error_of_the_package_is_public_and_has_the_base() -> None:
+    own = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert own <= NAMES
+    assert all(issubclass(getattr(errors, name), errors.NanoInferenceError) for name in own)
+
+
+def test_statistics_are_plain_numbers() -> None:
+    assert {field.type for field in dataclasses.fields(EngineStats)} <= {int, "int"}
+
+
+def test_the_version_is_a_release() -> None:
+    parts = nano_inference.__version__.split(".")
+    assert len(parts) == 3
+    assert all(part.isdigit() for part in parts)

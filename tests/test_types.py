@@ -1,0 +1,126 @@
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from nano_inference import (
+    InvalidRequest,
+    NanoInferenceError,
+    RequestTooLarge,
+    SamplingParams,
+    TrainingSample,
+    VersionSpan,
+)
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "would_do"),
+    [
+        *(("temperature", value, "at least 0") for value in (-0.1, NAN, INF, "1", None, True)),
+        *(("top_p", value, r"\(0, 1\]") for value in (0.0, 0, -0.1, 1.01, NAN, INF, "1", None, True)),
+        *(("min_p", value, r"\[0, 1\]") for value in (-0.1, 1.01, NAN, INF, "0", None, True)),
+        *(("max_tokens", value, "at least 1") for value in (0, -1, 1.5, 16.0, "16", None, True)),
+        *(("top_k", value, "at least 0") for value in (-1, 0.5, 5.0, "5", None, True)),
+        *(("min_tokens", value, "at least 0") for value in (-1, 0.5, "5", None, True)),
+        *(("priority", value, r"\[-2147483648, 2147483648\)") for value in (-(2**31) - 1, 2**31, 0.5, None, True)),
+        *(("seed", value, r"\[0, 18446744073709551616\)") for value in (-1, 2**64, 1.0, "1", True)),
+    ],
+)
+def test_a_number_out_of_range_says_which_range(name: str, value: Any, would_do: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name}={value!r} must be .*{would_do}"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "raw_logprobs", "sampling_mask"])
+@pytest.mark.parametrize("value", [1, 0, None, "yes"])
+def test_switches_are_booleans(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name} must be True or False"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("value", [3, b"salt", ["salt"], False])
+def test_a_salt_is_a_string(value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^cache_salt must be a string or None"):
+        SamplingParams(cache_salt=value)
+    assert SamplingParams(cache_salt="").cache_salt == ""
+
+
+@pytest.mark.parametrize("value", [5, None, [1.5], ["2"], "2", [-1], [True], [[1]], [None]])
+def test_stop_ids_are_a_set_of_ids(value: Any) -> None:
+    with pytest.raises(InvalidRequest, match="stop_token_ids"):
+        SamplingParams(stop_token_ids=value)
+
+
+@pytest.mark.parametrize("value", [{3, 4}, [4, 3, 3], (3, 4), frozenset({3, 4}), iter([3, 4])])
+def test_stop_ids_become_a_frozen_set(value: Any) -> None:
+    assert SamplingParams(stop_token_ids=value).stop_token_ids == frozenset({3, 4})
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="min_tokens=5 is larger than max_tokens=4; lower it to that"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+    with pytest.raises(InvalidRequest, match="sampling_mask needs temperature > 0 and a filter"):
+        SamplingParams(sampling_mask=True)
+    with pytest.raises(InvalidRequest, match="sampling_mask"):
+        SamplingParams(sampling_mask=True, top_k=5, temperature=0)
+    for filters in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}):
+        assert SamplingParams(sampling_mask=True, **filters).filters
+
+
+@pytest.mark.parametrize(
+    ("options", "filters"),
+    [
+        ({}, False),
+        ({"top_k": 5}, True),
+        ({"top_p": 0.5}, True),
+        ({"min_p": 0.5}, True),
+        ({"top_k": 5, "top_p": 0.5, "min_p": 0.5, "temperature": 0}, False),
+    ],
+)
+def test_what_counts_as_a_filter(options: dict[str, Any], filters: bool) -> None:
+    assert SamplingParams(**options).filters == filters
+
+
+def test_the_ends_of_the_ranges_are_inside() -> None:
+    SamplingParams(temperature=0, top_p=1, min_p=0, max_tokens=1, top_k=0, min_tokens=1, seed=0, priority=-(2**31))
+    SamplingParams(temperature=1e30, top_p=1e-30, min_p=1, max_tokens=10**9, top_k=10**9, seed=2**64 - 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"temprature": 1.0}, "SamplingParams has no option 'temprature'; did you mean 'temperature'"),
+        ({"n": 4}, "SamplingParams has no option 'n'"),
+        ({"qqq": 4}, "it has temperature, .*priority"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequest, match=told):
+        SamplingParams(**options)
+
+
+def test_params_are_frozen_hashable_and_compare_by_value() -> None:
+    params = SamplingParams(stop_token_ids=frozenset({1}))
+    assert params == SamplingParams(stop_token_ids=frozenset({1}))
+    assert hash(params) == hash(SamplingParams(stop_token_ids=frozenset({1})))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 2.0  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(InvalidRequest, match="temperature"):
+        dataclasses.replace(params, temperature=-1)
+
+
+def test_samples_are_frozen() -> None:
+    sample = TrainingSample((1,), (2,), (-0.5,), None, 0, "stop")
+    for each, name in [(sample, "logprobs"), (VersionSpan(0, 0, 1), "end")]:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(each, name, ())
+        assert not hasattr(each, "__dict__")
+
+
+def test_errors_are_also_what_python_calls_them() -> None:
+    assert issubclass(InvalidRequest, NanoInferenceError)
+    assert issubclass(InvalidRequest, ValueError)
+    assert issubclass(RequestTooLarge, InvalidRequest)
