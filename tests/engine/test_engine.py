@@ -64,9 +64,12 @@ def greedy(max_tokens: int = 8, **options: Any) -> SamplingParams:
 def drain(engine: InferenceEngine) -> list[TrainingSample]:
     """Step until nothing is left; samples by request and index."""
     samples: list[TrainingSample] = []
-    while engine.has_pending():
+    for _ in range(1000):
+        if not engine.has_pending():
+            break
         samples += engine.step()
         engine.loop.check()
+    assert not engine.has_pending(), "it never ends"
     return sorted(samples, key=lambda s: (s.request_id, s.sample_index))
 
 

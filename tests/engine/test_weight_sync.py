@@ -69,9 +69,12 @@ def bits(sample: TrainingSample) -> tuple[tuple[int, ...], tuple[float, ...]]:
 
 def drain(engine: InferenceEngine) -> list[TrainingSample]:
     samples: list[TrainingSample] = []
-    while engine.has_pending():
+    for _ in range(1000):
+        if not engine.has_pending():
+            break
         samples += engine.step()
         engine.loop.check()
+    assert not engine.has_pending(), "it never ends"
     return sorted(samples, key=lambda s: (s.request_id, s.sample_index))
 
 
