@@ -101,7 +101,7 @@ def change_weights(engine: InferenceEngine, prompt: list[int]) -> None:
     update = engine.update_weights({CHANGED: scaled_by(engine, FACTOR)}, blocking=False)
     say(
         f"After {STEPS_BEFORE_CHANGE} tokens {CHANGED} is multiplied by {FACTOR:g}, which makes the model surer of its "
-        f"choices. Version {update.result()} serves from here on; the sample goes on where it is."
+        f"choices. Version {update.version} serves from the next step on; the sample goes on where it is."
     )
     samples: list[TrainingSample] = []
     while engine.has_pending():

@@ -724,9 +724,19 @@ def test_the_seed_of_the_engine_reproduces_the_whole_run(build: Build) -> None:
     assert {s.seed for s in run(None)}.isdisjoint({s.seed for s in run(None)})
 
 
-def test_seeds_of_64_bits_are_kept(build: Build) -> None:
-    (sample,) = build().generate([1], SamplingParams(max_tokens=1, seed=2**64 - 1))
-    assert sample.seed == 2**64 - 1
+@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
+def test_a_seed_of_64_bits_is_kept(build: Build, seed: int) -> None:
+    (sample,) = build(seed=None).generate([1], SamplingParams(max_tokens=1, seed=seed))
+    assert sample.seed == seed
+
+
+def test_fresh_seeds_do_not_meet(build: Build) -> None:
+    engine = build(seed=None)
+    for _ in range(100):
+        engine.add_request([1], SamplingParams())
+    seeds = {sample.seed for sample in engine.abort()}
+    assert len(seeds) == 100
+    assert max(seeds) > 2**50
 
 
 # -- when a sample ends ------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def batch_of(rows: list[Row], *, raw: bool = True, mask: bool = False) -> Sampli
     masked = torch.tensor([(i, m) for i, row in enumerate(rows) for m in row.masked], dtype=torch.int64).reshape(-1, 2)
     return SamplingBatch(
         rows=torch.tensor([row.row for row in rows]),
-        temperature=torch.tensor([row.temperature for row in rows], dtype=torch.float32),
+        temperature=torch.tensor([row.temperature for row in rows], dtype=torch.float64),
         top_k=torch.tensor([row.top_k for row in rows]),
         top_p=torch.tensor([row.top_p for row in rows], dtype=torch.float32),
         min_p=torch.tensor([row.min_p for row in rows], dtype=torch.float32),

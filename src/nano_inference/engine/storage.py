@@ -24,8 +24,10 @@ class KVStorage:
     ) -> None:
         shape = (spec.num_layers, spec.num_kv_heads, num_blocks, block_size, spec.head_dim)
         self.block_size = block_size
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        # Not initialised: no slot is read before it is written (tests fill them with NaN), and touching gigabytes that
+        # may never be used takes seconds.
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole blocks (source, target), all layers; no target may be a source."""
