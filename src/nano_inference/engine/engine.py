@@ -267,7 +267,9 @@ class InferenceEngine:
         self._require_fit(len(token_ids), params.max_tokens)
         eos = frozenset[int]() if params.ignore_eos else frozenset(self.spec.eos_token_ids)
         if params.min_tokens and len(params.stop_token_ids | eos) >= self.spec.vocab_size:
-            raise InvalidRequest("every id of the whole vocabulary would end the sample, so min_tokens leaves nothing to draw.")
+            raise InvalidRequest(
+                "every id of the whole vocabulary would end the sample, so min_tokens leaves nothing to draw."
+            )
         return Sequence(
             seq_id=self.loop.sequences.new_id(),
             request_id=next(self._request_ids),
