@@ -19,6 +19,9 @@ TORCH ?= $(DEFAULT_TORCH)
 CONSTRAINT := $(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),,-c constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
+# Where other programs use the cores too, threads that spin while they wait for each other make a step 10 times slower.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint types layers check parity simulate mutants clean
 
@@ -28,10 +31,10 @@ help: ## list the targets
 demo: $(INSTALLED) ## sample from a small model, then change its weights while it runs
 	@$(BIN)/python examples/demo.py
 
-test: $(INSTALLED) ## the tests that take seconds
+test: $(INSTALLED) ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow" tests
 
-test-slow: $(INSTALLED) ## the tests that take minutes, then parity, simulate and mutants
+test-slow: $(INSTALLED) ## the slow tests, then parity, simulate and mutants
 	$(BIN)/python -m pytest -m slow tests
 	$(MAKE) parity simulate mutants
 

@@ -421,7 +421,9 @@ def test_rope_and_store_row_by_row(num: int, shape: Shape, data: st.DataObject) 
 
     def op(rows: Tensor) -> Tensor:
         at = rows[:, 0].long()
-        view = KVStorage(shape.spec(), 4, 16, shape.dtype, torch.device("cpu")).bind(torch.zeros(1, 1), torch.zeros(1))
+        storage = KVStorage(shape.spec(), 4, 16, shape.dtype, torch.device("cpu"))
+        storage.keys.zero_()
+        view = storage.bind(torch.zeros(1, 1), torch.zeros(1))
         own = rows[:, 1:].to(shape.dtype)
         q = reference.rope_and_store(own, cos, sin, at, view, 1, at, heads, kv_heads)
         keys, values = view.gather(1, at)

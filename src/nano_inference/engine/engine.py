@@ -115,6 +115,8 @@ class InferenceEngine:
             while len(collected) < total:
                 with self._lock:  # let go between steps, so that other threads may abort, add and update
                     self._unclaimed += self._deliver(self._step())
+                    if len(collected) < total and not self.loop.has_pending():
+                        raise RuntimeError(f"{total - len(collected)} samples were lost: a bug of the engine.")
                 if progress is not None:
                     progress(len(collected), total, self.loop.num_completion_tokens - tokens_before)
         except BaseException:
@@ -156,9 +158,12 @@ class InferenceEngine:
             ended = self._guarded(self.loop.handle)
             self.loop.inbox.append(Abort(chosen))
             ended += self._guarded(self.loop.handle)
-        theirs = [s for s in ended if s.finish_reason == "abort" and (chosen is None or s.request_id in chosen)]
-        self._unclaimed += self._deliver([s for s in ended if s not in theirs])
-        self._deliver(theirs)
+            theirs, others = [], []
+            for sample in ended:
+                asked = sample.finish_reason == "abort" and (chosen is None or sample.request_id in chosen)
+                (theirs if asked else others).append(sample)
+            self._unclaimed += self._deliver(others)
+            self._deliver(theirs)
         return theirs
 
     # -- weights ------------------------------------------------------------------------------------------------------
