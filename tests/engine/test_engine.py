@@ -280,6 +280,7 @@ def test_requests_are_served_in_order_of_priority(build: Build) -> None:
     while engine.has_pending():
         ended += [s.request_id for s in engine.step()]
     assert ended == [first, second, late]
+    assert engine.stats().num_preemptions == 0, "somebody was let in out of order"
 
 
 def test_a_failing_progress_ends_what_generate_added_and_nothing_else(build: Build) -> None:

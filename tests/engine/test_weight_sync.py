@@ -13,6 +13,7 @@ from torch import Tensor
 from nano_inference import (
     EngineConfig,
     InferenceEngine,
+    PagedKVCache,
     SamplingParams,
     TrainingSample,
     VersionSpan,
@@ -385,6 +386,54 @@ def test_blocks_of_a_dead_version_are_all_free(build: Build) -> None:
     engine.loop.check()
     drain(engine)
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def named_versions(engine: InferenceEngine) -> set[int]:
+    """Weight versions of the blocks that can be matched."""
+    assert isinstance(engine.cache, PagedKVCache)
+    return {block.namespace.version for block in engine.cache.blocks if block.namespace is not None}
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_no_block_keeps_the_name_of_a_dead_version(build: Build, blocking: bool) -> None:
+    """Nor gets one: a request that goes on with old keys names nothing any more."""
+    engine = build(max_batch_size=2)
+    engine.generate(PROMPT[::-1], greedy())
+    for prompt in (PROMPT, PROMPT[3:], PROMPT[5:]):  # two run, one waits
+        engine.add_request(prompt, greedy(20))
+    engine.step()
+    engine.step()
+    assert named_versions(engine) == {0}
+    engine.update_weights(NEW, blocking=blocking)
+    assert named_versions(engine) == set()
+    for _ in range(10):
+        engine.step()
+        assert named_versions(engine) <= {1}
+    drain(engine)
+    assert named_versions(engine) == {1}
+
+
+def test_a_request_that_waited_shares_its_blocks_under_the_new_version(build: Build) -> None:
+    engine = build(max_batch_size=1)
+    engine.add_request([5, 6], greedy(3))
+    engine.add_request(PROMPT, greedy())
+    engine.step()
+    engine.update_weights(NEW)
+    drain(engine)
+    (again,) = engine.generate(PROMPT, greedy())
+    assert again.cached_tokens == 20
+    assert bits(again) == bits(build(NEW).generate(PROMPT, greedy())[0])
+
+
+def test_an_aborted_sample_carries_the_version_of_its_last_token(build: Build) -> None:
+    engine = build(max_batch_size=1, lookahead=0)
+    engine.add_request(PROMPT, greedy())
+    engine.add_request([5, 6], greedy())
+    engine.step()
+    engine.update_weights(NEW)
+    begun, untouched = engine.abort()
+    assert (begun.weight_version, begun.weight_versions) == (0, (VersionSpan(0, 0, 1),))
+    assert (untouched.weight_version, untouched.weight_versions) == (1, ())  # no token: what serves now
 
 
 # -- order and ownership -----------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class InferenceEngine:
 
     def has_pending(self) -> bool:
         """Whether a call of `step` has anything to do or to return."""
-        return bool(self._unclaimed) or self.loop.has_pending()
+        return self._dead is None and (bool(self._unclaimed) or self.loop.has_pending())
 
     def abort(self, request_ids: int | Iterable[int] | None = None) -> list[TrainingSample]:
         """End requests (None: all) now; returns their partial samples. Ids that are not live are passed over.
@@ -185,7 +185,9 @@ class InferenceEngine:
         self._require_alive()
         held = self._lock.acquire(blocking=blocking)  # not held: another thread is stepping and will apply it
         try:
-            at_once = held and (blocking or not self.loop.in_flight)
+            # What is still in flight once every sequence has ended is an overrun: nobody would step to retire it.
+            idle = not self.loop.in_flight or not self.loop.sequences.by_id
+            at_once = held and (blocking or idle)
             with self._announcing:  # versions and messages in one order
                 update = self.weight_sync.stage(weights, version=version, copy=not at_once)
                 self.loop.inbox.append(ChangeWeights(POLICY, self.weight_sync.finish, recompute=blocking))

@@ -19,7 +19,7 @@ from nano_inference.scheduling.commit import (
     training_samples,
 )
 from nano_inference.scheduling.schedule import schedule
-from nano_inference.scheduling.sequence import Sequence, Sequences
+from nano_inference.scheduling.sequence import Sequence, Sequences, SequenceStatus
 from nano_inference.scheduling.stopping import Finish
 from nano_inference.types import TrainingSample
 
@@ -154,7 +154,7 @@ class EngineLoop:
         while len(self.in_flight) > max(keep, 0):
             flight = self.in_flight.popleft()
             tokens = flight.tokens.wait()
-            self.num_completion_tokens += len(tokens.token_ids)
+            self.num_completion_tokens += sum(seq.status is not SequenceStatus.FINISHED for seq, _ in flight.sampled)
             for seq, finish in commit([seq for seq, _ in flight.sampled], tokens, self.sequences, self.cache):
                 samples += self._samples(seq, finish)
         return samples
