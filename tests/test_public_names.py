@@ -5,6 +5,7 @@
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import nano_inference
 from nano_inference import (
     Block,
     CacheAllocation,
+    Delta,
     EngineConfig,
     EngineStats,
     InferenceEngine,
@@ -35,6 +37,7 @@ REQUIRED = object()
 NAMES = {
     *("InferenceEngine", "EngineConfig", "SamplingParams", "SchedulerConfig", "SchedulerOutput", "CacheAllocation"),
     *("TrainingSample", "VersionSpan", "SamplingMask", "EngineStats", "Sequence", "SequenceStatus", "Block"),
+    *("AsyncInferenceEngine", "Delta", "TopLogprobs", "SamplingPipeline"),
     *("KVCacheManager", "PagedKVCache", "WeightSyncManager", "WeightUpdate"),
     *("schedule", "sample_with_logprobs", "model_forward", "compute_block_hash"),
     *("NanoInferenceError", "ConfigError", "ModelLoadError", "InvalidRequest", "RequestTooLarge"),
@@ -45,6 +48,7 @@ FIELDS: dict[type, dict[str, Any]] = {
     EngineConfig: {
         "model_path": REQUIRED,
         "tokenizer_path": None,
+        "ref_model_path": None,
         "cache_type": "paged",
         "block_size": 16,
         "max_batch_size": 256,
@@ -67,12 +71,20 @@ FIELDS: dict[type, dict[str, Any]] = {
         "temperature": 1.0,
         "max_tokens": 256,
         "stop_token_ids": frozenset(),
+        "stop": (),
         "top_p": 1.0,
         "top_k": 0,
         "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": {},
+        "allowed_token_ids": None,
         "min_tokens": 0,
         "ignore_eos": False,
         "seed": None,
+        "top_logprobs": 0,
+        "prompt_logprobs": False,
         "raw_logprobs": False,
         "sampling_mask": False,
         "cache_salt": None,
@@ -90,11 +102,14 @@ FIELDS: dict[type, dict[str, Any]] = {
         "raw_logprobs": None,
         "log_kept_mass": None,
         "sampling_mask": None,
+        "top_logprobs": None,
+        "prompt_logprobs": None,
         "numerics": "",
         "seed": 0,
         "sample_index": 0,
         "request_id": 0,
         "cached_tokens": 0,
+        "text": None,
     },
     SchedulerConfig: {
         "max_batch_size": 256,
@@ -105,20 +120,24 @@ FIELDS: dict[type, dict[str, Any]] = {
         "enable_chunked_prefill": True,
     },
     CacheAllocation: {"block_ids": REQUIRED, "cached_length": REQUIRED},
+    Delta: {
+        "request_id": REQUIRED,
+        "sample_index": REQUIRED,
+        "token_ids": REQUIRED,
+        "logprobs": REQUIRED,
+        "text": REQUIRED,
+        "finished": None,
+    },
     VersionSpan: {"version": REQUIRED, "start": REQUIRED, "end": REQUIRED},
     SamplingMask: {"offsets": REQUIRED, "token_ids": REQUIRED},
 }
 
 LATER: dict[type, set[str]] = {
-    EngineConfig: {"ref_model_path", "batch_invariant"},
-    SamplingParams: {
-        *("stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids"),
-        *("top_logprobs", "prompt_logprobs"),
-    },
-    TrainingSample: {"kv_versions", "top_logprobs", "prompt_logprobs", "oldest_weight_version", "text"},
+    EngineConfig: {"batch_invariant"},
+    TrainingSample: {"kv_versions", "oldest_weight_version"},
 }
-LATER_NAMES = {"AsyncInferenceEngine", "RadixKVCache", "Delta", "replay", "score", "PolicyModel"}
-LATER_METHODS = {"resume_from", "pause", "resume", "sleep", "wake", "weights_checksum", "generate_text"}
+LATER_NAMES = {"RadixKVCache", "replay", "score", "PolicyModel"}
+LATER_METHODS = {"resume_from", "pause", "resume", "sleep", "wake", "weights_checksum"}
 
 # Names and fields of the first description of the engine: classes, and what each must still have.
 FIRST_NAMES: dict[type, set[str]] = {
@@ -133,7 +152,15 @@ FIRST_NAMES: dict[type, set[str]] = {
 
 # Parameters after self: name -> default.
 SIGNATURES: dict[str, dict[str, Any]] = {
-    "generate": {"prompts": REQUIRED, "sampling_params": REQUIRED, "num_samples_per_prompt": 1, "progress": None},
+    "generate": {
+        "prompts": REQUIRED,
+        "sampling_params": REQUIRED,
+        "num_samples_per_prompt": 1,
+        "stream": False,
+        "progress": None,
+    },
+    "generate_text": {"prompt": REQUIRED, "sampling_params": None, "stream": False},
+    "generate_async": {"prompt": REQUIRED, "sampling_params": None},
     "add_request": {"prompt": REQUIRED, "params": REQUIRED, "num_samples": 1},
     "step": {},
     "has_pending": {},
@@ -156,7 +183,8 @@ def test_the_front_door_holds_exactly_these_names() -> None:
 def defaults(cls: type) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        found[field.name] = field.default if field.default is not dataclasses.MISSING else REQUIRED
+        made = field.default_factory() if field.default_factory is not dataclasses.MISSING else REQUIRED
+        found[field.name] = field.default if field.default is not dataclasses.MISSING else made
     return found
 
 
@@ -185,7 +213,7 @@ def test_methods_of_the_engine() -> None:
 
 
 def test_additions_to_methods_are_keyword_only() -> None:
-    for name, keyword in [("generate", "progress"), ("update_weights", "version")]:
+    for name, keyword in [("generate", "stream"), ("generate", "progress"), ("update_weights", "version")]:
         parameter = inspect.signature(getattr(InferenceEngine, name)).parameters[keyword]
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
 
@@ -207,7 +235,9 @@ def test_every_error_of_the_package_is_public_and_has_the_base() -> None:
 
 
 def test_statistics_are_plain_numbers() -> None:
-    assert {field.type for field in dataclasses.fields(EngineStats)} <= {int, "int"}
+    own = {field.name: field.type for field in dataclasses.fields(EngineStats)}
+    assert own.pop("step_microseconds") == Mapping[str, float]
+    assert set(own.values()) == {int, float}
 
 
 def test_the_version_is_a_release() -> None:

@@ -2,15 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nano_inference.sampling.noise import noise_keys
-from nano_inference.sampling.sample import SamplingBatch
+from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
 from nano_inference.scheduling.decision import Chunk, SchedulerOutput
 from nano_inference.scheduling.sequence import Sequence, Sequences
+
+
+class Scored(NamedTuple):
+    """Rows [start, end) of a sequence, by position, whose next token's logprob a forward computes."""
+
+    seq: Sequence
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,9 @@ class ForwardBatch:
     cu_seqlens_q: Tensor  # [S + 1] first row of each chunk, and N
     seq_lens: Tensor  # [S] context length after this step
     logits_indices: Tensor  # [L] rows whose logits are needed
+    score_rows: Tensor  # [P] rows of which only the logprob of one given token is wanted
+    score_targets: Tensor  # [P] that token: the one which follows the row
+    scored: tuple[Scored, ...]  # whose rows these are, in order
     relay_rows: Tensor  # [R] rows whose token the step before is sampling
     relay_sources: Tensor  # [R] where in that step's samples it stands
     num_prompt_tokens: int  # rows that belong to prompts, for the books
@@ -65,6 +76,16 @@ def _build(
             relay.append((len(input_ids), sampling_now[seq.seq_id]))
             input_ids.append(0)
 
+    score_rows: list[int] = []
+    score_targets: list[int] = []
+    scored: list[Scored] = []
+    for chunk, seq, first in zip(chunks, seqs, cu_seqlens.tolist(), strict=False):
+        rows = seq.rows_to_score(chunk.start, chunk.start + chunk.length)
+        if rows:
+            score_rows += range(first + rows.start - chunk.start, first + rows.stop - chunk.start)
+            score_targets += seq.token_ids[rows.start + 1 : rows.stop + 1]
+            scored.append(Scored(seq, rows.start, rows.stop))
+
     row_chunks = np.repeat(np.arange(len(chunks)), lengths)
     positions = np.arange(cu_seqlens[-1]) - (cu_seqlens[:-1] - starts)[row_chunks]
     tables = np.zeros((len(chunks), max(len(seq.block_ids) for seq in seqs)), dtype=np.int64)
@@ -86,6 +107,9 @@ def _build(
             [int(last) - 1 for chunk, last in zip(chunks, cu_seqlens[1:], strict=True) if chunk.samples],
             dtype=torch.int64,
         ),
+        score_rows=torch.tensor(score_rows, dtype=torch.int64),
+        score_targets=torch.tensor(score_targets, dtype=torch.int64),
+        scored=tuple(scored),
         relay_rows=torch.from_numpy(relay_pairs[:, 0].copy()),
         relay_sources=torch.from_numpy(relay_pairs[:, 1].copy()),
         num_prompt_tokens=int(np.clip(prompt_lens - starts, 0, lengths).sum()),
@@ -103,28 +127,18 @@ def build_sampling(
         batches: the step's forward batches; their logits stand one after another.
     """
     rows = _logits_rows(decision, batches)
-    params = [seq.params for seq, _ in sampled]
-    masked = [
-        (row, token_id)
-        for row, (seq, position) in enumerate(sampled)
-        if position - seq.num_prompt_tokens < seq.params.min_tokens
-        for token_id in sorted(seq.stop_ids)
-    ]
-    masked_pairs = torch.tensor(masked, dtype=torch.int64).reshape(-1, 2)
-    keys = noise_keys([(seq.seed, seq.sample_index, position) for seq, position in sampled])
-    return SamplingBatch(
-        rows=torch.tensor(rows, dtype=torch.int64),
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float64),
-        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
-        noise_keys=torch.from_numpy(keys),
-        masked_rows=masked_pairs[:, 0],
-        masked_ids=masked_pairs[:, 1],
-        any_filter=any(p.filters for p in params),
-        any_greedy=any(p.temperature == 0 for p in params),
-        any_raw=any(p.raw_logprobs or p.temperature == 0 for p in params),
-        any_mask=any(p.sampling_mask for p in params),
+    return sampling_batch(
+        [
+            DrawRequest(
+                seq.params,
+                row,
+                (seq.seed, seq.sample_index, position),
+                prompt=seq.token_ids[: seq.num_prompt_tokens] if seq.params.penalizes else (),
+                completion=seq.token_ids[seq.num_prompt_tokens : position] if seq.params.penalizes else (),
+                banned=sorted(seq.stop_ids) if position - seq.num_prompt_tokens < seq.params.min_tokens else (),
+            )
+            for row, (seq, position) in zip(rows, sampled, strict=True)
+        ]
     )
 
 

@@ -7,7 +7,7 @@ from nano_inference.errors import ConfigError
 from nano_inference.options import strict_options
 
 CacheType = Literal["paged"]
-DType = Literal["auto", "float32", "bfloat16"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class EngineConfig:
     Attributes:
         model_path: a Hugging Face folder, a hub id, a `.gguf` file, or `"smollm2-135m"` (the embedded model).
         tokenizer_path: another folder to take the tokenizer from; None: the model's.
+        ref_model_path: a frozen model that scores every finished sample (`TrainingSample.ref_logprobs`), with the
+            policy's vocabulary; the same path as `model_path`: a frozen copy of the initial policy. None: no scores.
         cache_type: how prefixes are indexed. `"paged"`: a hash table over full blocks.
         block_size: tokens in a KV block.
         max_batch_size: sequences in a step.
@@ -50,8 +52,8 @@ class EngineConfig:
         kv_cache_memory: bytes for the KV cache. None: a quarter of the free memory on a CPU, what
             `gpu_memory_utilization` leaves on CUDA; never more than `max_batch_size * max_model_len` tokens can use.
         gpu_memory_utilization: share of the device's memory that weights and KV cache may take (CUDA only).
-        dtype: `"float32"`, `"bfloat16"`, or `"auto"`: the checkpoint's; for GGUF bfloat16 where this machine
-            multiplies it natively, else float32.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's; for GGUF bfloat16 where this
+            machine multiplies it natively, else float32.
         device: `"cpu"`, `"cuda"`, `"cuda:1"` …, or `"auto"`: cuda if there is one, else cpu.
         backend: which operations run; `"reference"` is plain torch, `"auto"` the best that this machine has.
         attention: the attention of the backend (`"auto"`) or another one by name.
@@ -65,6 +67,7 @@ class EngineConfig:
 
     model_path: str
     tokenizer_path: str | None = None
+    ref_model_path: str | None = None
     cache_type: CacheType = "paged"
     block_size: int = 16
     max_batch_size: int = 256
@@ -105,7 +108,7 @@ class EngineConfig:
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "cache_type": ("paged",),
-    "dtype": ("auto", "float32", "bfloat16"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
     "backend": ("auto", "reference"),
     "attention": ("auto", "reference"),
     "enable_prefix_caching": (True, False),
@@ -119,8 +122,9 @@ _OPTIONAL_COUNTS = ("max_chunk_tokens", "max_model_len", "kv_cache_memory", "num
 def _check_text(config: EngineConfig) -> None:
     for name in ("model_path", "device"):
         _require_text(name, getattr(config, name))
-    if config.tokenizer_path is not None:
-        _require_text("tokenizer_path", config.tokenizer_path)
+    for name in ("tokenizer_path", "ref_model_path"):
+        if getattr(config, name) is not None:
+            _require_text(name, getattr(config, name))
 
 
 def _check_choices(config: EngineConfig) -> None:

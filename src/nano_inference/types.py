@@ -1,8 +1,9 @@
 """Frozen nouns of the public interface: what a caller asks for and what comes back. Standard library only."""
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.options import strict_options
@@ -15,19 +16,32 @@ FinishReason = Literal["stop", "length", "abort"]
 class SamplingParams:
     """How tokens are drawn and when a sample ends. Checked at construction: `InvalidRequest`.
 
-    The distribution is made in this order: masks, temperature, top_k, top_p, min_p (`docs/design.md`).
+    The distribution is made in this order: bias and masks, penalties, temperature, top_k, top_p, min_p
+    (`docs/sampling.md`).
 
     Attributes:
         temperature: 0 is greedy: the most likely token, the lower id where two are equal.
         max_tokens: completion tokens at most.
         stop_token_ids: ids that end the sample; the id itself is kept as its last token.
+        stop: strings that end the sample. The tokens up to and including the one that completes the string are kept;
+            the sample's `text` ends before it.
         top_p: keep the shortest prefix, by falling probability, whose mass reaches this; 1 keeps all.
         top_k: keep exactly this many tokens; 0 keeps all.
         min_p: keep tokens at least this probable relative to the most probable; 0 keeps all.
-        min_tokens: completion tokens before a stop id may be drawn (until then it is masked).
+        presence_penalty: taken off the logit of every token that the completion holds; in [-2, 2].
+        frequency_penalty: the same, times how often the completion holds it; in [-2, 2].
+        repetition_penalty: positive logits of tokens that prompt or completion hold are divided by it, negative ones
+            multiplied (arXiv:1909.05858); 1 changes nothing.
+        logit_bias: token id -> what is added to its logit, in [-100, 100].
+        allowed_token_ids: the only ids that may be drawn; None: all. Give the end-of-sequence id too if the sample may
+            end by it.
+        min_tokens: completion tokens before a stop id may be drawn (until then it is masked) or a stop string counts.
         ignore_eos: do not stop at the model's own end-of-sequence ids.
         seed: with the sample index and the position this decides every draw; None: fresh entropy, returned with the
             sample.
+        top_logprobs: also return the ids and logprobs of this many most probable tokens at every position.
+        prompt_logprobs: also return the model's own logprob of every prompt token. Such a request reads no cached
+            prefix.
         raw_logprobs: also return the model's own logprobs (temperature 1, nothing applied).
         sampling_mask: also return which ids the filters kept, token by token.
         cache_salt: prefixes are shared only between requests of the same salt.
@@ -37,12 +51,20 @@ class SamplingParams:
     temperature: float = 1.0
     max_tokens: int = 256
     stop_token_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float], hash=False)
+    allowed_token_ids: frozenset[int] | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     seed: int | None = None
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
     raw_logprobs: bool = False
     sampling_mask: bool = False
     cache_salt: str | None = None
@@ -52,18 +74,27 @@ class SamplingParams:
         _real("temperature", self.temperature, 0.0, math.inf)
         _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _real("min_p", self.min_p, 0.0, 1.0)
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
         _whole("max_tokens", self.max_tokens, 1)
+        _whole("top_logprobs", self.top_logprobs, 0)
         _whole("top_k", self.top_k, 0)
         _whole("min_tokens", self.min_tokens, 0)
         _whole("priority", self.priority, -(2**31), 2**31)
         if self.seed is not None:
             _whole("seed", self.seed, 0, 2**64)
-        for name in ("ignore_eos", "raw_logprobs", "sampling_mask"):
+        for name in ("ignore_eos", "prompt_logprobs", "raw_logprobs", "sampling_mask"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if not isinstance(self.cache_salt, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidRequest(f"cache_salt must be a string or None, not {self.cache_salt!r}.")
-        object.__setattr__(self, "stop_token_ids", _token_id_set(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _token_id_set("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _token_id_set("allowed_token_ids", self.allowed_token_ids))
+            self._check_allowed(self.allowed_token_ids)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}; lower it to that."
@@ -73,6 +104,25 @@ class SamplingParams:
                 "sampling_mask needs temperature > 0 and a filter (top_k, top_p or min_p): without one every token is "
                 "kept."
             )
+
+    def _check_allowed(self, allowed: frozenset[int]) -> None:
+        if not allowed:
+            raise InvalidRequest("allowed_token_ids is empty, so nothing could be drawn; leave it out to allow all.")
+        if unreachable := self.stop_token_ids - allowed:
+            raise InvalidRequest(
+                f"stop token id {min(unreachable)} is not among allowed_token_ids and could never be drawn; add it "
+                "there, or take it out of stop_token_ids."
+            )
+        if self.min_tokens and allowed <= self.stop_token_ids:
+            raise InvalidRequest(
+                f"every one of the {len(allowed)} allowed_token_ids stops the sample, so min_tokens="
+                f"{self.min_tokens} leaves nothing to draw."
+            )
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that are there already change the distribution."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @property
     def filters(self) -> bool:
@@ -97,6 +147,13 @@ class SamplingMask:
     token_ids: tuple[int, ...]
 
 
+class TopLogprobs(NamedTuple):
+    """The most probable tokens of one position, best first, ties by lower id."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
     """One finished (or aborted) sample: what RL training needs of it. All per-token tuples have one entry a token.
@@ -106,20 +163,28 @@ class TrainingSample:
         completion_tokens: sampled ids, a stop id included.
         logprobs: log-probability of each completion token under the distribution that it was drawn from (after masks,
             temperature and filters; natural log). At temperature 0 these are the raw ones.
-        ref_logprobs: under a reference model; None where there is none.
+        ref_logprobs: the reference model's own log-probability of each completion token (temperature 1, nothing
+            applied); None where there is no reference model, or the sample was aborted before it was scored.
         weight_version: of the weights that sampled the last token.
         finish_reason: `"stop"`, `"length"` or `"abort"`.
-        stop_reason: the id that stopped it; for an abort a word on why, where there is more to say; else None.
+        stop_reason: the id or the string that stopped it; for an abort a word on why, where there is more to say; else
+            None.
         weight_versions: which version sampled which tokens, in order, without gaps.
         raw_logprobs: the model's own log-probabilities (temperature 1, nothing applied), if asked for.
         log_kept_mass: log of the mass that the filters kept, after temperature (0 where nothing was cut):
             `logprobs + log_kept_mass` is what a trainer over the full vocabulary computes at that temperature.
         sampling_mask: the ids that the filters kept, if asked for.
+        top_logprobs: the most probable tokens at each position, if asked for, under the distribution that `logprobs` is
+            of. Tokens that filters or masks cut are not among them.
+        prompt_logprobs: the model's own log-probability of each prompt token after those before it, if asked for. The
+            first is nan.
         numerics: fingerprint of the arithmetic; the same fingerprint promises the same bits.
         seed: with `sample_index` and the weights it reproduces the sample.
         sample_index: position in the request's group.
         request_id: what `add_request` returned.
         cached_tokens: prompt tokens that the prefix cache provided, as first computed for the group.
+        text: the completion as text, where the prompt was text or stop strings were given. It ends before a stop string
+            and leaves special tokens out.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -133,27 +198,66 @@ class TrainingSample:
     raw_logprobs: tuple[float, ...] | None = None
     log_kept_mass: tuple[float, ...] | None = None
     sampling_mask: SamplingMask | None = None
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
+    prompt_logprobs: tuple[float, ...] | None = None
     numerics: str = ""
     seed: int = 0
     sample_index: int = 0
     request_id: int = 0
     cached_tokens: int = 0
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of a sample while it grows.
+
+    Attributes:
+        request_id, sample_index: which sample.
+        token_ids, logprobs: what was sampled since the last piece.
+        text: new text that will not change, where text is wanted; it may lag behind the tokens.
+        finished: the whole sample, in its last piece.
+    """
+
+    request_id: int
+    sample_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str | None
+    finished: TrainingSample | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters of one engine since it was built, and its state now."""
+    """Counters of one engine since it was built, and its state now.
+
+    Attributes:
+        num_waiting, num_running: sequences (a group whose prompt is not computed yet counts once).
+        kv_use: share of the KV blocks that sequences hold; others may still hold prefixes.
+        num_steps, num_preemptions: since the engine was built, like all that follow.
+        tokens_computed: rows that went through a forward, of all weight sets.
+        prompt_tokens_computed, prompt_tokens_cached: of the policy; computed, and found in the prefix cache.
+        hit_rate: share of `prompt_tokens_cached` in both.
+        completion_tokens: sampled.
+        tokens_per_second: completion tokens by time spent in steps.
+        step_microseconds: host time of an average step, by phase: what the loop did in it, and in `wait` for the
+            device. A CPU is its own device: there `forward` and `sample` hold the work itself.
+    """
 
     num_waiting: int
     num_running: int
     num_free_blocks: int
     num_blocks: int
+    kv_use: float
     num_steps: int
     num_preemptions: int
     tokens_computed: int
     prompt_tokens_computed: int
     prompt_tokens_cached: int
+    hit_rate: float
     completion_tokens: int
+    tokens_per_second: float
+    step_microseconds: Mapping[str, float]
 
 
 def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
@@ -170,11 +274,31 @@ def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
         raise InvalidRequest(f"{name}={value!r} must be an integer {bounds}.")
 
 
-def _token_id_set(ids: Any) -> frozenset[int]:
+def _token_id_set(name: str, ids: Any) -> frozenset[int]:
     try:
         kept = frozenset(ids)
     except TypeError:
-        raise InvalidRequest(f"stop_token_ids must be a set of token ids, not {ids!r}.") from None
+        raise InvalidRequest(f"{name} must be a set of token ids, not {ids!r}.") from None
     for token_id in kept:
-        _whole("stop_token_ids entry", token_id, 0)
+        _whole(f"{name} entry", token_id, 0)
     return kept
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    if not isinstance(stop, str | list | tuple):
+        raise InvalidRequest(f"stop must be a list of strings, not {stop!r}.")
+    strings: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise InvalidRequest(f"stop holds {string!r}; a stop string must be a non-empty string.")
+    return strings
+
+
+def _bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise InvalidRequest(f"logit_bias must map token ids to numbers, not {bias!r}.")
+    entries: dict[Any, Any] = dict(bias)  # pyright: ignore[reportUnknownArgumentType]
+    for token_id, value in entries.items():
+        _whole("logit_bias key", token_id, 0)
+        _real(f"logit_bias[{token_id}]", value, -100.0, 100.0)
+    return {token_id: float(value) for token_id, value in entries.items()}

@@ -30,18 +30,19 @@ def request(engine: InferenceEngine, weight_set: str, request_id: int) -> Add:
 
 
 def test_each_weight_set_computes_its_own_chunks(tmp_path: Path) -> None:
-    folders = {"policy": tiny_llama(tmp_path / "a", seed=1), "reference": tiny_llama(tmp_path / "b", seed=2)}
+    folders = {"policy": tiny_llama(tmp_path / "a", seed=1), "other": tiny_llama(tmp_path / "b", seed=2)}
     alone: dict[str, TrainingSample] = {}
     for name, folder in folders.items():
         with engine_on(folder) as engine:
             alone[name] = engine.generate(PROMPT, PARAMS)[0]
-    assert alone["policy"].completion_tokens != alone["reference"].completion_tokens
+    assert alone["policy"].completion_tokens != alone["other"].completion_tokens
 
     with engine_on(folders["policy"]) as engine:
-        params = load_params(folders["reference"], engine.spec, torch.float32, torch.device("cpu"))
-        engine.runner.models["reference"] = Decoder(engine.spec, params, reference_ops(), engine.max_model_len)
-        engine.loop.sequences.versions["reference"] = 0
-        order = ["policy", "reference", "reference", "policy"]
+        params = load_params(folders["other"], engine.spec, torch.float32, torch.device("cpu"))
+        engine.runner.models["other"] = Decoder(engine.spec, params, reference_ops(), engine.max_model_len)
+        engine.runner.storages["other"] = engine.runner.storage
+        engine.loop.sequences.versions["other"] = 0
+        order = ["policy", "other", "other", "policy"]
         engine.loop.inbox.extend(request(engine, name, index) for index, name in enumerate(order))
         samples = []
         while engine.has_pending():

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nano_inference import ModelLoadError
-from nano_inference.models.loading import load_params, load_spec, num_bytes, resolve_dtype, resolve_model
+from nano_inference.models.loading import load_params, load_spec, resolve_dtype, resolve_model
 from nano_inference.models.spec import spec_from_config
-from nano_inference.models.weights import allocate, param_table, read, slots, write
+from nano_inference.models.weights import allocate, num_bytes, param_table, read, slots, write
 from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama, write_model
 
 CPU = torch.device("cpu")

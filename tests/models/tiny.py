@@ -8,6 +8,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nano_inference.models.spec import spec_from_config
+from nano_inference.models.weights import param_table, slots
+
 Rope = Literal["default", "linear", "llama3", "yarn"]
 Weights = dict[str, Tensor]
 
@@ -137,3 +140,64 @@ def tiny_llama(
         dtype=dtype,
     )
     return write_model(folder, config, llama_weights(config, seed, std))
+
+
+# What the config.json of a family says beside, or instead of, what a tiny Llama's does. Windows are shorter than the
+# prompts of the tests, and some layers have none where the family allows that.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-bias": {"attention_bias": True},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24},
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 24},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 17,
+        "query_pre_attn_scalar": 40,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+        "tie_word_embeddings": True,
+    },
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "sliding_window": 33, "pad_token_id": 0},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+    "granite": {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 1.7,
+    },
+}
+
+
+def tiny_model(folder: Path, family: str, *, seed: int = 0, std: float = 0.2, **changes: Any) -> Path:
+    """Write a tiny random model of a family into `folder` and return the folder."""
+    config = llama_config() | FAMILIES[family] | changes
+    config = {name: value for name, value in config.items() if value is not None}
+    return write_model(folder, config, family_weights(config, seed, std))
+
+
+def family_weights(config: dict[str, Any], seed: int = 0, std: float = 0.2) -> Weights:
+    """Random tensors under the names and shapes that the decoder wants of this config."""
+    spec = spec_from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    weights: Weights = {}
+    for name, slot in slots(param_table(spec)).items():
+        drawn = torch.randn(slot.shape, generator=generator) * std
+        is_norm = len(slot.shape) == 1 and name.endswith("weight")
+        weights[name] = (drawn + 1.0 - spec.norm_offset if is_norm else drawn).to(getattr(torch, config["torch_dtype"]))
+    return weights

@@ -14,8 +14,10 @@ from torch.nn import functional
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.engine.storage import KVStorage
-from nano_inference.models.spec import ModelSpec, RopeSpec
+from nano_inference.models.rope_spec import RopeSpec
+from nano_inference.models.spec import ModelSpec
 from nano_inference.ops import reference
+from nano_inference.ops.backend import Norm
 from nano_inference.ops.reference import reference_ops
 from nano_inference.ops.reference_attention import attention, plan_attention
 from nano_inference.sampling.logprobs import logsumexp
@@ -86,7 +88,7 @@ def test_rms_norm(num: int, size: int, dtype: torch.dtype, first: bool, data: st
 
     def op(rows: Tensor) -> Tensor:
         x = None if first else rows[:, :size].to(dtype)
-        normed, residual = reference.rms_norm(x, rows[:, size:], weight, 1e-5)
+        normed, residual = reference.rms_norm(x, rows[:, size:], Norm(weight, 1e-5, 0.0, dtype))
         assert normed.dtype == dtype
         assert residual.dtype == torch.float32
         return torch.cat((normed.float(), residual), dim=1)
@@ -118,7 +120,7 @@ def test_logsumexp(num: int, vocab: int, data: st.DataObject) -> None:
 LARGE: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": lambda x: reference.linear(x, randn(3000, x.shape[1], dtype=x.dtype)),
     "logits": lambda x: reference.logits(x, randn(3000, x.shape[1], dtype=x.dtype)),
-    "rms_norm": lambda x: reference.rms_norm(x, x.float() + 1, randn(x.shape[1], dtype=x.dtype), 1e-5)[0],
+    "rms_norm": lambda x: reference.rms_norm(x, x.float() + 1, Norm(randn(x.shape[1]), 1e-5, 1.0, x.dtype))[0],
     "gate": lambda x: reference.gate(4 * x),
     "logsumexp": lambda x: torch.stack(logsumexp(x.float()), dim=1),
 }
@@ -173,12 +175,13 @@ def test_no_rows_give_no_rows() -> None:
 
 def test_rms_norm_adds_then_scales() -> None:
     x, residual, weight = randn(4, 30), randn(4, 30, seed=1), randn(30, seed=2)
-    normed, added = reference.rms_norm(x, residual, weight, 1e-3)
+    norm = Norm(weight, 1e-3, 0.0, torch.float32)
+    normed, added = reference.rms_norm(x, residual, norm)
     assert torch.equal(added, residual + x)
     exact = functional.rms_norm(added.double(), (30,), weight.double(), 1e-3).float()
     torch.testing.assert_close(normed, exact, rtol=1e-5, atol=1e-6)
-    assert torch.equal(reference.rms_norm(None, residual, weight, 1e-3)[1], residual)
-    halves, added = reference.rms_norm(x.bfloat16(), residual, weight.bfloat16(), 1e-3)
+    assert torch.equal(reference.rms_norm(None, residual, norm)[1], residual)
+    halves, added = reference.rms_norm(x.bfloat16(), residual, Norm(weight.bfloat16(), 1e-3, 0.0, torch.bfloat16))
     assert halves.dtype == torch.bfloat16
     assert torch.equal(added, residual + x.bfloat16().float()), "the residual stream was rounded"
 
@@ -218,6 +221,9 @@ class Shape:
             max_position=1024,
             rms_norm_eps=1e-5,
             rope=RopeSpec(),
+            sliding_rope=RopeSpec(),
+            windows=(0, 0),
+            attention_scale=self.head_dim**-0.5,
             tie_word_embeddings=False,
             eos_token_ids=(),
             checkpoint_dtype="float32",
@@ -277,6 +283,9 @@ class Paged:
             cu_seqlens_q=bounds,
             seq_lens=torch.tensor([end for _, _, end in chunks]),
             logits_indices=bounds[1:] - 1,
+            score_rows=empty,
+            score_targets=empty,
+            scored=(),
             relay_rows=empty,
             relay_sources=empty,
             num_prompt_tokens=0,
@@ -287,7 +296,7 @@ class Paged:
             return torch.cat([getattr(self.stories[which], name)[start:end] for which, start, end in chunks])
 
         view.write(1, slots, rows("k"), rows("v"))
-        plan = plan_attention(batch, self.block_size, self.shape.num_kv_heads)
+        plan = plan_attention(batch, self.block_size)
         out = attention(rows("q"), view, 1, plan, self.shape.head_dim**-0.5)
         assert out.shape == (len(positions), self.shape.num_heads * self.shape.head_dim)
         return list(out.split(lengths.tolist()))

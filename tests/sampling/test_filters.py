@@ -5,7 +5,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.sampling.filters import kept_tokens
+from nano_inference.sampling.filters import keep_min_p, keep_top_k, keep_top_p, rank
 
 CALM = settings(deadline=None)
 # Quarters make ties; -inf is a masked token.
@@ -16,6 +16,14 @@ TOP_K = st.one_of(st.just(0), st.integers(1, 45))
 TOP_P = st.one_of(st.just(1.0), st.floats(0.01, 0.99))
 MIN_P = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.01, 0.99))
 NEAR = 1e-5  # closer to a threshold than this, float32 and float64 may disagree
+
+
+def kept_tokens(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    ranking = rank(logits)
+    keep_top_k(ranking, top_k)
+    keep_top_p(ranking, top_p)
+    keep_min_p(ranking, min_p)
+    return torch.zeros_like(ranking.keep).scatter_(1, ranking.ids, ranking.keep)
 
 
 def kept(logits: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:

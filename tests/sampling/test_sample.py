@@ -1,6 +1,6 @@
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -8,10 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference import sample_with_logprobs
+from nano_inference import SamplingParams, sample_with_logprobs
 from nano_inference.sampling.logprobs import gather_logprobs, logsumexp
 from nano_inference.sampling.noise import noise_keys
-from nano_inference.sampling.sample import Draw, SamplingBatch, sample
+from nano_inference.sampling.sample import Draw, sample
+from nano_inference.sampling.sampling_batch import DrawRequest, Entries, SamplingBatch, sampling_batch
 
 VOCAB = 333
 CHI_SQUARE_19 = 43.8  # one in a thousand, 19 degrees of freedom
@@ -31,26 +32,17 @@ class Row:
     masked: tuple[int, ...] = ()
 
     @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
+    @property
     def filters(self) -> bool:
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return self.params.filters
 
 
 def batch_of(rows: list[Row], *, raw: bool = True, mask: bool = False) -> SamplingBatch:
-    masked = torch.tensor([(i, m) for i, row in enumerate(rows) for m in row.masked], dtype=torch.int64).reshape(-1, 2)
-    return SamplingBatch(
-        rows=torch.tensor([row.row for row in rows]),
-        temperature=torch.tensor([row.temperature for row in rows], dtype=torch.float64),
-        top_k=torch.tensor([row.top_k for row in rows]),
-        top_p=torch.tensor([row.top_p for row in rows], dtype=torch.float32),
-        min_p=torch.tensor([row.min_p for row in rows], dtype=torch.float32),
-        noise_keys=torch.from_numpy(noise_keys([row.draw for row in rows])),
-        masked_rows=masked[:, 0],
-        masked_ids=masked[:, 1],
-        any_filter=any(row.filters for row in rows),
-        any_greedy=any(row.temperature == 0 for row in rows),
-        any_raw=raw,
-        any_mask=mask,
-    )
+    draws = [DrawRequest(row.params, row.row, row.draw, banned=row.masked) for row in rows]
+    return replace(sampling_batch(draws), any_raw=raw, any_mask=mask)
 
 
 ROWS = st.builds(
@@ -192,9 +184,16 @@ def test_draws_follow_the_distribution(monkeypatch: pytest.MonkeyPatch, row: Row
     many = replace(
         few,
         noise_keys=keys,
-        masked_rows=torch.arange(num).repeat_interleave(len(row.masked)),
-        masked_ids=torch.tensor(row.masked, dtype=torch.int64).repeat(num),
-        **{name: getattr(few, name).expand(num) for name in ("rows", "temperature", "top_k", "top_p", "min_p")},
+        bias=Entries(
+            torch.arange(num).repeat_interleave(len(row.masked)),
+            few.bias.ids.repeat(num),
+            few.bias.values.repeat(num),
+        ),
+        **{
+            field.name: getattr(few, field.name).expand(num)
+            for field in fields(few)
+            if isinstance(getattr(few, field.name), Tensor) and field.name != "noise_keys"
+        },
     )
     draw = sample(logits, many)
     full = allowed_logprobs(logits, row)

@@ -6,13 +6,13 @@ missed copy or an early reuse is caught where it happens.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.sampling.noise import noise_keys
-from nano_inference.sampling.sample import SamplingBatch
+from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import SampledTokens
 
 VOCAB = 11
@@ -48,10 +48,11 @@ class FakeSampled:
     """Tokens of a step in flight; `wait` hands them over."""
 
     tokens: list[int]
+    scores: list[float] = field(default_factory=list[float])
 
     def wait(self) -> SampledTokens:
         zeros = [0.0] * len(self.tokens)
-        return SampledTokens(self.tokens, [-1.0] * len(self.tokens), zeros, zeros)
+        return SampledTokens(self.tokens, [-1.0] * len(self.tokens), zeros, zeros, scores=self.scores)
 
 
 class FakeRunner:

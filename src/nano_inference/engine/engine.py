@@ -1,145 +1,175 @@
-"""`InferenceEngine`: owns the model, the KV cache and the loop; checks what comes in and hands out samples."""
+"""`InferenceEngine`: owns the loop and the parts it runs on; takes requests in and hands samples out."""
 
 import itertools
-import logging
-import operator
 import random
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-import psutil
-import torch
 from torch import Tensor
 
 from nano_inference.config import EngineConfig
+from nano_inference.engine.assembly import assemble
 from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
+from nano_inference.engine.progress import Progress, progress_of
+from nano_inference.engine.requests import RequestChecks, is_text, many_prompts, params_for
 from nano_inference.engine.runner import ModelRunner
-from nano_inference.engine.storage import KVStorage, plan_memory
 from nano_inference.engine.weight_sync import WeightSyncManager, WeightUpdate
-from nano_inference.errors import ConfigError, EngineDead, InvalidRequest, RequestTooLarge
+from nano_inference.errors import EngineDead
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.paged import PagedKVCache
-from nano_inference.models.decoder import Decoder
-from nano_inference.models.loading import load_params, load_spec, num_bytes, resolve_dtype, resolve_model
-from nano_inference.models.weights import param_table
-from nano_inference.ops.backend import Numerics
-from nano_inference.ops.reference import reference_ops
-from nano_inference.scheduling.sequence import POLICY, Sequence
-from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.types import EngineStats, SamplingParams, TrainingSample
+from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
+from nano_inference.text.output_text import OutputText
+from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.types import Delta, EngineStats, SamplingParams, TrainingSample
 
-logger = logging.getLogger("nano_inference")
+if TYPE_CHECKING:
+    from nano_inference.engine.async_engine import AsyncInferenceEngine
 
-# progress(finished samples, samples in all, completion tokens so far), called after every step of `generate`
-Progress = Callable[[int, int, int], None]
+Params = SamplingParams | Iterable[SamplingParams]
+Sink = Callable[[Delta], None]
 
 
 class InferenceEngine:
     """Token ids in; tokens, logprobs and weight versions out. A context manager.
 
-    One thread steps; any thread may add, abort or update. A request's failure is its own: what cannot be served is
-    refused with a typed error before anything changes.
+    One thread steps at a time; any thread may generate, add, abort or update. A request's failure is its own: what
+    cannot be served is refused with a typed error before anything changes.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        device = _device(config.device)
-        torch.set_num_threads(config.num_threads or psutil.cpu_count(logical=False) or torch.get_num_threads())
-        folder = resolve_model(config.model_path)
-        self.spec = load_spec(folder)
-        dtype = resolve_dtype(config.dtype, self.spec)
-        params = load_params(folder, self.spec, dtype, device)
-        weight_bytes = num_bytes(param_table(self.spec), dtype)
-        self.model_folder = folder
-        self.memory_budget = plan_memory(config, self.spec, weight_bytes, dtype, device)
+        parts = assemble(config)
+        self.model = parts.models[POLICY]
+        self.spec = self.model.spec
+        self.numerics = parts.numerics
+        self.memory_budget = parts.memory_budget
+        self.model_folder = parts.folder
         self.max_model_len = self.memory_budget.max_model_len
-        if config.max_model_len is not None and self.max_model_len < config.max_model_len:
-            logger.warning("max_model_len=%d is lowered to %d.", config.max_model_len, self.max_model_len)
-        logger.info("%s", self.memory_budget)
-
-        self.model = Decoder(self.spec, params, reference_ops(), self.max_model_len)
-        self.numerics = _numerics(self.model, dtype, device)
-        num_blocks = self.memory_budget.num_blocks
-        storage = KVStorage(self.spec, num_blocks, config.block_size, dtype, device)
-        self.runner = ModelRunner({POLICY: self.model}, storage)
-        self.cache = PagedKVCache(num_blocks, config.block_size)
+        self.runner = ModelRunner(parts.models, parts.storages)
+        self.cache = PagedKVCache(self.memory_budget.num_blocks, config.block_size)
         self.weight_sync = WeightSyncManager(self.model)
+        device = self.model.device
         lookahead = config.lookahead if config.lookahead is not None else int(device.type == "cuda")
         self.loop = EngineLoop(self.cache, self.runner, config.scheduler, lookahead, self.numerics.fingerprint)
+        if REFERENCE in parts.models:
+            self.loop.sequences.versions[REFERENCE] = 0
+        self._checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
         self._lock = threading.RLock()  # held by whoever runs the loop
         self._request_ids = itertools.count()
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._announcing = threading.Lock()  # held while a weight update is staged and announced
         self._unclaimed: list[TrainingSample] = []  # for the next `step`
-        self._collecting: dict[int, list[TrainingSample]] = {}  # request id -> where a running `generate` collects
+        self._sinks: dict[int, Sink] = {}  # request id -> who takes its deltas; others' samples wait for `step`
         self._dead: str | None = None
+        self.work_arrived = threading.Event()  # set whenever a message arrives; whoever waits for work clears it
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer (or the one at `tokenizer_path`), read when it is first asked for."""
+        return self._checks.tokenizer
 
     # -- generating ---------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer (or the one at `tokenizer_path`), read when it is first asked for."""
-        other = self.config.tokenizer_path
-        return load_tokenizer(resolve_model(other) if other is not None else self.model_folder)
-
+    @overload
     def generate(
         self,
         prompts: Any,
-        sampling_params: SamplingParams | Iterable[SamplingParams],
+        sampling_params: Params,
         num_samples_per_prompt: int = 1,
         *,
-        progress: Progress | None = None,
-    ) -> list[TrainingSample]:
+        stream: Literal[False] = False,
+        progress: Progress = None,
+    ) -> list[TrainingSample]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: Params,
+        num_samples_per_prompt: int = 1,
+        *,
+        stream: Literal[True],
+        progress: Progress = None,
+    ) -> Iterator[Delta]: ...
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: Params,
+        num_samples_per_prompt: int = 1,
+        *,
+        stream: bool = False,
+        progress: Progress = None,
+    ) -> list[TrainingSample] | Iterator[Delta]:
         """Complete prompts; returns the samples prompt by prompt, whatever order they finish in.
 
         Args:
-            prompts: token ids of one prompt, or a list of prompts.
+            prompts: one prompt or a list of them. A prompt is token ids, a string, or a chat (a list of messages
+                `{"role": ..., "content": ...}`, put into the model's template). Samples of text have `text`.
             sampling_params: one for all, or one for each prompt.
             num_samples_per_prompt: samples of each prompt; the prompt is computed once for all of them.
-            progress: called after every step with (finished samples, samples in all, completion tokens so far).
+            stream: return an iterator of `Delta` instead: pieces of all samples as they grow. Closing it aborts.
+            progress: True shows a bar, False none, None one where generation is long and stderr is a terminal. Or a
+                function that is called after every step with (finished samples, samples in all, completion tokens).
 
-        Samples of requests that others added are kept, and returned by the next `step()`.
+        Samples of requests that others added are kept, and returned by the next `step()`. Raises `InvalidRequest` or
+        `RequestTooLarge` before anything is added, and `EngineDead`.
         """
         self._require_alive()
-        many = _many_prompts(prompts)
-        each = _params_for(sampling_params, len(many))
-        pairs = list(zip(many, each, strict=True))
-        requests = [self._new_sequence(prompt, params, num_samples_per_prompt) for prompt, params in pairs]
-        total, tokens_before = len(requests) * num_samples_per_prompt, self.loop.num_completion_tokens
-        collected: list[TrainingSample] = []
-        self._collecting.update((sequence.request_id, collected) for sequence in requests)
-        mine = [self._add(sequence) for sequence in requests]
-        try:
-            while len(collected) < total:
-                with self._lock:  # let go between steps, so that other threads may abort, add and update
-                    self._unclaimed += self._deliver(self._step())
-                    if len(collected) < total and not self.loop.has_pending():
-                        raise RuntimeError(f"{total - len(collected)} samples were lost: a bug of the engine.")
-                if progress is not None:
-                    progress(len(collected), total, self.loop.num_completion_tokens - tokens_before)
-        except BaseException:
-            if self._dead is None:
-                self.abort(mine)
-            raise
-        finally:
-            for request_id in mine:
-                self._collecting.pop(request_id, None)
-        order = {request_id: place for place, request_id in enumerate(mine)}
-        return sorted(collected, key=lambda s: (order[s.request_id], s.sample_index))
+        many = many_prompts(prompts)
+        pairs = list(zip(many, params_for(sampling_params, len(many)), strict=True))
+        requests = [self._new_sequence(prompt, params, num_samples_per_prompt, stream) for prompt, params in pairs]
+        deltas = self._run(requests, progress)
+        if stream:
+            return deltas
+        order = {request.request_id: place for place, request in enumerate(requests)}
+        samples = [delta.finished for delta in deltas if delta.finished is not None]
+        return sorted(samples, key=lambda s: (order[s.request_id], s.sample_index))
+
+    def generate_text(
+        self, prompt: str | list[str], sampling_params: SamplingParams | None = None, *, stream: bool = False
+    ) -> Any:
+        """Text to text. A string gives a string, a list a list; streaming, pieces of text, or (place, piece) pairs."""
+        params = sampling_params or SamplingParams()
+        if stream:
+            deltas = self.generate(prompt, params, stream=True)
+            return _pieces(deltas, single=isinstance(prompt, str))
+        texts = [sample.text for sample in self.generate(prompt, params)]
+        return texts[0] if isinstance(prompt, str) else texts
+
+    async def generate_async(self, prompt: Any, sampling_params: SamplingParams | None = None) -> AsyncIterator[str]:
+        """Pieces of text of one prompt, for asyncio. A thread of the engine's own steps it."""
+        async for delta in self._async_engine.stream(prompt, sampling_params or SamplingParams()):
+            if delta.text:
+                yield delta.text
 
     def add_request(self, prompt: Any, params: SamplingParams, num_samples: int = 1) -> int:
         """Queue a request; returns its id, which its samples carry. Raises `InvalidRequest` or `RequestTooLarge`."""
         self._require_alive()
-        return self._add(self._new_sequence(prompt, params, num_samples))
+        return self._add(self._new_sequence(prompt, params, num_samples, stream=False))
+
+    def submit(self, prompt: Any, params: SamplingParams, num_samples: int, sink: Sink, *, stream: bool) -> int:
+        """Queue a request whose deltas go to `sink`, called by whoever steps; returns its id.
+
+        Without `stream` there is one delta a sample, when it has ended. For engines around this one.
+        """
+        self._require_alive()
+        sequence = self._new_sequence(prompt, params, num_samples, stream)
+        self._sinks[sequence.request_id] = _counting(sink, num_samples, self._sinks)
+        return self._add(sequence)
 
     def step(self) -> list[TrainingSample]:
         """Run one step; returns the samples that ended since the last call."""
-        self._require_alive()
+        self.advance()
         with self._lock:
             kept, self._unclaimed = self._unclaimed, []
-            return kept + self._deliver(self._step())
+        return kept
+
+    def advance(self) -> None:
+        """Run one step and hand its samples to those who wait for them; `step` returns the others."""
+        with self._lock:
+            self._deliver(self._guarded(self.loop.step))
 
     def has_pending(self) -> bool:
         """Whether a call of `step` has anything to do or to return."""
@@ -148,23 +178,24 @@ class InferenceEngine:
     def abort(self, request_ids: int | Iterable[int] | None = None) -> list[TrainingSample]:
         """End requests (None: all) now; returns their partial samples. Ids that are not live are passed over.
 
-        A `generate` that waits for one of them returns its partial samples too.
+        A `generate` that waits for one of them returns its partial samples too. A sample that is finished and waits for
+        its reference logprobs is returned as it is, without them.
         """
         self._require_alive()
-        chosen = None
-        if request_ids is not None:
-            chosen = frozenset([request_ids] if isinstance(request_ids, int) else request_ids)
+        chosen = _request_ids(request_ids)
         with self._lock:
-            ended = self._guarded(self.loop.handle)
+            self._deliver(self._guarded(self.loop.handle))
             self.loop.inbox.append(Abort(chosen))
-            ended += self._guarded(self.loop.handle)
-            theirs, others = [], []
-            for sample in ended:
-                asked = sample.finish_reason == "abort" and (chosen is None or sample.request_id in chosen)
-                (theirs if asked else others).append(sample)
-            self._unclaimed += self._deliver(others)
-            self._deliver(theirs)
-        return theirs
+            ended = self._guarded(self.loop.handle)
+            before = len(self._unclaimed)
+            self._deliver(ended)
+            del self._unclaimed[before:]
+        return ended
+
+    def abort_soon(self, request_ids: int | Iterable[int]) -> None:
+        """End requests at the next step boundary, without waiting for it."""
+        self.loop.inbox.append(Abort(_request_ids(request_ids)))
+        self.work_arrived.set()
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -191,8 +222,9 @@ class InferenceEngine:
             with self._announcing:  # versions and messages in one order
                 update = self.weight_sync.stage(weights, version=version, copy=not at_once)
                 self.loop.inbox.append(ChangeWeights(POLICY, self.weight_sync.finish, recompute=blocking))
+                self.work_arrived.set()
             if at_once:
-                self._unclaimed += self._deliver(self._guarded(self.loop.handle))
+                self._deliver(self._guarded(self.loop.handle))
         finally:
             if held:
                 self._lock.release()
@@ -212,27 +244,37 @@ class InferenceEngine:
 
     def stats(self) -> EngineStats:
         """Counters since the engine was built, and its state now."""
-        loop = self.loop
+        loop, runner = self.loop, self.runner
+        num_free, num_blocks = self.cache.num_free_blocks(), self.cache.num_blocks
+        seconds = loop.clock.seconds
         return EngineStats(
             num_waiting=len(loop.sequences.waiting),
             num_running=len(loop.sequences.running),
-            num_free_blocks=self.cache.num_free_blocks(),
-            num_blocks=self.cache.num_blocks,
+            num_free_blocks=num_free,
+            num_blocks=num_blocks,
+            kv_use=1 - num_free / num_blocks,
             num_steps=loop.num_steps,
             num_preemptions=loop.num_preemptions,
-            tokens_computed=self.runner.tokens_computed,
-            prompt_tokens_computed=self.runner.prompt_tokens_computed,
+            tokens_computed=runner.tokens_computed,
+            prompt_tokens_computed=runner.prompt_tokens_computed,
             prompt_tokens_cached=loop.num_cached_tokens,
+            hit_rate=loop.num_cached_tokens / max(loop.num_cached_tokens + runner.prompt_tokens_computed, 1),
             completion_tokens=loop.num_completion_tokens,
+            tokens_per_second=loop.num_completion_tokens / seconds if seconds else 0.0,
+            step_microseconds=loop.clock.microseconds(loop.num_steps),
         )
 
     def shutdown(self) -> None:
         """Let go of weights and KV cache. Unfinished requests are lost; every later call raises `EngineDead`."""
+        if "_async_engine" in self.__dict__:
+            self._async_engine.stop()
         with self._lock:
             if self._dead is None:
                 self._dead = "the engine was shut down"
-                self.model.params.clear()
-                del self.runner.storage
+                for model in self.runner.models.values():
+                    model.params.clear()
+                self.runner.storages.clear()
+                self.work_arrived.set()
 
     def __enter__(self) -> "InferenceEngine":
         return self
@@ -240,15 +282,56 @@ class InferenceEngine:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _deliver(self, samples: list[TrainingSample]) -> list[TrainingSample]:
-        """Hand samples to the `generate` that waits for them; returns the others."""
-        others: list[TrainingSample] = []
-        for sample in samples:
-            self._collecting.get(sample.request_id, others).append(sample)
-        return others
+    @cached_property
+    def _async_engine(self) -> "AsyncInferenceEngine":
+        from nano_inference.engine.async_engine import AsyncInferenceEngine
 
-    def _step(self) -> list[TrainingSample]:
-        return self._guarded(self.loop.step)
+        return AsyncInferenceEngine(self)
+
+    def _run(self, requests: list[Sequence], progress: Progress) -> Iterator[Delta]:
+        """Add requests and step until they have ended, yielding their deltas. Closing it aborts what is left."""
+        left = sum(request.num_samples for request in requests)
+        arrived: deque[Delta] = deque()
+        show = progress_of(progress, left, self)
+        for request in requests:
+            self._sinks[request.request_id] = _counting(arrived.append, request.num_samples, self._sinks)
+        try:
+            for request in requests:
+                self._add(request)
+            while left:
+                with self._lock:  # let go between steps, so that other threads may abort, add and update
+                    if not arrived:
+                        self.advance()
+                    if not arrived and not self.loop.has_pending():
+                        raise RuntimeError(f"{left} samples were lost: a bug of the engine.")
+                while arrived:
+                    delta = arrived.popleft()
+                    left -= delta.finished is not None
+                    yield delta
+                show(left)
+        finally:
+            show.close()
+            unfinished = [request.request_id for request in requests if request.request_id in self._sinks]
+            for request_id in unfinished:
+                self._sinks[request_id] = _counting(_ignore, 2**62, self._sinks)
+            if unfinished and self._dead is None:
+                self.abort(unfinished)
+            for request_id in unfinished:
+                self._sinks.pop(request_id, None)
+
+    def _deliver(self, samples: list[TrainingSample]) -> None:
+        """Hand deltas and samples to those who wait for them; the others wait for `step`."""
+        streamed, self.loop.streamed = self.loop.streamed, []
+        for delta in streamed:
+            if sink := self._sinks.get(delta.request_id):
+                sink(delta)
+        for sample in samples:
+            sink = self._sinks.get(sample.request_id)
+            if sink is None:
+                self._unclaimed.append(sample)
+            else:
+                text = None if sample.text is None else ""
+                sink(Delta(sample.request_id, sample.sample_index, (), (), text, sample))
 
     def _guarded(self, run: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
         """Run part of the loop. What it raises leaves sequences and cache in an unknown state: the engine is dead."""
@@ -265,120 +348,60 @@ class InferenceEngine:
 
     def _add(self, sequence: Sequence) -> int:
         self.loop.inbox.append(Add(sequence))
+        self.work_arrived.set()
         return sequence.request_id
 
-    def _new_sequence(self, prompt: Any, params: SamplingParams, num_samples: int) -> Sequence:
+    def _new_sequence(self, prompt: Any, params: SamplingParams, num_samples: int, stream: bool) -> Sequence:
         """Check a request and give it its ids. Nothing of the engine's state changes if it is refused."""
-        token_ids = _token_ids(prompt, self.spec.vocab_size)
-        _require_params(params, num_samples, self.spec.vocab_size)
-        self._require_fit(len(token_ids), params.max_tokens)
-        eos = frozenset[int]() if params.ignore_eos else frozenset(self.spec.eos_token_ids)
-        if params.min_tokens and len(params.stop_token_ids | eos) >= self.spec.vocab_size:
-            raise InvalidRequest(
-                "every id of the whole vocabulary would end the sample, so min_tokens leaves nothing to draw."
-            )
+        checks = self._checks
+        token_ids = checks.token_ids(prompt)
+        checks.require(len(token_ids), params, num_samples)
+        stop_ids = checks.stop_ids(params)
+        text = None
+        if params.stop or is_text(prompt):
+            text = OutputText(checks.need_tokenizer("a stop string"), params.stop)
         return Sequence(
             seq_id=self.loop.sequences.new_id(),
             request_id=next(self._request_ids),
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             params=params,
-            stop_ids=params.stop_token_ids | eos,
+            stop_ids=stop_ids,
             seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
             prefix=PrefixKeys(Namespace()),
             num_samples=num_samples,
+            scored=range(len(token_ids) - 1) if params.prompt_logprobs else range(0),
+            output_text=text,
+            streaming=stream,
         )
 
-    def _require_fit(self, prompt_len: int, max_tokens: int) -> None:
-        longest = prompt_len + max_tokens
-        if prompt_len >= self.max_model_len:
-            raise RequestTooLarge(
-                f"the prompt of {prompt_len} tokens leaves no room in max_model_len={self.max_model_len}; at most "
-                f"{self.max_model_len - 1} fit."
-            )
-        if longest > self.max_model_len:
-            raise RequestTooLarge(
-                f"prompt ({prompt_len}) and max_tokens={max_tokens} exceed max_model_len={self.max_model_len}; "
-                f"max_tokens={self.max_model_len - prompt_len} would fit."
-            )
-        limit = self.config.max_tokens_per_batch
-        if not self.config.enable_chunked_prefill and longest > limit:
-            raise RequestTooLarge(
-                f"prompt ({prompt_len}) and max_tokens={max_tokens} exceed max_tokens_per_batch={limit}, which bounds "
-                f"a request without chunked prefill; enable it, or allow {longest} tokens a batch."
-            )
+
+def _counting(sink: Sink, num_samples: int, sinks: dict[int, Sink]) -> Sink:
+    """A sink that removes itself when its request's last sample has ended."""
+    left = num_samples
+
+    def take(delta: Delta) -> None:
+        nonlocal left
+        left -= delta.finished is not None
+        if not left:
+            sinks.pop(delta.request_id, None)
+        sink(delta)
+
+    return take
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device={name!r} is not a device; use 'cpu', 'cuda' or 'cuda:N'.") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={name!r} is not available: torch {torch.__version__} sees no CUDA device.")
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={name!r} is not supported; use 'cpu', 'cuda' or 'cuda:N'.")
-    return device
+def _ignore(_: Delta) -> None:
+    pass
 
 
-def _numerics(model: Decoder, dtype: torch.dtype, device: torch.device) -> Numerics:
-    return Numerics(
-        backend=model.ops.name,
-        version=model.ops.version,
-        dtype=str(dtype).removeprefix("torch."),
-        device=device.type,
-        torch=torch.__version__,
-        # On a GPU the library chooses a kernel by the shape of a whole batch; nobody has checked that it keeps the law.
-        schedule_invariant=model.ops.schedule_invariant and device.type == "cpu",
-    )
+def _request_ids(request_ids: int | Iterable[int] | None) -> frozenset[int] | None:
+    if request_ids is None:
+        return None
+    return frozenset([request_ids] if isinstance(request_ids, int) else request_ids)
 
 
-def _many_prompts(prompts: Any) -> list[Any]:
-    """A list of prompts, also for a single one."""
-    if isinstance(prompts, str | bytes) or not hasattr(prompts, "__iter__"):
-        raise InvalidRequest(f"prompts must be lists of token ids, not {type(prompts).__name__}.")
-    many = list(prompts)
-    if not many:
-        raise InvalidRequest("prompts is empty; give at least one prompt.")
-    single = all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in many)
-    return [many] if single else many
-
-
-def _params_for(sampling_params: SamplingParams | Iterable[SamplingParams], num_prompts: int) -> list[SamplingParams]:
-    if isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * num_prompts
-    if not isinstance(sampling_params, Iterable):
-        raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(sampling_params).__name__}.")
-    each = list(sampling_params)
-    if len(each) != num_prompts:
-        raise InvalidRequest(f"{len(each)} sampling_params for {num_prompts} prompts; give one, or one for each.")
-    return each
-
-
-def _token_ids(prompt: Any, vocab_size: int) -> list[int]:
-    if isinstance(prompt, str | bytes) or not hasattr(prompt, "__iter__"):
-        raise InvalidRequest(f"a prompt must be a list of token ids, not {type(prompt).__name__}.")
-    ids: list[int] = []
-    for item in prompt:
-        try:
-            token_id = operator.index(item)
-        except TypeError:
-            raise InvalidRequest(f"token id {item!r} is not an integer.") from None
-        if isinstance(item, bool) or not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"token id {item!r} is outside the vocabulary: 0 to {vocab_size - 1}.")
-        ids.append(token_id)
-    if not ids:
-        raise InvalidRequest("the prompt is empty; give at least one token id.")
-    return ids
-
-
-def _require_params(params: Any, num_samples: Any, vocab_size: int) -> None:
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequest(f"params must be SamplingParams, not {type(params).__name__}.")
-    if not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 1:
-        raise InvalidRequest(f"num_samples={num_samples!r} must be a positive integer.")
-    outside = [token_id for token_id in params.stop_token_ids if token_id >= vocab_size]
-    if outside:
-        raise InvalidRequest(f"stop token id {min(outside)} is outside the vocabulary: 0 to {vocab_size - 1}.")
+def _pieces(deltas: Iterator[Delta], single: bool) -> Iterator[Any]:
+    places: dict[int, int] = {}
+    for delta in deltas:
+        if delta.text:
+            yield delta.text if single else (places.setdefault(delta.request_id, len(places)), delta.text)

@@ -5,23 +5,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nano_inference.batch import ForwardBatch, build_batches, build_sampling
+from nano_inference.batch import ForwardBatch, Scored, build_batches, build_sampling
 from nano_inference.config import SchedulerConfig
+from nano_inference.engine.stats import StepClock
 from nano_inference.kv_cache.manager import KVCacheManager
-from nano_inference.sampling.sample import SamplingBatch
+from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import (
-    Applied,
     SampledTokens,
     apply,
     change_version,
     commit,
+    commit_scores,
+    enter,
+    judge,
     retire,
     training_samples,
 )
+from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.schedule import schedule
-from nano_inference.scheduling.sequence import Sequence, Sequences, SequenceStatus
+from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence, Sequences, SequenceStatus
 from nano_inference.scheduling.stopping import Finish
-from nano_inference.types import TrainingSample
+from nano_inference.types import Delta, TrainingSample
 
 
 class Pending(Protocol):
@@ -38,10 +42,10 @@ class Runner(Protocol):
     def forward(
         self, batches: tuple[ForwardBatch, ...], block_copies: tuple[tuple[int, int], ...], previous: Any
     ) -> Any:
-        """Launch a forward; returns logits."""
+        """Launch a forward; returns what `sample` draws from."""
         ...
 
-    def sample(self, logits: Any, batch: SamplingBatch) -> Pending:
+    def sample(self, result: Any, batch: SamplingBatch) -> Pending:
         """Launch the draw."""
         ...
 
@@ -77,6 +81,7 @@ class Flight:
     """A step that was launched and not retired."""
 
     sampled: tuple[tuple[Sequence, int], ...]  # (sequence, position of its token), in the order of the samples
+    scored: tuple[Scored, ...]  # in the order of the scores
     tokens: Pending
 
 
@@ -98,6 +103,8 @@ class EngineLoop:
         self.num_preemptions = 0
         self.num_completion_tokens = 0
         self.num_cached_tokens = 0
+        self.clock = StepClock()
+        self.streamed: list[Delta] = []  # tokens of streaming sequences that nobody took yet
 
     def has_pending(self) -> bool:
         """Whether anything waits, runs or is in flight."""
@@ -105,19 +112,30 @@ class EngineLoop:
 
     def step(self) -> list[TrainingSample]:
         """Plan a step, launch it, and retire older steps while the device works. Returns what finished."""
+        lap = self.clock.lap
+        self.clock.start()
         finished = self.handle()
+        lap("handle")
         live, pending = self.sequences, self._pending()
         decision = schedule(live.waiting, live.running, self.cache, self.config, pending)
+        lap("schedule")
         self.num_preemptions += len(decision.preempted_seqs)
         applied = apply(decision, live, self.cache, self.num_steps)  # also a decision that only preempts
+        lap("apply")
         if not decision.seq_ids:
             return finished + self._retire(keep=0)
         self.num_steps += 1
-        self.num_cached_tokens += sum(admission.cached.cached_length for admission in decision.admitted)
+        self._count_cached(decision)
         batches = build_batches(decision, live, self.config.block_size, self._sampling_now())
-        logits = self.runner.forward(batches, applied.block_copies, self._newest_tokens())
+        lap("build")
+        result = self.runner.forward(batches, applied.block_copies, self._newest_tokens())
+        lap("forward")
         finished += self._retire(keep=self.lookahead - 1)  # the last step's tokens are known before this one is drawn
-        self.in_flight.append(self._draw(logits, applied, build_sampling(decision, list(applied.sampled), batches)))
+        sampling = build_sampling(decision, list(applied.sampled), batches)
+        lap("build")
+        tokens = self.runner.sample(result, sampling)
+        lap("sample")
+        self.in_flight.append(Flight(applied.sampled, tuple(s for batch in batches for s in batch.scored), tokens))
         return finished + self._retire(keep=self.lookahead)
 
     def handle(self) -> list[TrainingSample]:
@@ -126,9 +144,7 @@ class EngineLoop:
         while self.inbox:
             match self.inbox.popleft():
                 case Add(sequence):
-                    sequence.prefix.namespace = self.sequences.namespace_of(sequence)
-                    sequence.prefix.extend(sequence.token_ids, self.config.block_size)
-                    self.sequences.insert(sequence)
+                    enter(sequence, self.sequences, self.config.block_size)
                 case Abort(request_ids):
                     finished += self._abort(request_ids)
                 case ChangeWeights(weight_set, write, recompute):
@@ -145,26 +161,51 @@ class EngineLoop:
             assert not seq.block_ids, "a waiting sequence holds blocks"
             assert not seq.num_computed_tokens, "a waiting sequence has computed tokens"
 
-    def _draw(self, logits: Any, applied: Applied, sampling: SamplingBatch) -> Flight:
-        return Flight(applied.sampled, self.runner.sample(logits, sampling))
-
     def _retire(self, keep: int) -> list[TrainingSample]:
         """Wait for the oldest steps until at most `keep` are in flight, and take in their tokens."""
         samples: list[TrainingSample] = []
         while len(self.in_flight) > max(keep, 0):
             flight = self.in_flight.popleft()
             tokens = flight.tokens.wait()
+            self.clock.lap("wait")
             self.num_completion_tokens += sum(seq.status is not SequenceStatus.FINISHED for seq, _ in flight.sampled)
-            for seq, finish in commit([seq for seq, _ in flight.sampled], tokens, self.sequences, self.cache):
-                samples += self._samples(seq, finish)
+            samples += commit_scores(flight.scored, tokens.scores, self.sequences, self.cache)
+            owners = [seq for seq, _ in flight.sampled if seq.status is not SequenceStatus.FINISHED]
+            ends = commit([seq for seq, _ in flight.sampled], tokens, self.sequences, self.cache)
+            for seq in owners:
+                if seq.streaming:
+                    self._stream(seq, seq.token_ids[-1:], seq.output_logprobs[-1:])
+            for seq, finish in ends:
+                ended = self._samples(seq, finish)
+                if finish.reason != "abort" and REFERENCE in self.sequences.versions:
+                    judge(ended[0], seq, self.sequences, self.config.block_size)
+                else:
+                    samples += ended
+            self.clock.lap("commit")
         return samples
 
     def _abort(self, request_ids: frozenset[int] | None) -> list[TrainingSample]:
         samples: list[TrainingSample] = []
         for seq in self.sequences.of_requests(request_ids):
             retire(seq, self.sequences, self.cache)
+            if seq.streaming and seq.judged is None:
+                self._stream(seq, [], [])
             samples += self._samples(seq, Finish("abort"))
         return samples
+
+    def _stream(self, seq: Sequence, token_ids: list[int], logprobs: list[float]) -> None:
+        """Hand on what a streaming sequence has that is new; all that its text still holds back, once it has ended."""
+        text = None
+        if seq.output_text is not None:
+            text = seq.output_text.take()
+            if seq.status is SequenceStatus.FINISHED:
+                text += seq.output_text.finish()
+        self.streamed.append(Delta(seq.request_id, seq.sample_index, tuple(token_ids), tuple(logprobs), text))
+
+    def _count_cached(self, decision: SchedulerOutput) -> None:
+        for admission in decision.admitted:
+            if self.sequences.by_id[admission.seq_id].weight_set == POLICY:
+                self.num_cached_tokens += admission.cached.cached_length
 
     def _samples(self, seq: Sequence, finish: Finish) -> list[TrainingSample]:
         return training_samples(seq, finish, self.sequences.versions[seq.weight_set], self.numerics)

@@ -2,30 +2,32 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.engine.storage import KVStorage
-from nano_inference.models.decoder import Decoder, model_forward
-from nano_inference.sampling.sample import Draw, SamplingBatch
+from nano_inference.models.decoder import Decoder, ForwardResult
+from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import SampledTokens
-
-Batch = TypeVar("Batch", ForwardBatch, SamplingBatch)
+from nano_inference.scheduling.sequence import POLICY
 
 
 class Sampled:
     """Samples of a step, maybe still being computed on the device."""
 
-    def __init__(self, draw: Draw) -> None:
+    def __init__(self, draw: Draw, scores: Tensor) -> None:
         self.draw = draw
+        self.scores = scores
 
     def wait(self) -> SampledTokens:
         """The samples on the host. The only place where the host waits for the device."""
         draw = self.draw
-        masks = None
+        masks = top = None
+        if draw.top_ids.shape[1]:
+            top = list(zip(draw.top_ids.tolist(), draw.top_logprobs.tolist(), strict=True))
         if draw.kept is not None:
             masks = [tuple(row.nonzero()[:, 0].tolist()) for row in draw.kept.cpu()]
         return SampledTokens(
@@ -34,47 +36,63 @@ class Sampled:
             raw_logprobs=draw.raw_logprobs.tolist(),
             log_kept_mass=draw.log_kept_mass.tolist(),
             masks=masks,
+            top=top,
+            scores=self.scores.tolist(),
         )
 
 
 class ModelRunner:
-    """Owns the models by weight set and the KV tensors. Counts what goes through the forward."""
+    """Owns the models and the KV tensors by weight set. Counts what goes through the forward."""
 
-    def __init__(self, models: Mapping[str, Decoder], storage: KVStorage) -> None:
+    def __init__(self, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]) -> None:
         self.models = dict(models)
-        self.storage = storage
-        self.device = storage.keys.device
+        self.storages = dict(storages)  # sets whose KV tensors have one shape may share them: a block belongs to one
+        self.device = self.storage.keys.device
         self.tokens_computed = 0
-        self.prompt_tokens_computed = 0
+        self.prompt_tokens_computed = 0  # of the policy
+
+    @property
+    def storage(self) -> KVStorage:
+        """The policy's KV tensors."""
+        return self.storages[POLICY]
 
     def forward(
         self,
         batches: tuple[ForwardBatch, ...],
         block_copies: tuple[tuple[int, int], ...],
         previous: Sampled | None,
-    ) -> Tensor:
-        """Copy blocks, then compute every batch; returns their logits one after another, float32 [L, V]."""
+    ) -> ForwardResult:
+        """Copy blocks, then compute every batch; returns their logits and their scores, each one after another."""
         if block_copies:
-            self.storage.copy_blocks(block_copies)
-        return torch.cat([self._forward_one(_to_device(batch, self.device), previous) for batch in batches])
+            for storage in set(self.storages.values()):
+                storage.copy_blocks(block_copies)
+        results = [self._forward_one(_to_device(batch, self.device), previous) for batch in batches]
+        if len(results) == 1:
+            return results[0]
+        # Only the policy is drawn from: what another set computes is scored.
+        logits = [result.logits for batch, result in zip(batches, results, strict=True) if len(batch.logits_indices)]
+        return ForwardResult(
+            torch.cat(logits) if logits else results[0].logits, torch.cat([result.scores for result in results])
+        )
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+    def sample(self, result: ForwardResult, batch: SamplingBatch) -> Sampled:
         """Draw the samples of a step."""
-        ops = next(iter(self.models.values())).ops
-        return Sampled(ops.sample(logits, _to_device(batch, self.device)))
+        return Sampled(self.models[POLICY].ops.sample(result.logits, batch.to(self.device)), result.scores)
 
-    def _forward_one(self, batch: ForwardBatch, previous: Sampled | None) -> Tensor:
+    @torch.inference_mode()
+    def _forward_one(self, batch: ForwardBatch, previous: Sampled | None) -> ForwardResult:
         if len(batch.relay_rows):
             if previous is None:
                 raise RuntimeError("a row waits for a token that no step in flight is sampling.")
             batch.input_ids[batch.relay_rows] = previous.draw.token_ids[batch.relay_sources]
         self.tokens_computed += len(batch.input_ids)
-        self.prompt_tokens_computed += batch.num_prompt_tokens
-        return model_forward(self.models[batch.weight_set], batch, self.storage)
+        if batch.weight_set == POLICY:
+            self.prompt_tokens_computed += batch.num_prompt_tokens
+        return self.models[batch.weight_set].forward(batch, self.storages[batch.weight_set])
 
 
-def _to_device(batch: Batch, device: torch.device) -> Batch:
+def _to_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
     """The same batch with its tensors on another device."""
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
     moved = {name: v.to(device, non_blocking=True) for name, v in values.items() if isinstance(v, Tensor)}

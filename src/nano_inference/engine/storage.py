@@ -1,5 +1,7 @@
 """The KV tensors, how many blocks fit, and the table that says where the memory goes."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -11,6 +13,11 @@ from nano_inference.errors import ConfigError
 from nano_inference.models.spec import ModelSpec
 
 CPU_SHARE = 0.25  # of the available memory
+
+
+def kv_shape(spec: ModelSpec) -> tuple[int, int, int]:
+    """(layers, KV heads, head_dim): models that agree in it can share KV tensors."""
+    return spec.num_layers, spec.num_kv_heads, spec.head_dim
 
 
 class KVStorage:
@@ -94,13 +101,17 @@ class MemoryBudget:
 
 
 def plan_memory(
-    config: EngineConfig, spec: ModelSpec, weight_bytes: int, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, specs: Sequence[ModelSpec], weight_bytes: int, dtype: torch.dtype, device: torch.device
 ) -> MemoryBudget:
-    """How many blocks the KV cache gets. Raises `ConfigError` where not even one token fits."""
-    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    """How many blocks the KV cache gets. Raises `ConfigError` where not even one token fits.
+
+    Every block has room for every model: blocks belong to whichever weight set takes them.
+    """
+    per_token = sum(2 * math.prod(shape) * dtype.itemsize for shape in {kv_shape(spec) for spec in specs})
     per_block = per_token * config.block_size
     memory = config.kv_cache_memory or _free_memory(config, device)
-    asked_len = min(config.max_model_len or spec.max_position, spec.max_position)
+    limit = min(spec.max_position for spec in specs)
+    asked_len = min(config.max_model_len or limit, limit)
     useful = config.max_batch_size * -(-asked_len // config.block_size)
     num_blocks = min(memory // per_block, useful)
     if num_blocks < 1:

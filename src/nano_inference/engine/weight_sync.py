@@ -24,6 +24,10 @@ class WeightUpdate:
         """Whether the new weights serve."""
         return self._applied.is_set()
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for at most `timeout` seconds; returns `done()`."""
+        return self._applied.wait(timeout)
+
     def result(self, timeout: float | None = None) -> int:
         """Wait until they serve; returns the version. Raises `WeightUpdateError` after `timeout` seconds.
 

@@ -13,11 +13,11 @@ from nano_inference.errors import ModelLoadError
 from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
 from nano_inference.models.gguf import convert_gguf
 from nano_inference.models.spec import ModelSpec, spec_from_config
-from nano_inference.models.weights import TIED, ParamSpec, allocate, param_table, read, slots, write
+from nano_inference.models.weights import TIED, allocate, param_table, read, slots, write
 
 # Buffers that old checkpoints carry; they are computed, not loaded.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def resolve_model(model_path: str) -> Path:
@@ -76,11 +76,6 @@ def load_params(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch
         first = min(missing)
         raise ModelLoadError(f"{folder}: tensor {first!r} is missing ({len(missing)} of {len(places)} are).")
     return params
-
-
-def num_bytes(table: tuple[ParamSpec, ...], dtype: torch.dtype) -> int:
-    """Bytes that the parameters of a table take."""
-    return sum(torch.Size(param.shape).numel() for param in table) * dtype.itemsize
 
 
 def _stream(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from nano_inference.models.spec import RopeSpec
+from nano_inference.models.rope_spec import RopeSpec
 
 
 def rope_table(spec: RopeSpec, head_dim: int, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,39 +1,16 @@
 """`ModelSpec`: a Hugging Face config.json read into the switches that the one decoder knows."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.models.rope_spec import RopeSpec, read_ropes
 
 Config = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary position embedding (arXiv:2104.09864) and how its frequencies are stretched.
-
-    Attributes:
-        theta: base of the frequencies.
-        kind: `"default"`, `"linear"`, `"llama3"` or `"yarn"` (arXiv:2309.00071).
-        factor: how far the context is stretched.
-        original_max_position: context that the model was first trained for (llama3, yarn).
-        low_freq_factor, high_freq_factor: llama3's band of interpolation.
-        beta_fast, beta_slow, truncate: yarn's band of interpolation.
-        attention_factor: multiplies cosine and sine.
-    """
-
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
+Activation = Literal["silu", "gelu_tanh"]
+NormPlacement = Literal["pre", "post", "both"]
+QkNorm = Literal["head", "full"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +25,18 @@ class ModelSpec:
         eos_token_ids: ids that end a sample.
         checkpoint_dtype: name of the dtype that the checkpoint says it has.
         quantized_source: the checkpoint was made from a quantised file, so its dtype says nothing.
+        windows: one entry a layer: how many tokens, itself included, a token attends to; 0: all before it.
+        rope, sliding_rope: rotary embedding of layers without and with a window.
+        qkv_bias, o_bias: the attention's projections have biases.
+        qk_norm: queries and keys are normalised before they are rotated: each head for itself (`"head"`), or all heads
+            of a token together (`"full"`).
+        norms: where a layer has its norms: before attention and MLP (`"pre"`), after them (`"post"`), or `"both"`.
+        norm_offset: added to the weights of norms; such weights are kept in float32.
+        activation: of the MLP's gate, `"silu"` or `"gelu_tanh"`.
+        attention_scale: multiplies queries times keys.
+        embed_scale, residual_scale, logits_divisor: embeddings are multiplied, what a block adds to the residual stream
+            is multiplied, logits are divided by it.
+        fused_projections: the checkpoint stores q, k, v in one tensor, and gate and up in one.
     """
 
     architecture: str
@@ -61,63 +50,176 @@ class ModelSpec:
     max_position: int
     rms_norm_eps: float
     rope: RopeSpec
+    sliding_rope: RopeSpec
+    windows: tuple[int, ...]
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str
+    attention_scale: float
     quantized_source: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: QkNorm | None = None
+    norms: NormPlacement = "pre"
+    norm_offset: float = 0.0
+    activation: Activation = "silu"
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_divisor: float = 1.0
+    fused_projections: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What the name of an architecture says, and its config.json does not."""
+
+    qkv_bias: bool | None = None  # None: as attention_bias says; the output projection then has one too
+    qk_norm: QkNorm | None = None
+    norms: NormPlacement = "pre"
+    norm_offset: float = 0.0
+    activation_key: str = "hidden_act"
+    fused_projections: bool = False
+    tied_by_default: bool = False
+    windows: Callable[[Config, int], tuple[int, ...]] | None = None  # (config, layers); None: the family has none
+    scales: Callable[[Config], dict[str, float]] = lambda _: {}
 
 
 def spec_from_config(config: Config, generation_config: Config | None = None) -> ModelSpec:
     """Read config.json (and generation_config.json) of a model. Raises `ModelLoadError` for what the decoder lacks."""
     architectures = config.get("architectures") or []
-    readers = [_ARCHITECTURES[name] for name in architectures if name in _ARCHITECTURES]
-    if not readers:
+    known = [name for name in architectures if name in _ARCHITECTURES]
+    if not known:
         raise ModelLoadError(
             f"architecture {', '.join(architectures) or 'missing'} is not supported; the decoder knows "
             f"{', '.join(sorted(_ARCHITECTURES))}."
         )
     try:
-        return readers[0](config, generation_config or {})
+        return _read(known[0], _ARCHITECTURES[known[0]], config, generation_config or {})
     except KeyError as missing:
         raise ModelLoadError(f"config.json lacks {missing.args[0]!r}.") from missing
     except (TypeError, ValueError, AttributeError) as problem:
         raise ModelLoadError(f"config.json holds a value of the wrong kind: {problem}.") from problem
 
 
-def _llama(config: Config, generation_config: Config) -> ModelSpec:
-    _require(config, "hidden_act", "silu")
-    _require(config, "attention_bias", False)
-    _require(config, "mlp_bias", False)
-    num_heads = int(config["num_attention_heads"])
-    max_position = int(config["max_position_embeddings"])
+def _read(architecture: str, family: _Family, config: Config, generation_config: Config) -> ModelSpec:
+    for name in _UNSUPPORTED:
+        if config.get(name):
+            raise ModelLoadError(f"config.json has {name}={config[name]!r}; this decoder has no {name}.")
+    num_heads, num_layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
     if num_heads % num_kv_heads:
         raise ModelLoadError(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly.")
+    head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
+    max_position = int(config["max_position_embeddings"])
+    all_biases = bool(config.get("attention_bias", False))
+    rope, sliding_rope = read_ropes(config, max_position)
+    scales = {"attention_scale": head_dim**-0.5} | family.scales(config)
     return ModelSpec(
-        architecture=config["architectures"][0],
+        architecture=architecture,
         hidden_size=int(config["hidden_size"]),
         intermediate_size=int(config["intermediate_size"]),
-        num_layers=int(config["num_hidden_layers"]),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // num_heads),
+        head_dim=head_dim,
         vocab_size=int(config["vocab_size"]),
         max_position=max_position,
         rms_norm_eps=float(config["rms_norm_eps"]),
-        rope=_rope(config, max_position),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        rope=rope,
+        sliding_rope=sliding_rope,
+        windows=family.windows(config, num_layers) if family.windows else (0,) * num_layers,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_by_default)),
         eos_token_ids=_eos_ids(config, generation_config),
         checkpoint_dtype=str(config.get("torch_dtype") or config.get("dtype") or "float32"),
         quantized_source="nano_inference_converted_from" in config,
+        qkv_bias=all_biases if family.qkv_bias is None else family.qkv_bias,
+        o_bias=all_biases and family.qkv_bias is None,
+        qk_norm=family.qk_norm,
+        norms=family.norms,
+        norm_offset=family.norm_offset,
+        activation=_activation(config, family.activation_key),
+        fused_projections=family.fused_projections,
+        **scales,
     )
 
 
-_ARCHITECTURES: dict[str, Callable[[Config, Config], ModelSpec]] = {"LlamaForCausalLM": _llama}
+def _uniform_window(config: Config, num_layers: int) -> tuple[int, ...]:
+    """The same `sliding_window` in every layer, unless `layer_types` says otherwise."""
+    return _windows(config, ["sliding_attention"] * num_layers)
 
 
-def _require(config: Config, name: str, value: object) -> None:
-    if config.get(name, value) != value:
-        raise ModelLoadError(f"config.json has {name}={config[name]!r}; this decoder needs {value!r}.")
+def _upper_windows(config: Config, num_layers: int) -> tuple[int, ...]:
+    """Qwen: `use_sliding_window` turns windows on in the layers from `max_window_layers` on."""
+    if not config.get("use_sliding_window", False):
+        return (0,) * num_layers
+    first = int(config.get("max_window_layers", num_layers))
+    return _windows(config, ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)])
+
+
+def _alternating_windows(config: Config, num_layers: int) -> tuple[int, ...]:
+    """Gemma 3: every sixth layer sees everything."""
+    period = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
+    return _windows(
+        config, ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(num_layers)]
+    )
+
+
+def _windows(config: Config, default_types: list[str]) -> tuple[int, ...]:
+    types = config.get("layer_types") or default_types
+    unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
+    if unknown or len(types) != len(default_types):
+        raise ModelLoadError(
+            f"config.json has layer_types {types!r}; {len(default_types)} entries are needed, each 'full_attention' or "
+            "'sliding_attention'."
+        )
+    window = int(config.get("sliding_window") or 0)
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+
+
+def _gemma_scales(config: Config) -> dict[str, float]:
+    return {
+        "embed_scale": float(config["hidden_size"]) ** 0.5,
+        "attention_scale": float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+    }
+
+
+def _granite_scales(config: Config) -> dict[str, float]:
+    return {
+        "embed_scale": float(config.get("embedding_multiplier", 1.0)),
+        "attention_scale": float(config.get("attention_multiplier", 1.0)),
+        "residual_scale": float(config.get("residual_multiplier", 1.0)),
+        "logits_divisor": float(config.get("logits_scaling", 1.0)),
+    }
+
+
+_ARCHITECTURES: dict[str, _Family] = {
+    "LlamaForCausalLM": _Family(),
+    "MistralForCausalLM": _Family(windows=_uniform_window),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, windows=_upper_windows),
+    "Qwen3ForCausalLM": _Family(qk_norm="head", windows=_upper_windows),
+    "Gemma3ForCausalLM": _Family(
+        qk_norm="head",
+        norms="both",
+        norm_offset=1.0,
+        activation_key="hidden_activation",
+        tied_by_default=True,
+        windows=_alternating_windows,
+        scales=_gemma_scales,
+    ),
+    "Phi3ForCausalLM": _Family(fused_projections=True, windows=_uniform_window),
+    "Olmo2ForCausalLM": _Family(qk_norm="full", norms="post"),
+    "GraniteForCausalLM": _Family(scales=_granite_scales),
+}
+
+_UNSUPPORTED = ("mlp_bias", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def _activation(config: Config, key: str) -> Activation:
+    name = config.get(key) or "silu"
+    if name not in _ACTIVATIONS:
+        raise ModelLoadError(f"config.json has {key}={name!r}; this decoder knows {', '.join(_ACTIVATIONS)}.")
+    return _ACTIVATIONS[name]
 
 
 def _eos_ids(config: Config, generation_config: Config) -> tuple[int, ...]:
@@ -125,53 +227,3 @@ def _eos_ids(config: Config, generation_config: Config) -> tuple[int, ...]:
     if found is None:
         return ()
     return tuple(found) if isinstance(found, list) else (int(found),)
-
-
-def _rope(config: Config, max_position: int) -> RopeSpec:
-    """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before)."""
-    fields: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = fields.get("rope_type") or fields.get("type") or "default"
-    if kind not in _ROPE_KINDS:
-        raise ModelLoadError(f"rope scaling {kind!r} is not supported; the decoder knows {', '.join(_ROPE_KINDS)}.")
-    if any(source.get("partial_rotary_factor", 1.0) != 1.0 for source in (fields, config)):
-        raise ModelLoadError("partial_rotary_factor other than 1 is not supported.")
-    theta = float(fields.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    if kind == "default":
-        return RopeSpec(theta=theta)
-    original = int(fields.get("original_max_position_embeddings") or max_position)
-    factor = float(fields.get("factor") or max_position / original)
-    if kind == "linear":
-        return RopeSpec(theta=theta, kind=kind, factor=factor)
-    if kind == "llama3":
-        return RopeSpec(
-            theta=theta,
-            kind=kind,
-            factor=factor,
-            original_max_position=original,
-            low_freq_factor=float(fields["low_freq_factor"]),
-            high_freq_factor=float(fields["high_freq_factor"]),
-        )
-    return RopeSpec(
-        theta=theta,
-        kind=kind,
-        factor=factor,
-        original_max_position=original,
-        beta_fast=float(fields.get("beta_fast") or 32),
-        beta_slow=float(fields.get("beta_slow") or 1),
-        truncate=bool(fields.get("truncate", True)),
-        attention_factor=_yarn_attention_factor(fields, factor),
-    )
-
-
-_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-
-
-def _yarn_attention_factor(fields: Config, factor: float) -> float:
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    if fields.get("attention_factor") is not None:
-        return float(fields["attention_factor"])
-    if fields.get("mscale") and fields.get("mscale_all_dim"):
-        return mscale(float(fields["mscale"])) / mscale(float(fields["mscale_all_dim"]))
-    return mscale(1.0)

@@ -20,12 +20,14 @@ class ParamSpec:
         shape: whole shape, all sources together.
         sources: checkpoint names that are stacked along axis 0 to make it, with their numbers of rows.
         shard_axis: axis along which tensor parallelism splits it; None: every rank holds all of it.
+        keep_float32: held in float32 whatever dtype the model has.
     """
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[tuple[str, int], ...]
     shard_axis: int | None = None
+    keep_float32: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +39,64 @@ class Slot:
     shape: tuple[int, ...]
 
 
+# Norms of a layer by their placement: (the decoder's name, the checkpoint's).
+_NORMS = {
+    "pre": (("attn_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")),
+    "post": (("attn_out_norm", "post_attention_layernorm"), ("mlp_out_norm", "post_feedforward_layernorm")),
+    "both": (
+        ("attn_norm", "input_layernorm"),
+        ("attn_out_norm", "post_attention_layernorm"),
+        ("mlp_norm", "pre_feedforward_layernorm"),
+        ("mlp_out_norm", "post_feedforward_layernorm"),
+    ),
+}
+
+
 def param_table(spec: ModelSpec) -> tuple[ParamSpec, ...]:
-    """Every parameter of a model of the Llama family."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    """Every parameter of a model."""
+    hidden = spec.hidden_size
     table = [_plain("embed", "model.embed_tokens.weight", (spec.vocab_size, hidden), shard_axis=0)]
     for i in range(spec.num_layers):
-        hf, own = f"model.layers.{i}", f"layers.{i}"
-        qkv = tuple(
-            (f"{hf}.self_attn.{part}_proj.weight", rows)
-            for part, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows))
-        )
-        gate_up = tuple((f"{hf}.mlp.{part}_proj.weight", inner) for part in ("gate", "up"))
+        table += _attention(spec, f"layers.{i}", f"model.layers.{i}.self_attn")
+        table += _mlp(spec, f"layers.{i}", f"model.layers.{i}.mlp")
         table += [
-            _plain(f"{own}.input_norm", f"{hf}.input_layernorm.weight", (hidden,)),
-            ParamSpec(f"{own}.qkv", (q_rows + 2 * kv_rows, hidden), qkv, shard_axis=0),
-            _plain(f"{own}.o", f"{hf}.self_attn.o_proj.weight", (hidden, q_rows), shard_axis=1),
-            _plain(f"{own}.post_norm", f"{hf}.post_attention_layernorm.weight", (hidden,)),
-            ParamSpec(f"{own}.gate_up", (2 * inner, hidden), gate_up, shard_axis=0),
-            _plain(f"{own}.down", f"{hf}.mlp.down_proj.weight", (hidden, inner), shard_axis=1),
+            _norm(spec, f"layers.{i}.{own}", f"model.layers.{i}.{hf}.weight", hidden) for own, hf in _NORMS[spec.norms]
         ]
-    table.append(_plain("norm", "model.norm.weight", (hidden,)))
+    table.append(_norm(spec, "norm", "model.norm.weight", hidden))
     if not spec.tie_word_embeddings:
         table.append(_plain("head", "lm_head.weight", (spec.vocab_size, hidden), shard_axis=0))
     return tuple(table)
+
+
+def _attention(spec: ModelSpec, own: str, hf: str) -> list[ParamSpec]:
+    hidden, q_rows, kv_rows = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+    if spec.fused_projections:
+        rows = {"qkv_proj": q_rows + 2 * kv_rows}
+    params = [
+        _stacked(f"{own}.qkv", hf, "weight", rows, (hidden,)),
+        _plain(f"{own}.o", f"{hf}.o_proj.weight", (hidden, q_rows), shard_axis=1),
+    ]
+    if spec.qkv_bias:
+        params.append(_stacked(f"{own}.qkv_bias", hf, "bias", rows, ()))
+    if spec.o_bias:
+        params.append(_plain(f"{own}.o_bias", f"{hf}.o_proj.bias", (hidden,)))
+    if spec.qk_norm:
+        widths = (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else (q_rows, kv_rows)
+        params += [
+            _norm(spec, f"{own}.{part}_norm", f"{hf}.{part}_norm.weight", width)
+            for part, width in zip("qk", widths, strict=True)
+        ]
+    return params
+
+
+def _mlp(spec: ModelSpec, own: str, hf: str) -> list[ParamSpec]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    rows = {"gate_up_proj": 2 * inner} if spec.fused_projections else {"gate_proj": inner, "up_proj": inner}
+    return [
+        _stacked(f"{own}.gate_up", hf, "weight", rows, (hidden,)),
+        _plain(f"{own}.down", f"{hf}.down_proj.weight", (hidden, inner), shard_axis=1),
+    ]
 
 
 # A tied head may be present in a checkpoint or a state dict; it must then equal this tensor.
@@ -80,7 +116,15 @@ def slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:
 
 def allocate(table: tuple[ParamSpec, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Uninitialised parameters by name."""
-    return {param.name: torch.empty(param.shape, dtype=dtype, device=device) for param in table}
+    return {
+        param.name: torch.empty(param.shape, dtype=torch.float32 if param.keep_float32 else dtype, device=device)
+        for param in table
+    }
+
+
+def num_bytes(table: tuple[ParamSpec, ...], dtype: torch.dtype) -> int:
+    """Bytes that the parameters of a table take."""
+    return sum(torch.Size(param.shape).numel() * (4 if param.keep_float32 else dtype.itemsize) for param in table)
 
 
 def write(params: dict[str, Tensor], slot: Slot, tensor: Tensor) -> None:
@@ -95,3 +139,13 @@ def read(params: dict[str, Tensor], slot: Slot) -> Tensor:
 
 def _plain(name: str, source: str, shape: tuple[int, ...], shard_axis: int | None = None) -> ParamSpec:
     return ParamSpec(name, shape, ((source, shape[0]),), shard_axis)
+
+
+def _norm(spec: ModelSpec, name: str, source: str, width: int) -> ParamSpec:
+    # 1 + w in bfloat16 would lose the digits of a small w.
+    return ParamSpec(name, (width,), ((source, width),), keep_float32=spec.norm_offset != 0)
+
+
+def _stacked(name: str, module: str, kind: str, rows: dict[str, int], inner: tuple[int, ...]) -> ParamSpec:
+    sources = tuple((f"{module}.{projection}.{kind}", count) for projection, count in rows.items())
+    return ParamSpec(name, (sum(rows.values()), *inner), sources, shard_axis=0)

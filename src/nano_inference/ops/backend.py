@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
-from nano_inference.sampling.sample import Draw, SamplingBatch
+from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.sampling_batch import SamplingBatch
 
 
 class KvcacheView(Protocol):
@@ -24,6 +26,15 @@ class KvcacheView(Protocol):
         ...
 
 
+class Norm(NamedTuple):
+    """One RMS norm: x / rms(x) * (offset + weight), rounded to dtype once, at the end."""
+
+    weight: Tensor  # [width]
+    eps: float
+    offset: float
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """A backend. N rows; weights are [out, in]; the residual stream is float32, products have the weights' dtype.
@@ -33,13 +44,15 @@ class Ops:
         version: counted up whenever any bit of its results may change.
         schedule_invariant: whether a row's bits depend only on the weights and on the tokens before it.
         embed: (input_ids [N], weight [V, H]) -> residual [N, H].
-        linear: (x [N, in], weight) -> [N, out].
-        rms_norm: (x [N, H] to be added or None, residual [N, H], weight [H], eps) -> (normed [N, H], residual).
+        linear: (x [N, in], weight, bias [out] or None) -> [N, out].
+        rms_norm: (x [N, H] to be added or None, residual [N, H], norm) -> (normed [N, H], residual).
         rope_and_store: (qkv [N, (heads + 2 kv heads) * D], cos, sin [positions, D / 2], positions [N], view, layer,
-            slot_mapping [N], heads, kv heads) -> q [N, heads, D] rotated; k and v are written to their slots.
-        plan_attention: (batch, block_size, kv heads) -> whatever `attention` wants to know; once a step.
+            slot_mapping [N], heads, kv heads, norms of q and of k or None) -> q [N, heads, D] rotated; k and v are
+            written to their slots. A norm of D weights is of each head, a wider one of all heads of a row.
+        plan_attention: (batch, block_size, window) -> whatever `attention` wants to know; once a step for
+            each window that the model has (0: none). A row at position p sees the keys above p - window.
         attention: (q [N, heads, D], view, layer, plan, scale) -> [N, heads * D].
-        gate: (gate and up [N, 2 * inner]) -> silu(gate) * up [N, inner].
+        gate: (gate and up [N, 2 * inner], activation) -> activation(gate) * up [N, inner].
         logits: (hidden [L, H], weight [V, H]) -> float32 [L, V].
         sample: (logits [L, V], batch) -> `Draw`.
         gather_logprobs: (logits [L, V], token_ids [L]) -> float32 [L].
@@ -49,12 +62,14 @@ class Ops:
     version: int
     schedule_invariant: bool
     embed: Callable[[Tensor, Tensor], Tensor]
-    linear: Callable[[Tensor, Tensor], Tensor]
-    rms_norm: Callable[[Tensor | None, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    rope_and_store: Callable[[Tensor, Tensor, Tensor, Tensor, KvcacheView, int, Tensor, int, int], Tensor]
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    rms_norm: Callable[[Tensor | None, Tensor, Norm], tuple[Tensor, Tensor]]
+    rope_and_store: Callable[
+        [Tensor, Tensor, Tensor, Tensor, KvcacheView, int, Tensor, int, int, tuple[Norm, Norm] | None], Tensor
+    ]
     plan_attention: Callable[[ForwardBatch, int, int], Any]
     attention: Callable[[Tensor, KvcacheView, int, Any, float], Tensor]
-    gate: Callable[[Tensor], Tensor]
+    gate: Callable[[Tensor, str], Tensor]
     logits: Callable[[Tensor, Tensor], Tensor]
     sample: Callable[[Tensor, SamplingBatch], Draw]
     gather_logprobs: Callable[[Tensor, Tensor], Tensor]

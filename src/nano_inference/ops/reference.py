@@ -5,11 +5,13 @@ number of other rows nor on its place among them. Products run on tiles of exact
 may choose another order for another number of rows; everything else works along single rows.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.ops.backend import KvcacheView, Ops
+from nano_inference.ops.backend import KvcacheView, Norm, Ops
 from nano_inference.ops.reference_attention import attention, plan_attention
 from nano_inference.sampling.logprobs import gather_logprobs
 from nano_inference.sampling.sample import sample
@@ -23,22 +25,27 @@ def embed(input_ids: Tensor, weight: Tensor) -> Tensor:
     return functional.embedding(input_ids, weight).float()
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """X @ weight.T in tiles of exactly 16 rows, the last one padded."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """X @ weight.T (+ bias) in tiles of exactly 16 rows, the last one padded."""
     whole = _whole_vectors(weight)
     padded = functional.pad(x, (0, whole.shape[1] - x.shape[1], 0, -len(x) % ROW_TILE))
     out = torch.empty((len(padded), len(whole)), dtype=x.dtype, device=x.device)
     for start in range(0, len(padded), ROW_TILE):
         out[start : start + ROW_TILE] = functional.linear(padded[start : start + ROW_TILE], whole)
-    return out[: len(x), : len(weight)]
+    out = out[: len(x), : len(weight)]
+    return out if bias is None else out + bias
 
 
-def rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor | None, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream, then scale it to unit root mean square (arXiv:1910.07467), in float32."""
     if x is not None:
         residual = residual + x.float()
-    scale = torch.rsqrt(residual.pow(2).mean(dim=-1, keepdim=True) + eps)
-    return (residual * scale).to(weight.dtype) * weight, residual
+    return _normed(residual, norm), residual
+
+
+def _normed(x: Tensor, norm: Norm) -> Tensor:
+    scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + norm.eps)
+    return (x * scale * (norm.offset + norm.weight.float())).to(norm.dtype)
 
 
 def rope_and_store(
@@ -51,10 +58,15 @@ def rope_and_store(
     slot_mapping: Tensor,
     num_heads: int,
     num_kv_heads: int,
+    norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
     """Rotate queries and keys (halves of a head are the two coordinates), store keys and values, return queries."""
     heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
-    turning, values = heads[:, : num_heads + num_kv_heads].float(), heads[:, num_heads + num_kv_heads :]
+    turning, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+    if norms is not None:
+        parts = turning.split([num_heads, num_kv_heads], dim=1)
+        turning = torch.cat([_normed_heads(part, norm) for part, norm in zip(parts, norms, strict=True)], dim=1)
+    turning = turning.float()
     cos, sin = cos[positions][:, None, :], sin[positions][:, None, :]
     first, second = turning.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
@@ -62,10 +74,20 @@ def rope_and_store(
     return turned[:, :num_heads]
 
 
-def gate(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up in float32. Written out, since a library's sigmoid rounds differently at the ends of an array."""
+def _normed_heads(heads: Tensor, norm: Norm) -> Tensor:
+    """[N, heads, D] normalised over D, or over all heads of a row where the norm is that wide."""
+    return _normed(heads.float().reshape(len(heads), -1, len(norm.weight)), norm).view(heads.shape)
+
+
+def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """activation(gate) * up in float32, where both activations are x * sigmoid(y).
+
+    Written out, since a library's sigmoid rounds differently at the ends of an array.
+    """
     first, second = gate_up.float().chunk(2, dim=-1)
-    return (first / (1 + torch.exp(-first)) * second).to(gate_up.dtype)
+    # GELU with tanh (arXiv:1606.08415): x / 2 * (1 + tanh(z)) = x * sigmoid(2 z)
+    y = first if activation == "silu" else 2 * math.sqrt(2 / math.pi) * (first + 0.044715 * first * first * first)
+    return (first / (1 + torch.exp(-y)) * second).to(gate_up.dtype)
 
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -89,7 +111,7 @@ def reference_ops() -> Ops:
     """The backend as a value."""
     return Ops(
         name="reference",
-        version=1,
+        version=2,
         schedule_invariant=True,
         embed=embed,
         linear=linear,

@@ -20,8 +20,9 @@ ROW_GROUP = 128  # rows walked together: bounds the memory of a long chunk
 
 @dataclass(frozen=True, slots=True)
 class KeyTile:
-    """One tile of keys for the leading rows of a group. Rows stand by falling context, so those in need come first."""
+    """One tile of keys for the rows of a group that see some of it: neighbours, since rows stand by falling context."""
 
+    rows: slice  # of the group
     slots: Tensor  # [rows, KEY_TILE]; a lane outside the row's context points at the row's own slot
     outside: Tensor  # bool [rows, KEY_TILE]
 
@@ -34,29 +35,35 @@ class RowGroup:
     tiles: tuple[KeyTile, ...]
 
 
-def plan_attention(batch: ForwardBatch, block_size: int, num_kv_heads: int) -> tuple[RowGroup, ...]:
-    """Which slots each row reads, tile by tile; the same for every layer."""
+def plan_attention(batch: ForwardBatch, block_size: int, window: int = 0) -> tuple[RowGroup, ...]:
+    """Which slots each row reads, tile by tile; the same for every layer of one window."""
     contexts = batch.positions + 1
     order = torch.argsort(contexts, descending=True, stable=True)
     groups: list[RowGroup] = []
     for rows in order.split(ROW_GROUP):
-        if len(rows) * num_kv_heads == 1:
-            rows = rows.repeat(2)  # a product of a single matrix is split between threads, and its bits with it
-        longest = int(contexts[rows[0]])
-        tiles = tuple(_tile(batch, rows, start, block_size) for start in range(0, longest, KEY_TILE))
-        groups.append(RowGroup(rows, tiles))
+        positions = batch.positions[rows]
+        first = max(0, int(positions[-1]) - window + 1) // KEY_TILE * KEY_TILE if window else 0
+        tiles = [
+            _tile(batch, rows, start, block_size, window) for start in range(first, int(positions[0]) + 1, KEY_TILE)
+        ]
+        groups.append(RowGroup(rows, tuple(tile for tile in tiles if len(tile.slots))))
     return tuple(groups)
 
 
-def _tile(batch: ForwardBatch, rows: Tensor, start: int, block_size: int) -> KeyTile:
-    rows = rows[batch.positions[rows] >= start]
+def _tile(batch: ForwardBatch, group: Tensor, start: int, block_size: int, window: int) -> KeyTile:
+    positions = batch.positions[group]
+    end = int((positions >= start).sum())
+    begin = int((positions >= start + KEY_TILE - 1 + window).sum()) if window else 0  # these rows are past the tile
+    rows, positions = group[begin:end], positions[begin:end]
     keys = torch.arange(start, start + KEY_TILE, device=rows.device)
-    outside = keys[None, :] > batch.positions[rows][:, None]
+    outside = keys[None, :] > positions[:, None]
+    if window:
+        outside |= keys[None, :] <= positions[:, None] - window
     blocks = (keys // block_size).clamp(max=batch.block_tables.shape[1] - 1)
     tables = batch.block_tables[batch.row_chunks[rows]]
     slots = tables[:, blocks] * block_size + keys % block_size
     # Lanes outside never touch memory of others: what lies there may be anything, and 0 * NaN is NaN.
-    return KeyTile(torch.where(outside, batch.slot_mapping[rows][:, None], slots), outside)
+    return KeyTile(slice(begin, end), torch.where(outside, batch.slot_mapping[rows][:, None], slots), outside)
 
 
 def attention(q: Tensor, view: KvcacheView, layer: int, plan: tuple[RowGroup, ...], scale: float) -> Tensor:
@@ -85,16 +92,24 @@ def _walk(q: Tensor, group: RowGroup, view: KvcacheView, layer: int) -> Tensor:
             highest = q.new_full(q.shape[:3], -torch.inf)
             total = q.new_zeros(q.shape[:3])
             acc = torch.zeros_like(q)
-        per_head = q.shape[2]
-        scores = torch.bmm(q[:, :n].reshape(kv_heads * n, per_head, head_dim), keys.flatten(0, 1).transpose(1, 2)).view(
+        per_head, rows = q.shape[2], tile.rows
+        flat = q[:, rows].reshape(kv_heads * n, per_head, head_dim)
+        scores = torch.bmm(_several(flat), _several(keys.flatten(0, 1)).transpose(1, 2))[: len(flat)].view(
             kv_heads, n, per_head, KEY_TILE
         )
         scores.masked_fill_(tile.outside[None, :, None, :], -torch.inf)
-        new_highest = torch.maximum(highest[:, :n], scores.amax(dim=-1))
-        rescale = torch.exp(highest[:, :n] - new_highest)
+        new_highest = torch.maximum(highest[:, rows], scores.amax(dim=-1))
+        rescale = torch.exp(highest[:, rows] - new_highest)
         weights = torch.exp(scores - new_highest[..., None])
-        gained = torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view(kv_heads, n, per_head, head_dim)
-        total[:, :n] = total[:, :n] * rescale + weights.sum(dim=-1)
-        acc[:, :n] = acc[:, :n] * rescale[..., None] + gained
-        highest[:, :n] = new_highest
+        gained = torch.bmm(_several(weights.flatten(0, 1)), _several(values.flatten(0, 1)))[: len(flat)].view(
+            kv_heads, n, per_head, head_dim
+        )
+        total[:, rows] = total[:, rows] * rescale + weights.sum(dim=-1)
+        acc[:, rows] = acc[:, rows] * rescale[..., None] + gained
+        highest[:, rows] = new_highest
     return (acc / total[..., None]).transpose(0, 1).reshape(num_rows, num_heads, head_dim)[..., :own_dim]
+
+
+def _several(matrices: Tensor) -> Tensor:
+    """At least two: a product of a single matrix would be split between threads, and its bits with it."""
+    return matrices.repeat(2, 1, 1) if len(matrices) == 1 else matrices

@@ -1,34 +1,46 @@
-"""top_k, top_p, min_p: which tokens of a row stay in the race. Every row for itself, ties by lower id."""
+"""top_k, top_p, min_p: which tokens of a row stay in the race. Every row for itself, ties by lower id.
+
+Each works on what the one before left. The first token always stays, masked tokens (-inf) never do.
+"""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def kept_tokens(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Tokens that survive the filters, applied in this order, each on what the one before left.
+class Ranking(NamedTuple):
+    """Tokens of each row by (probability descending, id ascending)."""
 
-    Tokens are ranked by (probability descending, id ascending). top_k keeps exactly k; top_p the shortest prefix whose
-    mass reaches top_p of what is left; min_p those at least min_p times as probable as the first. The first always
-    stays, masked tokens (-inf) never do.
+    ids: Tensor  # int64 [R, V]
+    odds: Tensor  # float32 [R, V], probability relative to the first
+    keep: Tensor  # bool [R, V], written by the filters
 
-    Args:
-        logits: float32 [R, V], after temperature.
-        top_k: int64 [R], 0 for off.
-        top_p: float32 [R], 1 for off.
-        min_p: float32 [R], 0 for off.
 
-    Returns:
-        bool [R, V].
-    """
+def rank(logits: Tensor) -> Ranking:
+    """Sort rows of logits, float32 [R, V], after temperature."""
     ranked, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
-    ranks = torch.arange(logits.shape[-1], device=logits.device)
-    odds = torch.exp(ranked - ranked[:, :1])  # relative to the first
     keep = ranked > -torch.inf
-    keep &= (ranks < top_k[:, None]) | (top_k[:, None] == 0)
-    mass = torch.cumsum(odds * keep, dim=-1)
+    keep[:, 0] = True
+    return Ranking(ids, torch.exp(ranked - ranked[:, :1]), keep)
+
+
+def keep_top_k(ranking: Ranking, top_k: Tensor) -> None:
+    """Keep exactly the first k. int64 [R], 0 for off."""
+    ranks = torch.arange(ranking.odds.shape[-1], device=ranking.odds.device)
+    ranking.keep.logical_and_((ranks < top_k[:, None]) | (top_k[:, None] == 0))
+
+
+def keep_top_p(ranking: Ranking, top_p: Tensor) -> None:
+    """Keep the shortest prefix whose mass reaches top_p of what is left. float32 [R], 1 for off."""
+    mass = torch.cumsum(ranking.odds * ranking.keep, dim=-1)
     before = mass.roll(1, dims=-1)
     before[:, 0] = 0
-    keep &= (before < top_p[:, None] * mass[:, -1:]) | (top_p[:, None] >= 1)
-    keep &= odds >= min_p[:, None]
-    keep[:, 0] = True
-    return torch.zeros_like(keep).scatter_(1, ids, keep)
+    ranking.keep.logical_and_((before < top_p[:, None] * mass[:, -1:]) | (top_p[:, None] >= 1))
+    ranking.keep[:, 0] = True
+
+
+def keep_min_p(ranking: Ranking, min_p: Tensor) -> None:
+    """Keep tokens at least min_p times as probable as the first. float32 [R], 0 for off."""
+    ranking.keep.logical_and_(ranking.odds >= min_p[:, None])
+    ranking.keep[:, 0] = True

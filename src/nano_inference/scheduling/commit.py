@@ -3,13 +3,14 @@
 import itertools
 import math
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.scheduling.decision import Chunk, SchedulerOutput
-from nano_inference.scheduling.sequence import Sequence, Sequences, SequenceStatus
-from nano_inference.scheduling.stopping import Finish, finish_of
-from nano_inference.types import SamplingMask, TrainingSample, VersionSpan
+from nano_inference.scheduling.sequence import REFERENCE, Sequence, Sequences, SequenceStatus
+from nano_inference.scheduling.stopping import Finish, ends_by_id, finish_of, may_stop
+from nano_inference.types import SamplingMask, TopLogprobs, TrainingSample, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,15 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One step's samples on the host, one entry a sampled sequence."""
+    """One step's samples on the host, one entry a sampled sequence; and the scores of its rows, one entry a row."""
 
     token_ids: Listed[int]
     logprobs: Listed[float]
     raw_logprobs: Listed[float]
     log_kept_mass: Listed[float]
     masks: Listed[tuple[int, ...]] | None = None
+    top: Listed[tuple[Listed[int], Listed[float]]] | None = None  # best tokens and their logprobs
+    scores: Listed[float] = ()
 
 
 def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager, step: int) -> Applied:
@@ -84,6 +87,51 @@ def commit(
     return finished
 
 
+def commit_scores(
+    scored: Listed[tuple[Sequence, int, int]], scores: Listed[float], sequences: Sequences, cache: KVCacheManager
+) -> list[TrainingSample]:
+    """Take in a step's scores, of rows [start, end) of each sequence; returns the samples that are now judged."""
+    judged: list[TrainingSample] = []
+    at = 0
+    for seq, start, end in scored:
+        values, at = scores[at : at + end - start], at + end - start
+        if seq.status is SequenceStatus.FINISHED:
+            continue
+        seq.add_scores(start, values)
+        if seq.judged is not None and len(seq.scores) == len(seq.scored):
+            retire(seq, sequences, cache)
+            judged.append(replace(seq.judged, ref_logprobs=tuple(seq.scores)))
+    return judged
+
+
+def judge(sample: TrainingSample, seq: Sequence, sequences: Sequences, block_size: int) -> None:
+    """Let the reference model score a finished sample: a sequence of no samples, in the queue with all others."""
+    start, end = seq.num_prompt_tokens - 1, len(seq.token_ids) - 1
+    scorer = Sequence(
+        seq_id=sequences.new_id(),
+        request_id=seq.request_id,
+        token_ids=seq.token_ids,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        params=seq.params,
+        stop_ids=seq.stop_ids,
+        seed=seq.seed,
+        prefix=PrefixKeys(Namespace()),
+        num_samples=0,
+        sample_index=seq.sample_index,
+        weight_set=REFERENCE,
+        scored=range(start, end),
+        judged=sample,
+    )
+    enter(scorer, sequences, block_size)
+
+
+def enter(seq: Sequence, sequences: Sequences, block_size: int) -> None:
+    """Queue a new sequence."""
+    seq.prefix.namespace = sequences.namespace_of(seq)
+    seq.prefix.extend(seq.token_ids, block_size)
+    sequences.insert(seq)
+
+
 def preempt(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
     """Take a running sequence's blocks away; it will recompute them (or find them cached) when it is let in again."""
     cache.deallocate(seq.release(sequences.namespace_of(seq)))
@@ -130,7 +178,13 @@ def change_version(sequences: Sequences, cache: KVCacheManager, weight_set: str,
 
 def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str) -> list[TrainingSample]:
     """What the caller gets for an ended sequence: one sample, or all of a group that was not forked yet."""
+    if seq.judged is not None:  # ended before it was scored
+        return [seq.judged]
     prompt, completion = seq.token_ids[: seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens :]
+    text = None
+    if seq.output_text is not None:
+        seq.output_text.finish()
+        text = seq.output_text.text
     starts = [*seq.version_starts, (version, len(completion))]
     spans = [VersionSpan(v, start, end) for (v, start), (_, end) in itertools.pairwise(starts)]
     return [
@@ -143,9 +197,12 @@ def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str)
             finish_reason=finish.reason,
             stop_reason=finish.stop_reason,
             weight_versions=tuple(spans),
+            prompt_logprobs=(math.nan, *seq.scores) if seq.params.prompt_logprobs else None,
             raw_logprobs=tuple(seq.output_raw_logprobs) if seq.params.raw_logprobs else None,
             log_kept_mass=tuple(seq.output_log_kept_mass),
             sampling_mask=_csr(seq.output_masks) if seq.params.sampling_mask else None,
+            top_logprobs=tuple(seq.output_top) if seq.params.top_logprobs else None,
+            text=text,
             numerics=numerics,
             seed=seq.seed,
             sample_index=index,
@@ -170,11 +227,20 @@ def _append(seq: Sequence, row: int, sampled: SampledTokens, version: int) -> No
     if not seq.version_starts or seq.version_starts[-1][0] != version:
         seq.version_starts.append((version, seq.num_completion_tokens))
     seq.append_token(int(sampled.token_ids[row]), float(sampled.logprobs[row]))
+    if seq.output_text is not None and not ends_by_id(seq):  # the text ends before a stop id
+        seq.stop_string = seq.output_text.append(seq.token_ids[-1], may_stop(seq))
     seq.output_log_kept_mass.append(float(sampled.log_kept_mass[row]))
     if seq.params.raw_logprobs:
         seq.output_raw_logprobs.append(float(sampled.raw_logprobs[row]))
     if seq.params.sampling_mask and sampled.masks is not None:
         seq.output_masks.append(sampled.masks[row])
+    if seq.params.top_logprobs and sampled.top is not None:
+        seq.output_top.append(_top(*sampled.top[row], seq.params.top_logprobs))
+
+
+def _top(token_ids: Listed[int], logprobs: Listed[float], k: int) -> TopLogprobs:
+    best = [(i, p) for i, p in zip(token_ids[:k], logprobs[:k], strict=True) if p > -math.inf]
+    return TopLogprobs(tuple(i for i, _ in best), tuple(p for _, p in best))
 
 
 def _csr(masks: Listed[tuple[int, ...]]) -> SamplingMask:

@@ -71,7 +71,7 @@ class _Plan:
     ) -> None:
         self.cache, self.config, self.pending = cache, config, pending
         self.alive = list(running)
-        self.num_seqs = sum(seq.num_samples for seq in running)
+        self.num_seqs = sum(seq.width for seq in running)
         self.budget = config.max_tokens_per_batch
         self.free = cache.num_free_blocks()
         self.refs: dict[int, int] = {}  # reference counts that this plan changes
@@ -87,9 +87,9 @@ class _Plan:
     def wanted(self, seq: Sequence) -> int:
         """Known tokens that are not computed, or 0 where the token in flight is certainly the last."""
         in_flight = self.pending.get(seq.seq_id, 0)
-        if seq.num_completion_tokens + in_flight >= seq.max_tokens:
+        if seq.num_samples and seq.num_completion_tokens + in_flight >= seq.max_tokens:
             return 0
-        return len(seq.token_ids) + in_flight - seq.num_computed_tokens
+        return seq.num_to_compute + in_flight - seq.num_computed_tokens
 
     def chunk_length(self, want: int, budget: int) -> int:
         """How many of `want` tokens one step can take: 0 for none."""
@@ -113,13 +113,12 @@ class _Plan:
         """Let a waiting sequence in if it fits. False: stop here, nobody may overtake it."""
         if self.budget == 0 or self.pending.get(seq.seq_id, 0):
             return False
-        known = len(seq.token_ids)
         match = NO_MATCH
         if self.config.enable_prefix_caching:
-            match = self.cache.match(seq.token_ids, seq.prefix, known - 1)
+            match = self.cache.match(seq.token_ids, seq.prefix, seq.num_matchable)
             if self._is_computing_next_block(seq, match):
                 return True  # a twin computes its next block in this step: it waits for that, others go on
-        length = self.chunk_length(known - match.cached_length, self.budget)
+        length = self.chunk_length(seq.num_to_compute - match.cached_length, self.budget)
         if not length or not self._make_room(seq, match):
             return False
         need, pinned = self._need(seq, match)
@@ -127,7 +126,7 @@ class _Plan:
         self.owed += need - pinned - fresh
         self.free -= pinned
         self.refs.update((block_id, self._refs(block_id) + 1) for block_id in match.block_ids)
-        self.num_seqs += seq.num_samples
+        self.num_seqs += seq.width
         self.admitted.append(Admission(seq.seq_id, match))
         self._add_chunk(seq, match.cached_length, length, fresh)
         return True
@@ -153,7 +152,7 @@ class _Plan:
         matches: those hold a prefix, and are free no more once it is used.
         """
         pinned = sum(self._refs(block_id) == 0 for block_id in match.block_ids)
-        return self._blocks(len(seq.token_ids) + 1) - len(match.block_ids) + pinned, pinned
+        return self._blocks(seq.num_to_compute + (seq.num_samples > 0)) - len(match.block_ids) + pinned, pinned
 
     def _make_room(self, seq: Sequence, match: CacheAllocation) -> bool:
         """Whether a newcomer fits; sequences of strictly lower priority make way for it."""
@@ -169,8 +168,8 @@ class _Plan:
         if not self.alive and not self.admitted:
             return need <= self.free  # alone; that it fits was checked when it was added
         # The other samples of a group will each want a block of their own as soon as they are forked.
-        spare = need + seq.num_samples - 1
-        return self.num_seqs + seq.num_samples <= self.config.max_batch_size and spare <= self._room()
+        spare = need + seq.width - 1
+        return self.num_seqs + seq.width <= self.config.max_batch_size and spare <= self._room()
 
     def _room(self) -> int:
         """Free blocks, less what admitted sequences still need for tokens that they already know."""
@@ -178,14 +177,14 @@ class _Plan:
             self.promised = 0
             for seq in self.alive:
                 held = len(seq.block_ids) + self.growth.get(seq.seq_id, 0)
-                known = len(seq.token_ids) + self.pending.get(seq.seq_id, 0)
+                known = seq.num_to_compute + self.pending.get(seq.seq_id, 0)
                 self.promised += max(0, self._blocks(known) - held)
         return self.free - self.promised - self.owed
 
     def _preempt(self, victim: Sequence) -> None:
         self.alive.remove(victim)
         self.preempted.append(victim.seq_id)
-        self.num_seqs -= victim.num_samples
+        self.num_seqs -= victim.width
         self.promised = None
         chunk = self.chunks.pop(victim.seq_id, None)
         if chunk is not None:  # undo it: only a newcomer of higher priority comes this late
@@ -199,7 +198,7 @@ class _Plan:
 
     def _is_computing_next_block(self, seq: Sequence, match: CacheAllocation) -> bool:
         index = len(match.block_ids)
-        usable = (index + 1) * self.cache.block_size < len(seq.token_ids)
+        usable = (index + 1) * self.cache.block_size <= seq.num_matchable
         return usable and index < len(seq.prefix.hashes) and seq.prefix.hashes[index] in self.computing
 
     def _fresh_blocks(self, seq: Sequence, start: int, length: int) -> int:

@@ -3,14 +3,17 @@
 import bisect
 import itertools
 from collections.abc import Iterator
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from operator import attrgetter
+from typing import Protocol
 
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.types import SamplingParams
+from nano_inference.types import SamplingParams, TopLogprobs, TrainingSample
 
 POLICY = "policy"  # the weight set that samples are drawn from
+REFERENCE = "reference"  # a frozen model that scores them
 
 
 class SequenceStatus(Enum):
@@ -21,13 +24,38 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+class GrowingText(Protocol):
+    """A sample's text as its tokens become known, and the stop strings that it is searched for."""
+
+    @property
+    def text(self) -> str:
+        """All of it so far; after `finish` all that is to be shown."""
+        ...
+
+    def append(self, token_id: int, may_stop: bool = True) -> str | None:
+        """Feed a token; returns the stop string that it completes."""
+        ...
+
+    def take(self) -> str:
+        """What was not taken yet and will not change."""
+        ...
+
+    def finish(self) -> str:
+        """The sample ended: what was not taken yet."""
+        ...
+
+    def copy(self) -> "GrowingText":
+        """Another sample's, with the same past."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Known tokens, how many of them are computed, and the blocks that hold their keys and values.
 
     A step closes the gap between `len(token_ids)` (plus what is in flight) and `num_computed_tokens`; prefill, decode
     and recomputation are the same case. Until its prompt is computed a sequence stands for all `num_samples` of its
-    group; then it is forked.
+    group; then it is forked. One of no samples only scores its tokens; it ends when they are scored.
     """
 
     seq_id: int
@@ -51,10 +79,17 @@ class Sequence:
     version_starts: list[tuple[int, int]] = field(
         default_factory=list[tuple[int, int]]
     )  # (weight version, first completion token)
+    scored: range = range(0)  # rows (positions) whose next token's logprob is wanted
+    scores: list[float] = field(default_factory=list[float])  # of the first of them; a group's samples share the list
+    output_text: GrowingText | None = None  # where text is wanted
+    stop_string: str | None = None  # the one that the newest token completed
+    streaming: bool = False  # every token is handed out as it is sampled
+    judged: TrainingSample | None = None  # the sample that this one scores under another weight set
     output_logprobs: list[float] = field(default_factory=list[float])
     output_raw_logprobs: list[float] = field(default_factory=list[float])
     output_log_kept_mass: list[float] = field(default_factory=list[float])
     output_masks: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    output_top: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -65,6 +100,31 @@ class Sequence:
     def num_completion_tokens(self) -> int:
         """Completion tokens that are known."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_to_compute(self) -> int:
+        """Known tokens that have to be computed. The last one is only where something is drawn after it."""
+        return len(self.token_ids) - (self.num_samples == 0)
+
+    @property
+    def width(self) -> int:
+        """Sequences that it counts as: the samples that it stands for."""
+        return max(self.num_samples, 1)
+
+    @property
+    def num_matchable(self) -> int:
+        """Known tokens that may come from the prefix cache: the row that is drawn from and rows to score may not."""
+        end = self.num_to_compute - 1
+        return end if len(self.scores) >= len(self.scored) else min(end, self.scored.start + len(self.scores))
+
+    def rows_to_score(self, start: int, end: int) -> range:
+        """Rows of a chunk [start, end) that are to be scored and are not yet."""
+        return range(max(start, self.scored.start + len(self.scores)), min(end, self.scored.stop))
+
+    def add_scores(self, start: int, logprobs: Listed[float]) -> None:
+        """Take in the scores of rows from `start` on. Rows that a preemption made compute twice count once."""
+        known = self.scored.start + len(self.scores) - start
+        self.scores += logprobs[known:]
 
     @property
     def temperature(self) -> float:
@@ -115,6 +175,10 @@ class Sequence:
             publishable=self.publishable,
             last_step=self.last_step,
             cached_tokens=self.cached_tokens,
+            scored=self.scored,
+            scores=self.scores,
+            output_text=self.output_text.copy() if self.output_text is not None else None,
+            streaming=self.streaming,
         )
 
 

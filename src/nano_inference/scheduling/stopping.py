@@ -7,19 +7,30 @@ from nano_inference.types import FinishReason
 
 
 class Finish(NamedTuple):
-    """Why a sequence ended; `stop_reason` is the id that stopped it, or a word on an abort."""
+    """Why a sequence ended; `stop_reason` is the id or the string that stopped it, or a word on an abort."""
 
     reason: FinishReason
     stop_reason: int | str | None = None
 
 
+def may_stop(seq: Sequence) -> bool:
+    """Whether the newest known token may end this sequence by what it is."""
+    return seq.num_completion_tokens > seq.params.min_tokens
+
+
+def ends_by_id(seq: Sequence) -> bool:
+    """Whether the newest known token is a stop id that counts."""
+    return seq.token_ids[-1] in seq.stop_ids and may_stop(seq)
+
+
 def finish_of(seq: Sequence) -> Finish | None:
-    """How the newest known token ends this sequence, or None. A stop id counts before the length."""
+    """How the newest known token ends this sequence, or None. A stop id counts before a string, both before length."""
     if seq.num_completion_tokens == 0:
         return None
-    newest = seq.token_ids[-1]
-    if newest in seq.stop_ids and seq.num_completion_tokens > seq.params.min_tokens:
-        return Finish("stop", newest)
+    if ends_by_id(seq):
+        return Finish("stop", seq.token_ids[-1])
+    if seq.stop_string is not None:
+        return Finish("stop", seq.stop_string)
     if seq.num_completion_tokens >= seq.max_tokens:
         return Finish("length")
     return None

@@ -1,0 +1,114 @@
+"""From a config to the parts of an engine: device, models by weight set, KV tensors, memory budget, numerics."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from nano_inference.config import EngineConfig
+from nano_inference.engine.storage import KVStorage, MemoryBudget, kv_shape, plan_memory
+from nano_inference.errors import ConfigError
+from nano_inference.models.decoder import Decoder
+from nano_inference.models.loading import load_params, load_spec, resolve_dtype, resolve_model
+from nano_inference.models.spec import ModelSpec
+from nano_inference.models.weights import num_bytes, param_table
+from nano_inference.ops.backend import Numerics, Ops
+from nano_inference.ops.reference import reference_ops
+from nano_inference.scheduling.sequence import POLICY, REFERENCE
+
+logger = logging.getLogger("nano_inference")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made of."""
+
+    folder: Path  # of the policy
+    models: Mapping[str, Decoder]  # by weight set
+    storages: Mapping[str, KVStorage]  # by weight set; sets of one shape share
+    memory_budget: MemoryBudget
+    numerics: Numerics
+
+
+def assemble(config: EngineConfig) -> Parts:
+    """Load everything that a config names. Raises `ConfigError` or `ModelLoadError`."""
+    device = _device(config.device)
+    torch.set_num_threads(config.num_threads or psutil.cpu_count(logical=False) or torch.get_num_threads())
+    folder = resolve_model(config.model_path)
+    folders = {POLICY: folder}
+    if config.ref_model_path is not None:
+        same = config.ref_model_path == config.model_path
+        folders[REFERENCE] = folder if same else resolve_model(config.ref_model_path)
+    specs = {name: load_spec(each) for name, each in folders.items()}
+    _require_same_vocabulary(specs, config)
+    dtype = resolve_dtype(config.dtype, specs[POLICY])
+    if dtype == torch.float16 and device.type == "cpu":
+        logger.warning("float16 has no fast products on a CPU; bfloat16 or float32 will be faster.")
+    weight_bytes = sum(num_bytes(param_table(spec), dtype) for spec in specs.values())
+    budget = plan_memory(config, list(specs.values()), weight_bytes, dtype, device)
+    if config.max_model_len is not None and budget.max_model_len < config.max_model_len:
+        logger.warning("max_model_len=%d is lowered to %d.", config.max_model_len, budget.max_model_len)
+    logger.info("%s", budget)
+    ops = _ops(config)
+    params: dict[str, dict[str, Tensor]] = {}
+    for name, each in folders.items():
+        frozen_copy = name == REFERENCE and each == folder
+        params[name] = (
+            {key: tensor.clone() for key, tensor in params[POLICY].items()}
+            if frozen_copy
+            else load_params(each, specs[name], dtype, device)
+        )
+    models = {name: Decoder(specs[name], params[name], ops, budget.max_model_len) for name in folders}
+    by_shape = {
+        kv_shape(spec): KVStorage(spec, budget.num_blocks, config.block_size, dtype, device) for spec in specs.values()
+    }
+    return Parts(
+        folder=folder,
+        models=models,
+        storages={name: by_shape[kv_shape(spec)] for name, spec in specs.items()},
+        memory_budget=budget,
+        numerics=_numerics(ops, dtype, device),
+    )
+
+
+def _require_same_vocabulary(specs: Mapping[str, ModelSpec], config: EngineConfig) -> None:
+    sizes = {name: spec.vocab_size for name, spec in specs.items()}
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(
+            f"ref_model_path={config.ref_model_path!r} has a vocabulary of {sizes[REFERENCE]} tokens and the policy has "
+            f"{sizes[POLICY]}; a reference model must have the policy's."
+        )
+
+
+def _ops(config: EngineConfig) -> Ops:
+    return reference_ops()
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device={name!r} is not a device; use 'cpu', 'cuda' or 'cuda:N'.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r} is not available: torch {torch.__version__} sees no CUDA device.")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} is not supported; use 'cpu', 'cuda' or 'cuda:N'.")
+    return device
+
+
+def _numerics(ops: Ops, dtype: torch.dtype, device: torch.device) -> Numerics:
+    return Numerics(
+        backend=ops.name,
+        version=ops.version,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+        torch=torch.__version__,
+        # On a GPU the library chooses a kernel by the shape of a whole batch; nobody has checked that it keeps the law.
+        schedule_invariant=ops.schedule_invariant and device.type == "cpu",
+    )

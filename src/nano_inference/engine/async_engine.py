@@ -1,0 +1,154 @@
+"""`AsyncInferenceEngine`: the same engine for asyncio. One thread steps it; any number of callers await."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from nano_inference.config import EngineConfig
+from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.requests import many_prompts, params_for
+from nano_inference.errors import EngineDead
+from nano_inference.types import Delta, SamplingParams, TrainingSample
+
+
+class _Listener:
+    """One caller's deltas on their way from the stepping thread to its event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.request_ids: list[int] = []
+        self.left = 0  # samples that have not arrived
+        self.closed = False
+        self._loop = loop
+        self._queue: asyncio.Queue[Delta | EngineDead] = asyncio.Queue()
+
+    def take(self, item: Delta | EngineDead) -> None:
+        """Called by the stepping thread."""
+        if not self.closed:
+            try:
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+            except RuntimeError:  # the event loop was closed without cancelling its tasks
+                self.closed = True
+
+    async def next(self) -> Delta:
+        """The next delta. Raises `EngineDead`."""
+        item = await self._queue.get()
+        if isinstance(item, EngineDead):
+            raise item
+        self.left -= item.finished is not None
+        return item
+
+
+class AsyncInferenceEngine:
+    """Await samples, stream them, update weights. Cancelling what awaits a request aborts it.
+
+    The stepping thread sleeps while there is nothing to do. May be used from several event loops.
+    """
+
+    def __init__(self, config_or_engine: EngineConfig | InferenceEngine) -> None:
+        given = config_or_engine
+        self.engine = InferenceEngine(given) if isinstance(given, EngineConfig) else given
+        self._owned = self.engine is not given
+        self._listeners: set[_Listener] = set()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._step_on, name="nano-inference steps", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, prompts: Any, sampling_params: SamplingParams | Iterable[SamplingParams], num_samples_per_prompt: int = 1
+    ) -> list[TrainingSample]:
+        """As `InferenceEngine.generate`: the samples of all prompts, prompt by prompt."""
+        many = many_prompts(prompts)
+        each = params_for(sampling_params, len(many))
+        order: dict[int, int] = {}
+        with self._listen() as listener:
+            for place, (prompt, params) in enumerate(zip(many, each, strict=True)):
+                order[self._submit(listener, prompt, params, num_samples_per_prompt, stream=False)] = place
+            samples: list[TrainingSample] = []
+            while listener.left:
+                delta = await listener.next()
+                if delta.finished is not None:
+                    samples.append(delta.finished)
+        return sorted(samples, key=lambda s: (order[s.request_id], s.sample_index))
+
+    async def stream(self, prompt: Any, sampling_params: SamplingParams, num_samples: int = 1) -> AsyncIterator[Delta]:
+        """Pieces of one prompt's samples as they grow; each sample's last piece has it whole, in `finished`."""
+        with self._listen() as listener:
+            self._submit(listener, prompt, sampling_params, num_samples, stream=True)
+            while listener.left:
+                yield await listener.next()
+
+    async def update_weights(
+        self, weights: Mapping[str, Tensor], blocking: bool = False, *, version: int | None = None
+    ) -> int:
+        """As `InferenceEngine.update_weights`, and waits until the weights serve; returns their version."""
+        update = await asyncio.to_thread(self.engine.update_weights, weights, blocking, version=version)
+        while not update.done():  # the stepping thread applies it between two steps
+            self._require_running()
+            await asyncio.to_thread(update.wait, 1.0)
+        return update.version
+
+    def stop(self) -> None:
+        """Stop stepping. What is awaited raises `EngineDead`; the engine itself is shut down only if it was made here.
+
+        Waits for the step that is running.
+        """
+        self._stopping = True
+        self.engine.work_arrived.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._fail(EngineDead("the engine was stopped."))
+        if self._owned:
+            self.engine.shutdown()
+
+    async def __aenter__(self) -> "AsyncInferenceEngine":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.stop)
+
+    def _submit(
+        self, listener: "_Listener", prompt: Any, params: SamplingParams, num_samples: int, *, stream: bool
+    ) -> int:
+        self._require_running()
+        request_id = self.engine.submit(prompt, params, num_samples, listener.take, stream=stream)
+        listener.request_ids.append(request_id)
+        listener.left += num_samples
+        self._require_running()  # it may have stopped meanwhile and missed this one
+        return request_id
+
+    @contextmanager
+    def _listen(self) -> Iterator["_Listener"]:
+        """A listener for as long as somebody awaits it; what has not ended then is aborted."""
+        listener = _Listener(asyncio.get_running_loop())
+        self._listeners.add(listener)
+        try:
+            yield listener
+        finally:
+            self._listeners.discard(listener)
+            listener.closed = True
+            if listener.left:
+                self.engine.abort_soon(listener.request_ids)
+
+    def _step_on(self) -> None:
+        """The thread: step while there is work, else sleep until some arrives."""
+        engine = self.engine
+        try:
+            while not self._stopping:
+                engine.work_arrived.wait()
+                engine.work_arrived.clear()
+                while engine.loop.has_pending() and not self._stopping:
+                    engine.advance()
+        except EngineDead as problem:
+            self._fail(problem)
+
+    def _fail(self, problem: EngineDead) -> None:
+        for listener in list(self._listeners):
+            listener.take(problem)
+
+    def _require_running(self) -> None:
+        if self._stopping or not self._thread.is_alive():
+            raise EngineDead("the engine was stopped or has failed; build a new one.")

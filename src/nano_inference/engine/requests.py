@@ -1,0 +1,163 @@
+"""What callers hand in, checked and made into token ids. Nothing of the engine's state changes here."""
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nano_inference.config import EngineConfig
+from nano_inference.errors import InvalidRequest, ModelLoadError, RequestTooLarge
+from nano_inference.models.loading import resolve_model
+from nano_inference.models.spec import ModelSpec
+from nano_inference.text.chat import encode_chat
+from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.types import SamplingParams
+
+# Token ids, text, or a conversation: a list of messages, each {"role": ..., "content": ...}.
+Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class RequestChecks:
+    """The limits of one engine, and its tokenizer."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    model_folder: Path
+    max_model_len: int
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, or the one at `tokenizer_path`; read when it is first asked for."""
+        other = self.config.tokenizer_path
+        return load_tokenizer(resolve_model(other) if other is not None else self.model_folder)
+
+    def token_ids(self, prompt: Any) -> list[int]:
+        """Token ids of a prompt of any kind. Raises `InvalidRequest`."""
+        if isinstance(prompt, str):
+            return self._nonempty(self.need_tokenizer("a prompt of text").encode(prompt, add_special_tokens=True))
+        if is_chat(prompt):
+            return self._nonempty(encode_chat(self.need_tokenizer("a chat"), prompt))
+        return self._nonempty(_checked_ids(prompt, self.spec.vocab_size))
+
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        """The tokenizer. Raises `InvalidRequest` where there is none."""
+        try:
+            return self.tokenizer
+        except ModelLoadError as problem:
+            raise InvalidRequest(f"{what} needs a tokenizer: {problem}; set tokenizer_path, or pass ids.") from problem
+
+    def require(self, prompt_len: int, params: Any, num_samples: Any) -> None:
+        """Raise `InvalidRequest` or `RequestTooLarge` for what this engine cannot serve."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"params must be SamplingParams, not {type(params).__name__}.")
+        if not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 1:
+            raise InvalidRequest(f"num_samples={num_samples!r} must be a positive integer.")
+        self._require_vocabulary(params)
+        self._require_fit(prompt_len, params.max_tokens)
+
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Ids that end a sample: the request's and, unless ignored, the model's. Raises `InvalidRequest`."""
+        eos = frozenset(self.spec.eos_token_ids)
+        every = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos
+        drawable = params.allowed_token_ids or range(self.spec.vocab_size)
+        if params.min_tokens and every.issuperset(drawable):
+            raise InvalidRequest(
+                f"every id of the {'allowed set' if params.allowed_token_ids else 'whole vocabulary'} would end the "
+                "sample, so min_tokens leaves nothing to draw."
+            )
+        return every
+
+    def _nonempty(self, ids: list[int]) -> list[int]:
+        if not ids:
+            raise InvalidRequest("the prompt is empty; give at least one token id.")
+        beyond = max(ids)
+        if beyond >= self.spec.vocab_size:
+            raise InvalidRequest(
+                f"the tokenizer made token id {beyond}, and the model's vocabulary ends at {self.spec.vocab_size - 1}; "
+                "tokenizer_path does not belong to this model."
+            )
+        return ids
+
+    def _require_vocabulary(self, params: SamplingParams) -> None:
+        size = self.spec.vocab_size
+        for name, ids in (
+            ("stop token id", params.stop_token_ids),
+            ("logit_bias key", params.logit_bias),
+            ("allowed token id", params.allowed_token_ids or ()),
+        ):
+            if outside := [token_id for token_id in ids if token_id >= size]:
+                raise InvalidRequest(f"{name} {min(outside)} is outside the vocabulary: 0 to {size - 1}.")
+        if params.top_logprobs > size:
+            raise InvalidRequest(f"top_logprobs={params.top_logprobs} is more than the vocabulary has: {size}.")
+
+    def _require_fit(self, prompt_len: int, max_tokens: int) -> None:
+        longest = prompt_len + max_tokens
+        if prompt_len >= self.max_model_len:
+            raise RequestTooLarge(
+                f"the prompt of {prompt_len} tokens leaves no room in max_model_len={self.max_model_len}; at most "
+                f"{self.max_model_len - 1} fit."
+            )
+        if longest > self.max_model_len:
+            raise RequestTooLarge(
+                f"prompt ({prompt_len}) and max_tokens={max_tokens} exceed max_model_len={self.max_model_len}; "
+                f"max_tokens={self.max_model_len - prompt_len} would fit."
+            )
+        limit = self.config.max_tokens_per_batch
+        if not self.config.enable_chunked_prefill and longest > limit:
+            raise RequestTooLarge(
+                f"prompt ({prompt_len}) and max_tokens={max_tokens} exceed max_tokens_per_batch={limit}, which bounds "
+                f"a request without chunked prefill; enable it, or allow {longest} tokens a batch."
+            )
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a prompt is a conversation."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def is_text(prompt: Any) -> bool:
+    """Whether a prompt is text, so that its samples are wanted as text too."""
+    return isinstance(prompt, str) or is_chat(prompt)
+
+
+def many_prompts(prompts: Any) -> list[Any]:
+    """A list of prompts, also for a single one. Raises `InvalidRequest`."""
+    if is_text(prompts):
+        return [prompts]
+    if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__"):
+        raise InvalidRequest(f"prompts must be token ids, strings or chats, not {type(prompts).__name__}.")
+    many = list(prompts)
+    if not many:
+        raise InvalidRequest("prompts is empty; give at least one prompt.")
+    single = all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in many)
+    return [many] if single else many
+
+
+def params_for(sampling_params: SamplingParams | Iterable[SamplingParams], num_prompts: int) -> list[SamplingParams]:
+    """One `SamplingParams` a prompt. Raises `InvalidRequest`."""
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * num_prompts
+    if not isinstance(sampling_params, Iterable):
+        raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(sampling_params).__name__}.")
+    each = list(sampling_params)
+    if len(each) != num_prompts:
+        raise InvalidRequest(f"{len(each)} sampling_params for {num_prompts} prompts; give one, or one for each.")
+    return each
+
+
+def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:
+    if isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
+        raise InvalidRequest(f"a prompt must be token ids, a string or a chat, not {type(prompt).__name__}.")
+    ids: list[int] = []
+    for item in prompt:
+        try:
+            token_id = operator.index(item)
+        except TypeError:
+            raise InvalidRequest(f"token id {item!r} is not an integer.") from None
+        if isinstance(item, bool) or not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"token id {item!r} is outside the vocabulary: 0 to {vocab_size - 1}.")
+        ids.append(token_id)
+    return ids

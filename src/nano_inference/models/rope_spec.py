@@ -1,0 +1,100 @@
+"""`RopeSpec`: what config.json says of rotary position embedding, in every spelling that it is found in."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nano_inference.errors import ModelLoadError
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding (arXiv:2104.09864) and how its frequencies are stretched.
+
+    Attributes:
+        theta: base of the frequencies.
+        kind: `"default"`, `"linear"`, `"llama3"` or `"yarn"` (arXiv:2309.00071).
+        factor: how far the context is stretched.
+        original_max_position: context that the model was first trained for (llama3, yarn).
+        low_freq_factor, high_freq_factor: llama3's band of interpolation.
+        beta_fast, beta_slow, truncate: yarn's band of interpolation.
+        attention_factor: multiplies cosine and sine.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+def read_ropes(config: Config, max_position: int) -> tuple[RopeSpec, RopeSpec]:
+    """Rotary embeddings of layers without and with a sliding window, equal for most models.
+
+    transformers 5 writes `rope_parameters` (one, or one a kind of layer), earlier versions `rope_theta` with
+    `rope_scaling` and, for Gemma, `rope_local_base_freq`. Raises `ModelLoadError` for a kind that is not known.
+    """
+    fields: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if "full_attention" in fields:
+        return _rope(fields["full_attention"], config, max_position), _rope(
+            fields["sliding_attention"], config, max_position
+        )
+    rope = _rope(fields, config, max_position)
+    local = config.get("rope_local_base_freq")
+    return rope, rope if local is None else RopeSpec(theta=float(local))
+
+
+def _rope(fields: Config, config: Config, max_position: int) -> RopeSpec:
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    if kind not in _ROPE_KINDS:
+        raise ModelLoadError(f"rope scaling {kind!r} is not supported; the decoder knows {', '.join(_ROPE_KINDS)}.")
+    if any(source.get("partial_rotary_factor", 1.0) != 1.0 for source in (fields, config)):
+        raise ModelLoadError("partial_rotary_factor other than 1 is not supported.")
+    theta = float(fields.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if kind == "default":
+        return RopeSpec(theta=theta)
+    original = int(fields.get("original_max_position_embeddings") or max_position)
+    factor = float(fields.get("factor") or max_position / original)
+    if kind == "linear":
+        return RopeSpec(theta=theta, kind=kind, factor=factor)
+    if kind == "llama3":
+        return RopeSpec(
+            theta=theta,
+            kind=kind,
+            factor=factor,
+            original_max_position=original,
+            low_freq_factor=float(fields["low_freq_factor"]),
+            high_freq_factor=float(fields["high_freq_factor"]),
+        )
+    return RopeSpec(
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        original_max_position=original,
+        beta_fast=float(fields.get("beta_fast") or 32),
+        beta_slow=float(fields.get("beta_slow") or 1),
+        truncate=bool(fields.get("truncate", True)),
+        attention_factor=_yarn_attention_factor(fields, factor),
+    )
+
+
+_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def _yarn_attention_factor(fields: Config, factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if fields.get("attention_factor") is not None:
+        return float(fields["attention_factor"])
+    if fields.get("mscale") and fields.get("mscale_all_dim"):
+        return mscale(float(fields["mscale"])) / mscale(float(fields["mscale_all_dim"]))
+    return mscale(1.0)

@@ -1,0 +1,111 @@
+"""`SamplingPipeline`: the table of what happens to logits before a token is drawn. Every row for itself."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nano_inference.sampling.filters import Ranking, keep_min_p, keep_top_k, keep_top_p, rank
+from nano_inference.sampling.sampling_batch import SamplingBatch
+
+
+class Distribution:
+    """Rows on their way through the pipeline: logits, and which tokens the filters kept.
+
+    Attributes:
+        logits: float32 [R, V], not cut by filters.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+        self._ranking: Ranking | None = None
+
+    @property
+    def ranking(self) -> Ranking:
+        """The tokens by falling logit, sorted when a filter first asks."""
+        if self._ranking is None:
+            self._ranking = rank(self.logits)
+        return self._ranking
+
+    def kept(self, exempt: Tensor) -> Tensor | None:
+        """What the filters kept, bool [R, V]; all of rows that are `exempt`, bool [R]. None: nothing filtered."""
+        if self._ranking is None:
+            return None
+        kept = torch.zeros_like(self._ranking.keep).scatter_(1, self._ranking.ids, self._ranking.keep)
+        return kept | exempt[:, None]
+
+
+class Stage(NamedTuple):
+    """One entry of the table.
+
+    Attributes:
+        name: as in `SamplingParams`.
+        used: whether some row of a batch asks for it.
+        apply: changes the rows.
+    """
+
+    name: str
+    used: Callable[[SamplingBatch], bool]
+    apply: Callable[[Distribution, SamplingBatch], None]
+
+
+class SamplingPipeline:
+    """Stages, applied in the order of the list; `STANDARD` is the one that the engine draws with."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = tuple(stages)
+
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """Logits of the distribution that is drawn from: float32 [R, V] -> [R, V], -inf for what was cut."""
+        distribution = self.run(logits, batch)
+        kept = distribution.kept(exempt=batch.temperature == 0)
+        return distribution.logits if kept is None else distribution.logits.masked_fill(~kept, -torch.inf)
+
+    def run(self, logits: Tensor, batch: SamplingBatch) -> Distribution:
+        """The rows after all stages. `logits` is not written to."""
+        distribution = Distribution(logits)
+        for stage in self.stages:
+            if stage.used(batch):
+                stage.apply(distribution, batch)
+        return distribution
+
+
+def divide(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Logits over temperature, [R, V] over [R] (none 0), the highest of each row set to 0 before: a low temperature
+    would else cost digits or overflow, and so would one that float32 cannot hold.
+    """
+    bounds = torch.finfo(torch.float32)
+    divisor = temperatures.clamp(bounds.tiny, bounds.max).float()
+    return (logits - logits.amax(dim=-1, keepdim=True)) / divisor[:, None]
+
+
+def _bias(distribution: Distribution, batch: SamplingBatch) -> None:
+    logits = distribution.logits.clone()
+    only = torch.full_like(logits, -torch.inf).index_put_(tuple(batch.allowed[:2]), batch.allowed.values)
+    logits += torch.where(batch.restricted[:, None], only, 0.0)
+    distribution.logits = logits.index_put_(tuple(batch.bias[:2]), batch.bias.values, accumulate=True)
+
+
+def _penalties(distribution: Distribution, batch: SamplingBatch) -> None:
+    rows, ids, counts = batch.counts
+    old = distribution.logits[rows, ids]
+    repetition = batch.repetition[rows]
+    new = torch.where(old > 0, old / repetition, old * repetition)
+    new -= batch.frequency[rows] * counts + torch.where(counts > 0, batch.presence[rows], 0.0)
+    distribution.logits = distribution.logits.index_put((rows, ids), new)
+
+
+def _temperature(distribution: Distribution, batch: SamplingBatch) -> None:
+    greedy = batch.temperature == 0
+    distribution.logits = divide(distribution.logits, torch.where(greedy, 1.0, batch.temperature))
+
+
+Bias = Stage("logit_bias", lambda b: len(b.bias.ids) + len(b.allowed.ids) > 0, _bias)
+Penalties = Stage("penalties", lambda b: len(b.counts.ids) > 0, _penalties)
+Temperature = Stage("temperature", lambda _: True, _temperature)
+TopK = Stage("top_k", lambda b: b.any_filter, lambda d, b: keep_top_k(d.ranking, b.top_k))
+TopP = Stage("top_p", lambda b: b.any_filter, lambda d, b: keep_top_p(d.ranking, b.top_p))
+MinP = Stage("min_p", lambda b: b.any_filter, lambda d, b: keep_min_p(d.ranking, b.min_p))
+
+STANDARD = SamplingPipeline([Bias, Penalties, Temperature, TopK, TopP, MinP])
