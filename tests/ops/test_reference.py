@@ -203,6 +203,7 @@ class Shape:
     ratio: int  # query heads a key-value head
     head_dim: int
     dtype: torch.dtype = torch.float32
+    window: int = 0
 
     @property
     def num_heads(self) -> int:
@@ -257,6 +258,7 @@ class Paged:
         num_blocks = sum(blocks) + 3
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
         self.tables = [[order.pop() for _ in range(count)] for count in blocks]
+        self.unused = order[0]
         self.storage = KVStorage(shape.spec(), num_blocks, block_size, shape.dtype, torch.device("cpu"))
         self.storage.keys.fill_(math.nan)
         self.storage.values.fill_(math.nan)
@@ -267,6 +269,9 @@ class Paged:
         for row, (which, _, end) in enumerate(chunks):
             needed = self.tables[which][: -(-end // self.block_size)]
             tables[row, : len(needed)] = torch.tensor(needed)
+            if self.shape.window:  # blocks that left the window may be anybody's by now
+                start = chunks[row][1]
+                tables[row, : max(0, start - self.shape.window + 1) // self.block_size] = self.unused
         positions = torch.cat([torch.arange(start, end) for _, start, end in chunks])
         lengths = torch.tensor([end - start for _, start, end in chunks])
         row_chunks = torch.arange(len(chunks)).repeat_interleave(lengths)
@@ -296,7 +301,7 @@ class Paged:
             return torch.cat([getattr(self.stories[which], name)[start:end] for which, start, end in chunks])
 
         view.write(1, slots, rows("k"), rows("v"))
-        plan = plan_attention(batch, self.block_size)
+        plan = plan_attention(batch, self.block_size, self.shape.window)
         out = attention(rows("q"), view, 1, plan, self.shape.head_dim**-0.5)
         assert out.shape == (len(positions), self.shape.num_heads * self.shape.head_dim)
         return list(out.split(lengths.tolist()))
@@ -306,10 +311,12 @@ class Paged:
 
 
 def exact(shape: Shape, each: Story) -> Tensor:
-    """Causal attention in float64."""
+    """Causal attention in float64, by an explicit mask."""
     q, k, v = (part.double().transpose(0, 1) for part in (each.q, each.k, each.v))
     k, v = k.repeat_interleave(shape.ratio, dim=0), v.repeat_interleave(shape.ratio, dim=0)
-    out = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    behind = torch.arange(len(each))[:, None] - torch.arange(len(each))
+    seen = (behind >= 0) & ((behind < shape.window) if shape.window else True)
+    out = functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen)[0]
     return out.transpose(0, 1).reshape(len(each), -1)
 
 
@@ -319,6 +326,7 @@ SHAPES = st.builds(
     ratio=st.sampled_from([1, 2, 3, 4, 7, 8]),
     head_dim=st.sampled_from([8, 12, 16, 20, 64]),
     dtype=DTYPES,
+    window=st.sampled_from([0, 0, 1, 7, 64, 65, 130]),
 )
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=4)
 BLOCK_SIZES = st.sampled_from([1, 3, 16, 64, 100])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from tests.models.tiny import tiny_llama
+from tests.models.tiny import FAMILIES, tiny_llama, tiny_model
 from tests.parity.compare import MODEL, ROWS, TOLERANCE, agreement, compare_rows, complete, prompts, smollm2_oracle
 
 COMMON: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kv_cache_memory": 2**29}
@@ -52,6 +52,36 @@ def test_tiny_models_agree_with_transformers(tmp_path: Path, rope: str, tie: boo
     found = agreement(oracle, samples)
     assert found.tokens_equal == found.tokens
     assert found.largest_difference <= TOLERANCE
+
+
+@pytest.mark.parametrize("cache_type", ["paged", "radix"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_agrees_with_transformers(tmp_path: Path, family: str, cache_type: str) -> None:
+    """Windows are shorter than the prompts, and the last prompt finds the one before it in the cache."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_model(tmp_path, family)
+    oracle, loaded = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not loaded["missing_keys"]
+    assert not loaded["unexpected_keys"]
+    token_ids = [list(range(3, 3 + length)) for length in (1, 5, 40, 200, 220)]
+    config = EngineConfig(model_path=str(folder), dtype="float32", cache_type=cache_type, max_batch_size=2, **TINY)  # pyright: ignore[reportArgumentType]
+    with InferenceEngine(config) as engine:
+        params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+        samples, _ = complete(engine, token_ids, params, 1, preempted=False)
+        assert samples[-1].cached_tokens > 0
+    found = agreement(oracle.eval(), samples)
+    assert found.tokens_equal == found.tokens
+    assert found.largest_difference <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_same_bits_in_other_configurations(tmp_path: Path, family: str, dtype: str) -> None:
+    folder = tiny_model(tmp_path, family)
+    token_ids = [list(range(3, 3 + length)) for length in (1, 30, 33, 70, 130)]
+    for result in compare_rows(str(folder), dtype, token_ids, 12, (ROWS[1], ROWS[4], ROWS[5]), **TINY):
+        assert result["equal"] == result["samples"], result
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
