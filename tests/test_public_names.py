@@ -35,7 +35,7 @@ REQUIRED = object()
 NAMES = {
     *("InferenceEngine", "EngineConfig", "SamplingParams", "SchedulerConfig", "SchedulerOutput", "CacheAllocation"),
     *("TrainingSample", "VersionSpan", "SamplingMask", "EngineStats", "Sequence", "SequenceStatus", "Block"),
-    *("KVCacheManager", "PagedKVCache", "WeightSyncManager", "WeightUpdate"),
+    *("KVCacheManager", "PagedKVCache", "RadixKVCache", "WeightSyncManager", "WeightUpdate"),
     *("schedule", "sample_with_logprobs", "model_forward", "compute_block_hash"),
     *("NanoInferenceError", "ConfigError", "ModelLoadError", "InvalidRequest", "RequestTooLarge"),
     *("WeightUpdateError", "EngineDead"),
@@ -117,7 +117,7 @@ LATER: dict[type, set[str]] = {
     },
     TrainingSample: {"kv_versions", "top_logprobs", "prompt_logprobs", "oldest_weight_version", "text"},
 }
-LATER_NAMES = {"AsyncInferenceEngine", "RadixKVCache", "Delta", "replay", "score", "PolicyModel"}
+LATER_NAMES = {"AsyncInferenceEngine", "Delta", "replay", "score", "PolicyModel"}
 LATER_METHODS = {"resume_from", "pause", "resume", "sleep", "wake", "weights_checksum", "generate_text"}
 
 # Names and fields of the first description of the engine: classes, and what each must still have.

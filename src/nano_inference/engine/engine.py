@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from nano_inference.config import EngineConfig
+from nano_inference.config import CacheType, EngineConfig
 from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.storage import KVStorage, plan_memory
@@ -21,6 +21,7 @@ from nano_inference.engine.weight_sync import WeightSyncManager, WeightUpdate
 from nano_inference.errors import ConfigError, EngineDead, InvalidRequest, RequestTooLarge
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.paged import PagedKVCache
+from nano_inference.kv_cache.radix import RadixKVCache
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.loading import load_params, load_spec, num_bytes, resolve_dtype, resolve_model
 from nano_inference.models.weights import param_table
@@ -31,6 +32,8 @@ from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import EngineStats, SamplingParams, TrainingSample
 
 logger = logging.getLogger("nano_inference")
+
+CACHES: dict[CacheType, type[PagedKVCache | RadixKVCache]] = {"paged": PagedKVCache, "radix": RadixKVCache}
 
 # progress(finished samples, samples in all, completion tokens so far), called after every step of `generate`
 Progress = Callable[[int, int, int], None]
@@ -64,7 +67,7 @@ class InferenceEngine:
         num_blocks = self.memory_budget.num_blocks
         storage = KVStorage(self.spec, num_blocks, config.block_size, dtype, device)
         self.runner = ModelRunner({POLICY: self.model}, storage)
-        self.cache = PagedKVCache(num_blocks, config.block_size)
+        self.cache = CACHES[config.cache_type](num_blocks, config.block_size)
         self.weight_sync = WeightSyncManager(self.model)
         lookahead = config.lookahead if config.lookahead is not None else int(device.type == "cuda")
         self.loop = EngineLoop(self.cache, self.runner, config.scheduler, lookahead, self.numerics.fingerprint)
