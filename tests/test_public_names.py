@@ -18,6 +18,7 @@ from nano_inference import (
     InferenceEngine,
     KVCacheManager,
     PagedKVCache,
+    RadixKVCache,
     SamplingMask,
     SamplingParams,
     SchedulerConfig,
@@ -127,6 +128,7 @@ FIRST_NAMES: dict[type, set[str]] = {
     SchedulerOutput: {"prefill_seqs", "decode_seqs", "preempted_seqs"},
     KVCacheManager: {"allocate", "deallocate", "num_free_blocks", "flush"},
     PagedKVCache: {"allocate", "deallocate", "num_free_blocks", "flush", "hash_to_block", "blocks"},
+    RadixKVCache: {"allocate", "deallocate", "num_free_blocks", "flush", "blocks"},
     WeightSyncManager: {"start_sync", "maybe_finish_sync", "sync_blocking"},
     WeightUpdate: {"done", "result"},
 }
