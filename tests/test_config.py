@@ -41,7 +41,7 @@ def test_only_optional_counts_may_be_none(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "choices"),
     [
-        ("cache_type", "radixx", ["'paged'"]),
+        ("cache_type", "radixx", ["'paged'", "'radix'"]),
         ("cache_type", None, ["'paged'"]),
         ("dtype", "float64", ["'auto'", "'float32'", "'bfloat16'"]),
         ("dtype", None, ["'auto'"]),

@@ -20,6 +20,7 @@ from nano_inference import (
     InferenceEngine,
     KVCacheManager,
     PagedKVCache,
+    RadixKVCache,
     SamplingMask,
     SamplingParams,
     SchedulerConfig,
@@ -38,7 +39,7 @@ NAMES = {
     *("InferenceEngine", "EngineConfig", "SamplingParams", "SchedulerConfig", "SchedulerOutput", "CacheAllocation"),
     *("TrainingSample", "VersionSpan", "SamplingMask", "EngineStats", "Sequence", "SequenceStatus", "Block"),
     *("AsyncInferenceEngine", "Delta", "TopLogprobs", "SamplingPipeline"),
-    *("KVCacheManager", "PagedKVCache", "WeightSyncManager", "WeightUpdate"),
+    *("KVCacheManager", "PagedKVCache", "RadixKVCache", "WeightSyncManager", "WeightUpdate"),
     *("schedule", "sample_with_logprobs", "model_forward", "compute_block_hash"),
     *("NanoInferenceError", "ConfigError", "ModelLoadError", "InvalidRequest", "RequestTooLarge"),
     *("WeightUpdateError", "EngineDead"),
@@ -136,7 +137,7 @@ LATER: dict[type, set[str]] = {
     EngineConfig: {"batch_invariant"},
     TrainingSample: {"kv_versions", "oldest_weight_version"},
 }
-LATER_NAMES = {"RadixKVCache", "replay", "score", "PolicyModel"}
+LATER_NAMES = {"replay", "score", "PolicyModel"}
 LATER_METHODS = {"resume_from", "pause", "resume", "sleep", "wake", "weights_checksum"}
 
 # Names and fields of the first description of the engine: classes, and what each must still have.
@@ -146,6 +147,7 @@ FIRST_NAMES: dict[type, set[str]] = {
     SchedulerOutput: {"prefill_seqs", "decode_seqs", "preempted_seqs"},
     KVCacheManager: {"allocate", "deallocate", "num_free_blocks", "flush"},
     PagedKVCache: {"allocate", "deallocate", "num_free_blocks", "flush", "hash_to_block", "blocks"},
+    RadixKVCache: {"allocate", "deallocate", "num_free_blocks", "flush", "blocks"},
     WeightSyncManager: {"start_sync", "maybe_finish_sync", "sync_blocking"},
     WeightUpdate: {"done", "result"},
 }

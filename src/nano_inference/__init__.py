@@ -20,6 +20,7 @@ from nano_inference.kv_cache.block_hash import compute_block_hash
 from nano_inference.kv_cache.block_pool import Block
 from nano_inference.kv_cache.manager import CacheAllocation, KVCacheManager
 from nano_inference.kv_cache.paged import PagedKVCache
+from nano_inference.kv_cache.radix import RadixKVCache
 from nano_inference.models.decoder import model_forward
 from nano_inference.sampling.pipeline import SamplingPipeline
 from nano_inference.sampling.sample import sample_with_logprobs
@@ -53,6 +54,7 @@ __all__ = [
     "ModelLoadError",
     "NanoInferenceError",
     "PagedKVCache",
+    "RadixKVCache",
     "RequestTooLarge",
     "SamplingMask",
     "SamplingParams",

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from nano_inference.errors import ConfigError
 from nano_inference.options import strict_options
 
-CacheType = Literal["paged"]
+CacheType = Literal["paged", "radix"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -42,7 +42,7 @@ class EngineConfig:
         tokenizer_path: another folder to take the tokenizer from; None: the model's.
         ref_model_path: a frozen model that scores every finished sample (`TrainingSample.ref_logprobs`), with the
             policy's vocabulary; the same path as `model_path`: a frozen copy of the initial policy. None: no scores.
-        cache_type: how prefixes are indexed. `"paged"`: a hash table over full blocks.
+        cache_type: how prefixes are indexed. `"paged"`: a hash table over full blocks; `"radix"`: a tree over token ids.
         block_size: tokens in a KV block.
         max_batch_size: sequences in a step.
         max_tokens_per_batch: tokens in a step, all sequences together.
@@ -107,7 +107,7 @@ class EngineConfig:
 
 
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "cache_type": ("paged",),
+    "cache_type": ("paged", "radix"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "backend": ("auto", "reference"),
     "attention": ("auto", "reference"),

@@ -26,6 +26,8 @@ from nano_inference import (
     TrainingSample,
     VersionSpan,
 )
+from nano_inference.config import CacheType
+from nano_inference.engine.engine import CACHES
 from tests.models.tiny import llama_config, llama_weights, tiny_llama, write_model
 
 Build = Callable[..., InferenceEngine]
@@ -215,8 +217,9 @@ def test_a_group_larger_than_a_batch_takes_turns(build: Build) -> None:
     assert samples == build().generate([1, 2, 3], SamplingParams(max_tokens=5, seed=3, ignore_eos=True), 7)
 
 
-def test_a_prompt_that_was_seen_is_taken_from_the_cache(build: Build) -> None:
-    engine = build(block_size=4)
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_a_prompt_that_was_seen_is_taken_from_the_cache(build: Build, cache_type: CacheType) -> None:
+    engine = build(block_size=4, cache_type=cache_type)
     prompt = list(range(30, 41))
     (first,) = engine.generate(prompt, greedy())
     (second,) = engine.generate(prompt, greedy())
@@ -229,8 +232,9 @@ def test_a_prompt_that_was_seen_is_taken_from_the_cache(build: Build) -> None:
     assert engine.generate(prompt, greedy())[0].cached_tokens == 0
 
 
-def test_a_salt_separates_prefixes(build: Build) -> None:
-    engine = build(block_size=4)
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_a_salt_separates_prefixes(build: Build, cache_type: CacheType) -> None:
+    engine = build(block_size=4, cache_type=cache_type)
     prompt = list(range(30, 41))
     seen: list[int] = []
     for salt in (None, "", "a", "a", "", None):
@@ -238,8 +242,34 @@ def test_a_salt_separates_prefixes(build: Build) -> None:
     assert seen == [0, 0, 0, 8, 8, 8]
 
 
-def test_without_prefix_caching_nothing_is_taken(build: Build) -> None:
-    engine = build(block_size=4, enable_prefix_caching=False)
+@pytest.mark.parametrize("num_blocks", [12, 200])
+def test_the_kind_of_the_cache_changes_no_bit(build: Build, num_blocks: int) -> None:
+    """Conversations that go on, prompts asked twice, groups and an update; the small cache has to evict."""
+    stem = list(range(20, 36))
+    results: list[list[TrainingSample]] = []
+    for cache_type, cls in CACHES.items():
+        engine = build(block_size=4, cache_type=cache_type, kv_cache_memory=num_blocks * 4 * TOKEN_BYTES)
+        assert type(engine.cache) is cls
+        samples: list[TrainingSample] = []
+        for turn in range(4):
+            params = SamplingParams(max_tokens=8, seed=turn, ignore_eos=True, raw_logprobs=True)
+            prompts = [stem, stem[:8] + [50 + turn], stem[:12], stem[:12]]
+            samples += engine.generate(prompts, params, 2)
+            stem = [*stem[:16], *samples[-1].completion_tokens]
+            if turn == 2:
+                engine.update_weights(llama_weights(llama_config(), seed=1))
+            engine.loop.check()
+        assert_all_blocks_free(engine)
+        results.append(samples)
+        stem = list(range(20, 36))
+    paged, radix = results
+    assert paged == radix
+    assert sum(sample.cached_tokens for sample in radix) > 0
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_without_prefix_caching_nothing_is_taken(build: Build, cache_type: CacheType) -> None:
+    engine = build(block_size=4, enable_prefix_caching=False, cache_type=cache_type)
     for _ in range(2):
         assert engine.generate(list(range(30, 41)), greedy())[0].cached_tokens == 0
     assert engine.runner.prompt_tokens_computed == 22

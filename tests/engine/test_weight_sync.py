@@ -13,7 +13,6 @@ from torch import Tensor
 from nano_inference import (
     EngineConfig,
     InferenceEngine,
-    PagedKVCache,
     SamplingParams,
     TrainingSample,
     VersionSpan,
@@ -390,14 +389,14 @@ def test_blocks_of_a_dead_version_are_all_free(build: Build) -> None:
 
 def named_versions(engine: InferenceEngine) -> set[int]:
     """Weight versions of the blocks that can be matched."""
-    assert isinstance(engine.cache, PagedKVCache)
     return {block.namespace.version for block in engine.cache.blocks if block.namespace is not None}
 
 
+@pytest.mark.parametrize("cache_type", ["paged", "radix"])
 @pytest.mark.parametrize("blocking", [False, True])
-def test_no_block_keeps_the_name_of_a_dead_version(build: Build, blocking: bool) -> None:
+def test_no_block_keeps_the_name_of_a_dead_version(build: Build, blocking: bool, cache_type: str) -> None:
     """Nor gets one: a request that goes on with old keys names nothing any more."""
-    engine = build(max_batch_size=2)
+    engine = build(max_batch_size=2, cache_type=cache_type)
     engine.generate(PROMPT[::-1], greedy())
     for prompt in (PROMPT, PROMPT[3:], PROMPT[5:]):  # two run, one waits
         engine.add_request(prompt, greedy(20))

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.config import CacheType
 from nano_inference.kv_cache.block_hash import NO_PREFIX
 
 MOST_STEPS = 5000  # a scenario takes a few hundred
@@ -36,6 +37,7 @@ class Schedule:
     lookahead: int = 0
     num_threads: int = 2
     num_blocks: int | None = None  # None: plenty
+    cache_type: CacheType = "paged"
 
     def config(self, model: Path, dtype: str, bytes_per_token: int) -> EngineConfig:
         """The engine configuration that makes this schedule."""
@@ -44,6 +46,7 @@ class Schedule:
             model_path=str(model),
             dtype=dtype,  # pyright: ignore[reportArgumentType]
             device="cpu",
+            cache_type=self.cache_type,
             block_size=self.block_size,
             max_batch_size=self.max_batch_size,
             max_tokens_per_batch=self.max_tokens_per_batch,

@@ -64,6 +64,7 @@ schedules = st.builds(
     lookahead=st.sampled_from([0, 1]),
     num_threads=st.sampled_from([1, 2]),
     num_blocks=st.sampled_from([None, 1]),  # 1: see fitted
+    cache_type=st.sampled_from(["paged", "radix"]),
 )
 
 

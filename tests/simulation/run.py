@@ -16,10 +16,11 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=None, help="where to write the summary")
     arguments = parser.parse_args()
     began, total = time.perf_counter(), Outcome()
-    lookahead_one = 0
+    lookahead_one = radix = 0
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.workloads):
         workload = random_workload(seed)
         lookahead_one += workload.lookahead
+        radix += workload.cache_type == "radix"
         try:
             outcome = run(workload)
         except Exception as problem:
@@ -30,6 +31,7 @@ def main() -> None:
         "workloads": arguments.workloads,
         "first_seed": arguments.first_seed,
         "with_lookahead_1": lookahead_one,
+        "with_radix": radix,
         "failures": 0,
         "seconds": round(time.perf_counter() - began, 1),
         **{name.name: getattr(total, name.name) for name in fields(Outcome)},

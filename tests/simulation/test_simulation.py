@@ -1,21 +1,26 @@
 """The real loop on a fake model: random workloads, and every small one."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from nano_inference.config import SchedulerConfig
+from nano_inference.config import CacheType, SchedulerConfig
+from nano_inference.engine.engine import CACHES
 from tests.simulation.workload import Ask, Workload, random_workload, run
 
 
+@pytest.mark.parametrize("cache_type", CACHES)
 @pytest.mark.parametrize("block", range(10))
-def test_random_workloads(block: int) -> None:
-    outcomes = [run(random_workload(seed)) for seed in range(100_000 + block * 30, 100_000 + (block + 1) * 30)]
+def test_random_workloads(block: int, cache_type: CacheType) -> None:
+    workloads = [random_workload(seed) for seed in range(100_000 + block * 30, 100_000 + (block + 1) * 30)]
+    outcomes = [run(replace(workload, cache_type=cache_type)) for workload in workloads]
     assert sum(outcome.steps for outcome in outcomes) > 0
 
 
-def test_the_random_workloads_reach_the_hard_cases() -> None:
-    outcomes = [run(random_workload(seed)) for seed in range(200_000, 200_060)]
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_the_random_workloads_reach_the_hard_cases(cache_type: CacheType) -> None:
+    outcomes = [run(replace(random_workload(seed), cache_type=cache_type)) for seed in range(200_000, 200_060)]
     assert sum(outcome.preemptions for outcome in outcomes) > 20
     assert sum(outcome.tokens_cached for outcome in outcomes) > 100
     assert sum(outcome.aborted for outcome in outcomes) > 0
@@ -25,10 +30,11 @@ def test_the_random_workloads_reach_the_hard_cases() -> None:
 SHAPES = [(1, 2), (1, 5), (3, 4), (6, 1), (6, 6)]  # (prompt tokens, max_tokens); 12 tokens are all that fit
 
 
+@pytest.mark.parametrize("cache_type", CACHES)
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize(("tokens", "seqs", "chunk"), [(2, 3, None), (8, 3, None), (8, 2, 2), (8, 3, 3)])
 def test_every_schedule_of_three_sequences_on_six_blocks(
-    lookahead: int, tokens: int, seqs: int, chunk: int | None
+    cache_type: CacheType, lookahead: int, tokens: int, seqs: int, chunk: int | None
 ) -> None:
     config = SchedulerConfig(max_batch_size=seqs, max_tokens_per_batch=tokens, block_size=2, max_chunk_tokens=chunk)
     for shapes in itertools.product(SHAPES, repeat=3):
@@ -38,4 +44,4 @@ def test_every_schedule_of_three_sequences_on_six_blocks(
                     Ask([stem] * length, most, arrives=arrives)
                     for (length, most), arrives, stem in zip(shapes, (0, second, third), stems, strict=True)
                 ]
-                run(Workload(asks, config, num_blocks=6, lookahead=lookahead))
+                run(Workload(asks, config, num_blocks=6, lookahead=lookahead, cache_type=cache_type))

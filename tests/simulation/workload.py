@@ -3,10 +3,10 @@
 import random
 from dataclasses import dataclass, field
 
-from nano_inference.config import SchedulerConfig
+from nano_inference.config import CacheType, SchedulerConfig
+from nano_inference.engine.engine import CACHES
 from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.kv_cache.paged import PagedKVCache
 from nano_inference.scheduling.sequence import POLICY, Sequence
 from nano_inference.types import SamplingParams, TrainingSample
 from tests.simulation.fake_model import EOS, VOCAB, FakeRunner, oracle
@@ -34,6 +34,7 @@ class Workload:
     num_blocks: int
     lookahead: int
     updates: dict[int, bool] = field(default_factory=dict)  # step -> recompute
+    cache_type: CacheType = "paged"
 
 
 @dataclass
@@ -81,7 +82,8 @@ def random_workload(seed: int) -> Workload:
     )
     least = -(-longest // block_size)
     updates = {r.randrange(0, 40): r.random() < 0.5 for _ in range(r.choice([0, 0, 0, 1, 2]))}
-    return Workload(asks, config, least + r.choice([0, 1, 3, 10, 100]), r.choice([0, 1]), updates)
+    num_blocks, lookahead = least + r.choice([0, 1, 3, 10, 100]), r.choice([0, 1])
+    return Workload(asks, config, num_blocks, lookahead, updates, r.choice(["paged", "radix"]))
 
 
 def run(workload: Workload, max_steps: int = 4000) -> Outcome:
@@ -89,7 +91,7 @@ def run(workload: Workload, max_steps: int = 4000) -> Outcome:
     config = workload.config
     runner = FakeRunner(workload.num_blocks * config.block_size, config.block_size)
     runner.one_version_only = all(workload.updates.values())
-    cache = PagedKVCache(workload.num_blocks, config.block_size)
+    cache = CACHES[workload.cache_type](workload.num_blocks, config.block_size)
     loop = EngineLoop(cache, runner, config, workload.lookahead, "fake")
     outcome = Outcome(updates=len(workload.updates))
     samples: list[TrainingSample] = []

@@ -9,9 +9,11 @@ import psutil
 import torch
 from torch import Tensor
 
-from nano_inference.config import EngineConfig
+from nano_inference.config import CacheType, EngineConfig
 from nano_inference.engine.storage import KVStorage, MemoryBudget, kv_shape, plan_memory
 from nano_inference.errors import ConfigError
+from nano_inference.kv_cache.paged import PagedKVCache
+from nano_inference.kv_cache.radix import RadixKVCache
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.loading import load_params, load_spec, resolve_dtype, resolve_model
 from nano_inference.models.spec import ModelSpec
@@ -23,6 +25,9 @@ from nano_inference.scheduling.sequence import POLICY, REFERENCE
 logger = logging.getLogger("nano_inference")
 
 
+_CACHES: dict[CacheType, type[PagedKVCache | RadixKVCache]] = {"paged": PagedKVCache, "radix": RadixKVCache}
+
+
 @dataclass(frozen=True)
 class Parts:
     """What an engine is made of."""
@@ -30,6 +35,7 @@ class Parts:
     folder: Path  # of the policy
     models: Mapping[str, Decoder]  # by weight set
     storages: Mapping[str, KVStorage]  # by weight set; sets of one shape share
+    cache: PagedKVCache | RadixKVCache
     memory_budget: MemoryBudget
     numerics: Numerics
 
@@ -70,6 +76,7 @@ def assemble(config: EngineConfig) -> Parts:
         folder=folder,
         models=models,
         storages={name: by_shape[kv_shape(spec)] for name, spec in specs.items()},
+        cache=_CACHES[config.cache_type](budget.num_blocks, config.block_size),
         memory_budget=budget,
         numerics=_numerics(ops, dtype, device),
     )
@@ -79,8 +86,8 @@ def _require_same_vocabulary(specs: Mapping[str, ModelSpec], config: EngineConfi
     sizes = {name: spec.vocab_size for name, spec in specs.items()}
     if len(set(sizes.values())) > 1:
         raise ConfigError(
-            f"ref_model_path={config.ref_model_path!r} has a vocabulary of {sizes[REFERENCE]} tokens and the policy has "
-            f"{sizes[POLICY]}; a reference model must have the policy's."
+            f"ref_model_path={config.ref_model_path!r} has a vocabulary of {sizes[REFERENCE]} tokens, the policy "
+            f"one of {sizes[POLICY]}; a reference model must have the policy's."
         )
 
 

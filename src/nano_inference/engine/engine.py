@@ -19,7 +19,6 @@ from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.weight_sync import WeightSyncManager, WeightUpdate
 from nano_inference.errors import EngineDead
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.kv_cache.paged import PagedKVCache
 from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
 from nano_inference.text.output_text import OutputText
 from nano_inference.text.tokenizer import Tokenizer
@@ -49,7 +48,7 @@ class InferenceEngine:
         self.model_folder = parts.folder
         self.max_model_len = self.memory_budget.max_model_len
         self.runner = ModelRunner(parts.models, parts.storages)
-        self.cache = PagedKVCache(self.memory_budget.num_blocks, config.block_size)
+        self.cache = parts.cache
         self.weight_sync = WeightSyncManager(self.model)
         device = self.model.device
         lookahead = config.lookahead if config.lookahead is not None else int(device.type == "cuda")

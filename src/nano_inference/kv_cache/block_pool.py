@@ -1,16 +1,28 @@
-"""Block ids, reference counts, and the free list: doubly linked, so that any block leaves it in O(1)."""
+"""Block ids, reference counts, and the order in which free blocks are reused: a ring that any block leaves in O(1)."""
 
 import itertools
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace
 
-_NONE = -1  # end of the linked list
+_NONE = -1  # not in the ring
 
 
 @dataclass(slots=True)
 class Block:
-    """One KV block. `hash` names its contents while it is matchable, else it is -1."""
+    """One KV block. `hash` names its contents while it is matchable, else it is -1.
+
+    Attributes:
+        block_id: its place in the KV tensors.
+        ref_count: how many block tables hold it.
+        hash: the name of its contents.
+        parent: the name of the block before it (where names are what is searched).
+        token_ids: its contents (where names are what is searched; a tree keeps them in its edges).
+        namespace: what else its contents depend on.
+        above: the block before it, where that must not be reused before this one.
+        pins: blocks right below it that are in use, or pinned themselves.
+    """
 
     block_id: int
     ref_count: int = 0
@@ -18,69 +30,119 @@ class Block:
     parent: int = NO_PREFIX
     token_ids: tuple[int, ...] = ()
     namespace: Namespace | None = None
+    above: "Block | None" = field(default=None, repr=False, compare=False)
+    pins: int = 0
 
     def forget(self) -> None:
         """Drop the name: the block is no longer matchable."""
-        self.hash, self.parent, self.token_ids, self.namespace = NO_PREFIX, NO_PREFIX, (), None
+        self.hash, self.parent, self.token_ids, self.namespace, self.above = NO_PREFIX, NO_PREFIX, (), None, None
 
 
 class BlockPool:
-    """All blocks of a cache. Free blocks stand in a list from first-to-be-reused to last."""
+    """All blocks of a cache. Free blocks stand in the order of their reuse.
+
+    First those without a name; then named ones, the longest unused first, none before a block below it; last those
+    that are pinned: something below them is in use, so their reuse would cost more than one block's contents.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.num_free = num_blocks
-        # Element `num_blocks` is a sentinel: its next is the head of the list, its previous the tail.
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._previous = [num_blocks, *range(num_blocks)]
+        # Two elements of the ring are no blocks: the head before the first one, and the bar before the pinned ones.
+        self._head, self._bar = num_blocks, num_blocks + 1
+        self._next = [*range(1, num_blocks), self._bar, 0, self._head]
+        self._previous = [self._head, *range(num_blocks - 1), self._bar, num_blocks - 1]
 
-    def take(self) -> Block:
-        """Remove and return the head of the free list, held once. Its old name is left for the caller to forget."""
+    def first_free(self) -> Block:
+        """The free block to reuse next. Its name is left for the caller to forget."""
         if not self.num_free:
             raise RuntimeError("no free KV block: the plan promised more than the cache has.")
-        block = self.blocks[self._next[len(self.blocks)]]
-        self.hold(block)
-        return block
+        first = self._next[self._head]
+        return self.blocks[first if first != self._bar else self._next[self._bar]]
 
     def hold(self, block: Block) -> None:
-        """Count one more holder; a free block leaves the free list."""
+        """Count one more holder; a free block leaves the ring."""
         if block.ref_count == 0:
             self._unlink(block.block_id)
+            if not block.pins:
+                self._pin(block.above)
         block.ref_count += 1
 
     def release(self, block: Block) -> None:
-        """Count one holder less; a block that nobody holds becomes free: last to be reused if it is matchable."""
+        """Count one holder less; a block that nobody holds becomes free: the most recently used of its kind."""
         if block.ref_count <= 0:
             raise RuntimeError(f"block {block.block_id} was released more often than it was held.")
         block.ref_count -= 1
         if block.ref_count == 0:
-            sentinel = len(self.blocks)
-            matchable = block.hash != NO_PREFIX
-            self._link(block.block_id, after=self._previous[sentinel] if matchable else sentinel)
+            self._link(block)
+            if not block.pins:
+                self._unpin(block.above)
 
-    def reuse_first(self, block: Block) -> None:
-        """Move a free block to the head of the free list."""
-        self._unlink(block.block_id)
-        self._link(block.block_id, after=len(self.blocks))
+    def put_below(self, block: Block, above: Block | None) -> None:
+        """From now on `above` is not reused before `block`, which is held."""
+        block.above = above
+        self._pin(above)
+
+    def forget(self, block: Block) -> None:
+        """Drop the name of a block that has nothing below it. If it is free, it is reused first."""
+        above = block.above
+        block.forget()
+        if block.ref_count:
+            self._unpin(above)
+        else:
+            self._requeue(block)
 
     def free_ids(self) -> list[int]:
         """Free block ids from first to be reused to last."""
-        ids: list[int] = []
-        at = self._next[len(self.blocks)]
-        while at != len(self.blocks):
-            ids.append(at)
-            at = self._next[at]
-        return ids
+        return [at for at in self._ring() if at < len(self.blocks)]
 
     def check(self) -> None:
-        """Assert that the list is one ring of exactly the blocks that nobody holds."""
+        """Assert that the ring is whole, holds exactly the blocks that nobody holds, and is in order."""
         ids = self.free_ids()
         assert len(ids) == self.num_free == len(set(ids)), "free list and its length disagree"
         assert set(ids) == {b.block_id for b in self.blocks if b.ref_count == 0}, "free list and counts disagree"
-        ring = [len(self.blocks), *ids, len(self.blocks)]
-        for left, right in itertools.pairwise(ring):
+        for left, right in itertools.pairwise([self._head, *self._ring(), self._head]):
             assert self._next[left] == right, "free list is torn"
             assert self._previous[right] == left, "free list is torn backwards"
+        kinds = [2 if block.pins else int(block.hash != NO_PREFIX) for block in map(self.blocks.__getitem__, ids)]
+        assert kinds == sorted(kinds), "free list: not unnamed, then named, then pinned"
+        assert ids[len(ids) - kinds.count(2) :] == self._ring()[self._ring().index(self._bar) + 1 :], "bar is misplaced"
+        pins = Counter(b.above.block_id for b in self.blocks if b.above is not None and (b.ref_count or b.pins))
+        places = {block_id: place for place, block_id in enumerate(ids)}
+        for block in self.blocks:
+            assert block.pins == pins[block.block_id], f"block {block.block_id}: pins and what is below it disagree"
+            above = block.above
+            if above is not None and block.block_id in places and above.ref_count == above.pins == 0:
+                assert places[block.block_id] < places[above.block_id], "a block is reused before one below it"
+
+    def _pin(self, block: Block | None) -> None:
+        """One more of the blocks below is in use. Goes up until a block that was so already: O(1) for a whole path."""
+        while block is not None:
+            block.pins += 1
+            if block.pins > 1 or block.ref_count:
+                return
+            self._requeue(block)
+            block = block.above
+
+    def _unpin(self, block: Block | None) -> None:
+        while block is not None:
+            block.pins -= 1
+            if block.pins or block.ref_count:
+                return
+            self._requeue(block)
+            block = block.above
+
+    def _requeue(self, block: Block) -> None:
+        self._unlink(block.block_id)
+        self._link(block)
+
+    def _ring(self) -> list[int]:
+        elements: list[int] = []
+        at = self._next[self._head]
+        while at != self._head:
+            elements.append(at)
+            at = self._next[at]
+        return elements
 
     def _unlink(self, at: int) -> None:
         left, right = self._previous[at], self._next[at]
@@ -88,8 +150,12 @@ class BlockPool:
         self._next[at] = self._previous[at] = _NONE
         self.num_free -= 1
 
-    def _link(self, at: int, after: int) -> None:
-        right = self._next[after]
+    def _link(self, block: Block) -> None:
+        if block.hash == NO_PREFIX:
+            after = self._head
+        else:
+            after = self._previous[self._head if block.pins else self._bar]
+        at, right = block.block_id, self._next[after]
         self._next[after] = self._previous[right] = at
         self._previous[at], self._next[at] = after, right
         self.num_free += 1
