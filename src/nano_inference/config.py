@@ -42,7 +42,8 @@ class EngineConfig:
         tokenizer_path: another folder to take the tokenizer from; None: the model's.
         ref_model_path: a frozen model that scores every finished sample (`TrainingSample.ref_logprobs`), with the
             policy's vocabulary; the same path as `model_path`: a frozen copy of the initial policy. None: no scores.
-        cache_type: how prefixes are indexed. `"paged"`: a hash table over full blocks; `"radix"`: a tree over token ids.
+        cache_type: how prefixes are indexed. `"paged"`: a hash table over full blocks; `"radix"`: a tree over token
+            ids.
         block_size: tokens in a KV block.
         max_batch_size: sequences in a step.
         max_tokens_per_batch: tokens in a step, all sequences together.

@@ -27,7 +27,7 @@ from nano_inference import (
     VersionSpan,
 )
 from nano_inference.config import CacheType
-from nano_inference.engine.engine import CACHES
+from nano_inference.engine.assembly import CACHES
 from tests.models.tiny import llama_config, llama_weights, tiny_llama, write_model
 
 Build = Callable[..., InferenceEngine]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from nano_inference.config import CacheType, SchedulerConfig
-from nano_inference.engine.engine import CACHES
+from nano_inference.engine.assembly import CACHES
 from tests.simulation.workload import Ask, Workload, random_workload, run
 
 

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 from nano_inference.config import CacheType, SchedulerConfig
-from nano_inference.engine.engine import CACHES
+from nano_inference.engine.assembly import CACHES
 from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.scheduling.sequence import POLICY, Sequence

@@ -25,7 +25,7 @@ from nano_inference.scheduling.sequence import POLICY, REFERENCE
 logger = logging.getLogger("nano_inference")
 
 
-_CACHES: dict[CacheType, type[PagedKVCache | RadixKVCache]] = {"paged": PagedKVCache, "radix": RadixKVCache}
+CACHES: dict[CacheType, type[PagedKVCache | RadixKVCache]] = {"paged": PagedKVCache, "radix": RadixKVCache}
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def assemble(config: EngineConfig) -> Parts:
         folder=folder,
         models=models,
         storages={name: by_shape[kv_shape(spec)] for name, spec in specs.items()},
-        cache=_CACHES[config.cache_type](budget.num_blocks, config.block_size),
+        cache=CACHES[config.cache_type](budget.num_blocks, config.block_size),
         memory_budget=budget,
         numerics=_numerics(ops, dtype, device),
     )
