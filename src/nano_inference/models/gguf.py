@@ -10,14 +10,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.models.gguf_families import FAMILIES, GLOBAL_NAMES, OPTIONAL_NAMES, Config, Family, Transform
 from nano_inference.models.gguf_tokenizer import INSTALL_HINT, write_tokenizer
 
 if TYPE_CHECKING:
@@ -26,77 +25,16 @@ if TYPE_CHECKING:
 CONVERTER_VERSION = 2  # part of the folder's name: raise it when the same file has to convert into something else
 TOKEN_ID_KEYS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 
-Config = dict[str, Any]
+TOKENIZER_SUFFIXES = ("_token_id", ".chat_template")  # the metadata that is read of the tokenizer
+
 TokenizerWriter = Callable[[Path, Path], None]
-Transform = Callable[[np.ndarray, Config], np.ndarray]
-
-
-def _unpermute_rows(weight: np.ndarray, config: Config, heads_key: str) -> np.ndarray:
-    """Query or key rows in Hugging Face's order. `weight` [num_heads * head_dim, hidden_size] in GGUF's order."""
-    # GGUF rotates neighbours (0, 1), (2, 3) ...; Hugging Face rotates (0, head_dim / 2), (1, head_dim / 2 + 1) ...
-    num_heads, head_dim = config[heads_key], config["head_dim"]
-    if weight.shape[0] != num_heads * head_dim:
-        raise ModelLoadError(f"a weight has {weight.shape[0]} rows; {heads_key} * head_dim is {num_heads * head_dim}")
-    pairs = weight.reshape(num_heads, head_dim // 2, 2, *weight.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(weight.shape)
-
 
 # What `_model_config` handles by hand, and keys that change nothing.
 COMMON_KEYS = frozenset(
     {"vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length"}
-    | {"rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor"}
+    | {"rope.dimension_count", "rope.scaling.type", "rope.scaling.factor"}
     | {"rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout"}
 )
-
-
-@dataclass(frozen=True)
-class Family:
-    """How one `general.architecture` of GGUF maps to Hugging Face's configuration and tensor names."""
-
-    architecture: str  # Hugging Face's class name
-    model_type: str
-    global_names: Mapping[str, str]  # GGUF tensor name -> Hugging Face name
-    layer_names: Mapping[str, str]  # what follows "blk.N." in GGUF -> what follows "model.layers.N."
-    optional_names: frozenset[str]  # keys of global_names that a file may lack
-    transforms: Mapping[str, Transform]  # key of either name table -> stored values to Hugging Face's
-    config_keys: Mapping[str, str]  # required metadata key without its "llama." -> configuration key
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
-        architecture="LlamaForCausalLM",
-        model_type="llama",
-        global_names={
-            "token_embd.weight": "model.embed_tokens.weight",
-            "output_norm.weight": "model.norm.weight",
-            "output.weight": "lm_head.weight",
-        },
-        layer_names={
-            "attn_norm.weight": "input_layernorm.weight",
-            "attn_q.weight": "self_attn.q_proj.weight",
-            "attn_k.weight": "self_attn.k_proj.weight",
-            "attn_v.weight": "self_attn.v_proj.weight",
-            "attn_output.weight": "self_attn.o_proj.weight",
-            "ffn_norm.weight": "post_attention_layernorm.weight",
-            "ffn_gate.weight": "mlp.gate_proj.weight",
-            "ffn_up.weight": "mlp.up_proj.weight",
-            "ffn_down.weight": "mlp.down_proj.weight",
-        },
-        optional_names=frozenset({"output.weight"}),
-        transforms={
-            "attn_q.weight": partial(_unpermute_rows, heads_key="num_attention_heads"),
-            "attn_k.weight": partial(_unpermute_rows, heads_key="num_key_value_heads"),
-        },
-        config_keys={
-            "embedding_length": "hidden_size",
-            "feed_forward_length": "intermediate_size",
-            "block_count": "num_hidden_layers",
-            "attention.head_count": "num_attention_heads",
-            "context_length": "max_position_embeddings",
-            "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-        },
-    )
-}
 
 
 def convert_gguf(
@@ -177,7 +115,7 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, "ReaderTensor"]]:
         from gguf import GGUFReader
 
         reader = GGUFReader(path)
-        keys = [key for key in reader.fields if not key.startswith("tokenizer.") or key.endswith("_token_id")]
+        keys = [key for key in reader.fields if not key.startswith("tokenizer.") or key.endswith(TOKENIZER_SUFFIXES)]
         metadata = {key: reader.fields[key].contents() for key in keys}
     except ImportError as error:
         raise ModelLoadError(INSTALL_HINT) from error
@@ -191,30 +129,39 @@ def _model_config(
 ) -> Config:
     """Hugging Face's `config.json` from the metadata. An architecture key that no table names is refused."""
     values = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
-    if unknown := sorted(values.keys() - family.config_keys.keys() - COMMON_KEYS):
+    if unknown := sorted(values.keys() - family.config_keys.keys() - family.optional_keys.keys() - COMMON_KEYS):
         raise ModelLoadError(f"the GGUF metadata key {name}.{unknown[0]} is not mapped to a configuration")
     values.setdefault("attention.head_count_kv", values.get("attention.head_count"))
-    for key in (*family.config_keys, "attention.head_count_kv"):  # a list would hold a number for each layer
+    config_keys = {**family.config_keys, **{key: to for key, to in family.optional_keys.items() if key in values}}
+    for key in (*config_keys, "attention.head_count_kv"):  # a list would hold a number for each layer
         value = values.get(key)
         if not isinstance(value, int | float) or value <= 0:
             raise ModelLoadError(f"the GGUF metadata key {name}.{key} is {value}; mapped is one positive number")
     if "token_embd.weight" not in stored:
         raise ModelLoadError("the GGUF file has no tensor token_embd.weight")
-    token_ids = {hf_key: metadata.get(f"tokenizer.ggml.{key}") for key, hf_key in TOKEN_ID_KEYS.items()}
-    return {
+    config = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **{hf_key: values[key] for key, hf_key in family.config_keys.items()},
+        "rope_theta": 10000.0,  # llama.cpp's default
+        **{hf_key: values[key] for key, hf_key in config_keys.items()},
         "num_key_value_heads": values["attention.head_count_kv"],
         "head_dim": _head_dim(name, values),
-        "rope_theta": values.get("rope.freq_base", 10000.0),  # llama.cpp's default
         **_rope_scaling(name, values),
         "vocab_size": int(stored["token_embd.weight"].shape[-1]),
         "tie_word_embeddings": "output.weight" not in stored,
-        **{key: token_id for key, token_id in token_ids.items() if token_id is not None},
+        **_token_ids(family, metadata),
         "torch_dtype": "float32",
         "nano_inference_converted_from": "gguf",  # the loader chooses a dtype by it: float32 is only how this is stored
     }
+    return {**family.defaults(config), **config}
+
+
+def _token_ids(family: Family, metadata: Mapping[str, Any]) -> Config:
+    token_ids = {hf_key: metadata.get(f"tokenizer.ggml.{key}") for key, hf_key in TOKEN_ID_KEYS.items()}
+    found = {key: token_id for key, token_id in token_ids.items() if token_id is not None}
+    if family.chat_eos_ids and "tokenizer.chat_template" in metadata:
+        found["eos_token_id"] = sorted({*family.chat_eos_ids, found.get("eos_token_id", family.chat_eos_ids[0])})
+    return found
 
 
 def _head_dim(name: str, values: Mapping[str, Any]) -> int:
@@ -238,7 +185,7 @@ def _rope_scaling(name: str, values: Mapping[str, Any]) -> Config:
 
 def _name_table(family: Family, config: Config) -> dict[str, tuple[str, Transform | None]]:
     """GGUF name -> (Hugging Face name, transform) of every tensor that a file of this configuration may hold."""
-    table = {key: (hf_name, family.transforms.get(key)) for key, hf_name in family.global_names.items()}
+    table = {key: (hf_name, family.transforms.get(key)) for key, hf_name in GLOBAL_NAMES.items()}
     for layer in range(config["num_hidden_layers"]):
         for key, hf_name in family.layer_names.items():
             table[f"blk.{layer}.{key}"] = (f"model.layers.{layer}.{hf_name}", family.transforms.get(key))
@@ -250,7 +197,7 @@ def _write_safetensors(path: Path, family: Family, config: Config, stored: Mappi
     table = _name_table(family, config)
     if unknown := sorted(stored.keys() - table.keys()):
         raise ModelLoadError(f"the GGUF tensor {unknown[0]} is not mapped for {family.architecture}")
-    if missing := sorted(table.keys() - stored.keys() - family.optional_names):
+    if missing := sorted(table.keys() - stored.keys() - OPTIONAL_NAMES):
         raise ModelLoadError(f"the GGUF file has no tensor {missing[0]}, which {family.architecture} needs")
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

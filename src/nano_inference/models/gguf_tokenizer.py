@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from tokenizers.normalizers import NFC, Normalizer
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence
 
 from nano_inference.errors import ModelLoadError
@@ -18,6 +19,8 @@ def _digits_then_bytes() -> PreTokenizer:
 # `tokenizer.ggml.pre` -> how text is split before merging. transformers writes a plain ByteLevel whatever the file
 # says; for these that joins what the model was trained to see apart ("\n\n1." keeps its digit away from the newlines).
 PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {"smollm": _digits_then_bytes}
+# The same for what is done to text first: Qwen's own tokenizer composes accents, so that "e\u0301" is read as "é".
+NORMALIZERS: dict[str, Callable[[], Normalizer]] = {"qwen2": NFC}
 
 
 def write_tokenizer(path: Path, folder: Path) -> None:
@@ -37,9 +40,11 @@ def write_tokenizer(path: Path, folder: Path) -> None:
             raise ModelLoadError(INSTALL_HINT) from error
         except (ValueError, LookupError, NotImplementedError) as error:
             raise ModelLoadError(f"transformers cannot read the tokenizer of {path}: {error}") from error
-        split = PRE_TOKENIZERS.get(_pre_tokenizer_name(path))
-        if split is not None:
-            tokenizer.backend_tokenizer.pre_tokenizer = split()
+        name = _pre_tokenizer_name(path)
+        if name in PRE_TOKENIZERS:
+            tokenizer.backend_tokenizer.pre_tokenizer = PRE_TOKENIZERS[name]()
+        if name in NORMALIZERS:
+            tokenizer.backend_tokenizer.normalizer = NORMALIZERS[name]()
         tokenizer.save_pretrained(folder)
 
 

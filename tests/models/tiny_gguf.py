@@ -1,0 +1,90 @@
+"""Small GGUF files and their weights."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+gguf = pytest.importorskip("gguf")
+
+HIDDEN, FFN, VOCAB, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 40, 4, 2, 16, 2
+METADATA: Mapping[str, Any] = {
+    "llama.block_count": LAYERS,
+    "llama.context_length": 128,
+    "llama.embedding_length": HIDDEN,
+    "llama.feed_forward_length": FFN,
+    "llama.attention.head_count": HEADS,
+    "llama.attention.head_count_kv": KV_HEADS,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 5000.0,
+    "llama.rope.dimension_count": HEAD_DIM,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+}
+
+
+def hf_weights(tied: bool = True) -> dict[str, np.ndarray]:
+    """Random Hugging Face weights of a tiny Llama, keyed by GGUF's names."""
+    shapes = {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
+    if not tied:
+        shapes["output.weight"] = (VOCAB, HIDDEN)
+    for layer in range(LAYERS):
+        shapes |= {
+            f"blk.{layer}.attn_norm.weight": (HIDDEN,),
+            f"blk.{layer}.attn_q.weight": (HEADS * HEAD_DIM, HIDDEN),
+            f"blk.{layer}.attn_k.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"blk.{layer}.attn_v.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"blk.{layer}.attn_output.weight": (HIDDEN, HEADS * HEAD_DIM),
+            f"blk.{layer}.ffn_norm.weight": (HIDDEN,),
+            f"blk.{layer}.ffn_gate.weight": (FFN, HIDDEN),
+            f"blk.{layer}.ffn_up.weight": (FFN, HIDDEN),
+            f"blk.{layer}.ffn_down.weight": (HIDDEN, FFN),
+        }
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+
+
+def permute_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """What llama.cpp's `convert_hf_to_gguf.py` does to query and key rows."""
+    halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def stored_weights(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    stored = dict(weights)
+    for name, weight in weights.items():
+        if "attn_q" in name or "attn_k" in name:
+            stored[name] = permute_rows(weight, HEADS if "attn_q" in name else KV_HEADS)
+    return stored
+
+
+def write_gguf(
+    path: Path,
+    tensors: Mapping[str, np.ndarray],
+    metadata: Mapping[str, Any] = METADATA,
+    architecture: str = "llama",
+    types: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a GGUF file. `types`: quantisation of the tensors that are not stored as they are."""
+    writer = gguf.GGUFWriter(path, architecture)
+    add: dict[type, Callable[[str, Any], None]] = {
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        bool: writer.add_bool,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    for key, value in metadata.items():
+        add[type(value)](key, value)
+    for name, tensor in tensors.items():
+        if types and name in types:
+            writer.add_tensor(name, gguf.quantize(tensor, types[name]), raw_dtype=types[name])
+        else:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
