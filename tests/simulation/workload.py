@@ -7,9 +7,9 @@ from nano_inference.config import CacheType, SchedulerConfig
 from nano_inference.engine.assembly import CACHES
 from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.scheduling.sequence import POLICY, Sequence
+from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
 from nano_inference.types import SamplingParams, TrainingSample
-from tests.simulation.fake_model import EOS, VOCAB, FakeRunner, oracle
+from tests.simulation.fake_model import EOS, VOCAB, FakeRunner, oracle, oracle_scores
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Ask:
     aborted: int | None = None
     priority: int = 0
     salt: str | None = None
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Workload:
     lookahead: int
     updates: dict[int, bool] = field(default_factory=dict)  # step -> recompute
     cache_type: CacheType = "paged"
+    judged: bool = False  # a reference model scores every sample
 
 
 @dataclass
@@ -68,6 +70,7 @@ def random_workload(seed: int) -> Workload:
                 aborted=r.randrange(0, 40) if r.random() < 0.1 else None,
                 priority=r.choice([0, 0, 0, 1, -1]),
                 salt=r.choice([None, None, None, "a"]),
+                prompt_logprobs=r.random() < 0.15,
             )
         )
     longest = max(len(ask.prompt) + ask.max_tokens for ask in asks)
@@ -83,7 +86,8 @@ def random_workload(seed: int) -> Workload:
     least = -(-longest // block_size)
     updates = {r.randrange(0, 40): r.random() < 0.5 for _ in range(r.choice([0, 0, 0, 1, 2]))}
     num_blocks, lookahead = least + r.choice([0, 1, 3, 10, 100]), r.choice([0, 1])
-    return Workload(asks, config, num_blocks, lookahead, updates, r.choice(["paged", "radix"]))
+    cache_type = r.choice(["paged", "radix"])
+    return Workload(asks, config, num_blocks, lookahead, updates, cache_type, judged=r.random() < 0.3)
 
 
 def run(workload: Workload, max_steps: int = 4000) -> Outcome:
@@ -93,6 +97,8 @@ def run(workload: Workload, max_steps: int = 4000) -> Outcome:
     runner.one_version_only = all(workload.updates.values())
     cache = CACHES[workload.cache_type](workload.num_blocks, config.block_size)
     loop = EngineLoop(cache, runner, config, workload.lookahead, "fake")
+    if workload.judged:
+        loop.sequences.versions[REFERENCE] = 0
     outcome = Outcome(updates=len(workload.updates))
     samples: list[TrainingSample] = []
     last_event = max([0, *workload.updates, *(ask.arrives for ask in workload.asks)])
@@ -133,12 +139,31 @@ def _sequence(loop: EngineLoop, request_id: int, ask: Ask) -> Sequence:
         request_id=request_id,
         token_ids=list(ask.prompt),
         num_prompt_tokens=len(ask.prompt),
-        params=SamplingParams(max_tokens=ask.max_tokens, priority=ask.priority, cache_salt=ask.salt),
+        params=SamplingParams(
+            max_tokens=ask.max_tokens,
+            priority=ask.priority,
+            cache_salt=ask.salt,
+            prompt_logprobs=ask.prompt_logprobs,
+        ),
+        scored=range(len(ask.prompt) - 1) if ask.prompt_logprobs else range(0),
         stop_ids=frozenset([EOS]),
         seed=1000 + request_id,
         prefix=PrefixKeys(Namespace()),
         num_samples=ask.num_samples,
     )
+
+
+def _check_scores(workload: Workload, ask: Ask, sample: TrainingSample) -> None:
+    assert (sample.prompt_logprobs is not None) == ask.prompt_logprobs
+    if sample.prompt_logprobs is not None:
+        expected = oracle_scores(ask.prompt, 0, POLICY)
+        found = list(sample.prompt_logprobs[1:])
+        assert found == (expected[: len(found)] if sample.finish_reason == "abort" else expected), "wrong prompt scores"
+    if sample.ref_logprobs is not None:
+        tokens = [*sample.prompt_tokens, *sample.completion_tokens]
+        assert list(sample.ref_logprobs) == oracle_scores(tokens, len(ask.prompt) - 1, REFERENCE), "wrong scores"
+    unscored = sample.finish_reason == "abort" or ask.aborted is not None or not workload.judged
+    assert unscored or sample.ref_logprobs is not None, "a sample was not scored"
 
 
 def _check_end(workload: Workload, loop: EngineLoop, runner: FakeRunner, samples: list[TrainingSample]) -> None:
@@ -158,6 +183,7 @@ def _check_end(workload: Workload, loop: EngineLoop, runner: FakeRunner, samples
         got = list(sample.completion_tokens)
         assert got == (alone[: len(got)] if sample.finish_reason == "abort" else alone), "a wrong token"
         assert len(sample.logprobs) == len(got), "arrays are not aligned"
+        _check_scores(workload, ask, sample)
         covered = [i for span in sample.weight_versions for i in range(span.start, span.end)]
         assert covered == list(range(len(got))), "version spans have gaps"
     untouched = not loop.num_preemptions and not workload.updates and all(a.aborted is None for a in workload.asks)

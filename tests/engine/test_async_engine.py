@@ -1,0 +1,245 @@
+"""Many awaiting callers on one engine: nothing is lost, nothing is left behind, nothing spins."""
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import (
+    AsyncInferenceEngine,
+    Delta,
+    EngineConfig,
+    EngineDead,
+    InferenceEngine,
+    InvalidRequest,
+    SamplingParams,
+    TrainingSample,
+)
+from tests.models.tiny import tiny_llama
+
+PATIENCE = 120.0  # seconds; a hang fails instead of hanging
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[InferenceEngine]:
+    config = EngineConfig(
+        model_path=str(tiny_llama(tmp_path)),
+        device="cpu",
+        kv_cache_memory=64 * 4 * 512,
+        block_size=4,
+        max_batch_size=24,
+        num_threads=1,
+    )
+    with InferenceEngine(config) as engine:
+        yield engine
+
+
+def params(seed: int, max_tokens: int = 12) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True)
+
+
+def prompt(seed: int) -> list[int]:
+    return [3 + (seed * 7 + i) % 250 for i in range(1 + seed % 9)]
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, PATIENCE))
+
+
+def settle(engine: InferenceEngine) -> None:
+    """Wait until the stepping thread has taken in the last aborts."""
+    deadline = time.monotonic() + PATIENCE
+    while engine.loop.has_pending():
+        assert time.monotonic() < deadline, "something is left in the engine"
+        time.sleep(0.01)
+
+
+async def collect(deltas: Any) -> list[Delta]:
+    return [delta async for delta in deltas]
+
+
+def test_two_hundred_callers_with_random_cancellation(engine: InferenceEngine) -> None:
+    r = random.Random(1)
+    alone = {seed: engine.generate(prompt(seed), params(seed))[0].completion_tokens for seed in range(0, 200, 20)}
+    cancelled = {seed for seed in range(200) if seed % 20 and r.random() < 0.4}
+
+    async def main() -> dict[int, Any]:
+        async with AsyncInferenceEngine(engine) as a:
+
+            async def caller(seed: int) -> Any:
+                if seed % 2:
+                    return await collect(a.stream(prompt(seed), params(seed)))
+                return await a.generate(prompt(seed), params(seed))
+
+            tasks = {seed: asyncio.create_task(caller(seed)) for seed in range(200)}
+
+            async def cancel(seed: int, delay: float) -> None:
+                await asyncio.sleep(delay)
+                tasks[seed].cancel()
+
+            killers = [asyncio.create_task(cancel(seed, r.random() * 1.5)) for seed in cancelled]
+            results = await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await asyncio.gather(*killers)
+            await asyncio.to_thread(settle, engine)
+            own = asyncio.current_task()
+            left = [t for t in asyncio.all_tasks() if t is not own and not t.done()]
+            assert len(left) <= 1, "a task is left behind"  # wait_for's own
+        return dict(zip(tasks, results, strict=True))
+
+    results = run(main())
+    ended = {seed: result for seed, result in results.items() if not isinstance(result, asyncio.CancelledError)}
+    assert set(range(200)) - cancelled <= set(ended)
+    assert len(ended) < 200, "nobody was cancelled in time"
+    for seed, result in ended.items():
+        assert not isinstance(result, BaseException), result
+        sample = result[0] if isinstance(result[0], TrainingSample) else result[-1].finished
+        assert len(sample.completion_tokens) == 12
+        if seed in alone:
+            assert sample.completion_tokens == alone[seed]
+    engine.loop.check()
+    assert engine.cache.num_free_blocks() == engine.cache.num_blocks, "a block is left behind"
+    assert not engine._sinks
+    assert not engine.loop.sequences.by_id
+    assert not engine.has_pending(), "samples of cancelled callers are left for others"
+
+
+def test_a_stream_is_the_sample(engine: InferenceEngine) -> None:
+    async def main() -> list[Delta]:
+        async with AsyncInferenceEngine(engine) as a:
+            return await collect(a.stream([5, 6, 7], params(3), num_samples=3))
+
+    deltas = run(main())
+    finished = {d.sample_index: d.finished for d in deltas if d.finished is not None}
+    assert set(finished) == {0, 1, 2}
+    for index, sample in finished.items():
+        mine = [d for d in deltas if d.sample_index == index]
+        assert mine[-1].finished is sample
+        assert tuple(t for d in mine for t in d.token_ids) == sample.completion_tokens
+        assert tuple(p for d in mine for p in d.logprobs) == sample.logprobs
+        assert len(mine) > 5, "tokens came all at once"
+
+
+def test_prompts_come_back_in_order(engine: InferenceEngine) -> None:
+    async def main() -> list[TrainingSample]:
+        async with AsyncInferenceEngine(engine) as a:
+            each = [params(i, max_tokens=20 - i) for i in range(6)]
+            return await a.generate([prompt(i) for i in range(6)], each, 2)
+
+    samples = run(main())
+    assert [s.prompt_tokens for s in samples] == [tuple(prompt(i)) for i in range(6) for _ in range(2)]
+    assert [s.sample_index for s in samples] == [0, 1] * 6
+
+
+def test_leaving_a_stream_aborts_it(engine: InferenceEngine) -> None:
+    async def main() -> int:
+        async with AsyncInferenceEngine(engine) as a:
+            stream = a.stream([5], params(1, max_tokens=200))
+            seen = 0
+            async for _ in stream:
+                seen += 1
+                if seen == 3:
+                    break
+            await stream.aclose()
+            await asyncio.to_thread(settle, engine)
+        return engine.stats().completion_tokens
+
+    assert run(main()) < 200
+    assert engine.cache.num_free_blocks() == engine.cache.num_blocks
+
+
+def test_weights_change_between_two_awaited_samples(engine: InferenceEngine) -> None:
+    async def main() -> tuple[list[TrainingSample], int, list[TrainingSample]]:
+        async with AsyncInferenceEngine(engine) as a:
+            before = asyncio.create_task(a.generate([5, 6], params(1, max_tokens=60)))
+            await asyncio.sleep(0.1)
+            version = await a.update_weights({"model.norm.weight": torch.full((64,), 0.5)}, version=7)
+            return await before, version, await a.generate([5, 6], params(1))
+
+    (before,), version, (after,) = run(main())
+    assert version == 7
+    assert [span.version for span in before.weight_versions] == [0, 7]
+    assert after.weight_version == 7
+
+
+def test_a_refused_request_is_the_callers_alone(engine: InferenceEngine) -> None:
+    async def main() -> list[TrainingSample]:
+        async with AsyncInferenceEngine(engine) as a:
+            good = asyncio.create_task(a.generate([5, 6], params(1)))
+            with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+                await a.generate([[5], [5000]], params(1))
+            with pytest.raises(InvalidRequest, match="tokenizer"):
+                await a.generate("text", params(1))
+            return await good
+
+    assert len(run(main())[0].completion_tokens) == 12
+
+
+def test_a_failing_step_reaches_everybody_who_awaits(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("device lost")
+
+    async def main() -> list[Any]:
+        async with AsyncInferenceEngine(engine) as a:
+            tasks = [asyncio.create_task(a.generate(prompt(i), params(i, max_tokens=100))) for i in range(5)]
+            await asyncio.sleep(0.05)
+            monkeypatch.setattr(engine.runner, "forward", broken)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            with pytest.raises(EngineDead):
+                await a.generate([1], params(1))
+        return results
+
+    assert all(isinstance(result, EngineDead) for result in run(main()))
+
+
+def test_stopping_wakes_those_who_wait(engine: InferenceEngine) -> None:
+    async def main() -> Any:
+        a = AsyncInferenceEngine(engine)
+        task = asyncio.create_task(a.generate([5], params(1, max_tokens=200)))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(a.stop)
+        return (await asyncio.gather(task, return_exceptions=True))[0]
+
+    assert isinstance(run(main()), EngineDead)
+
+
+def test_an_idle_engine_uses_no_time(engine: InferenceEngine) -> None:
+    async def main() -> float:
+        async with AsyncInferenceEngine(engine) as a:
+            await a.generate([5], params(1))
+            began = time.process_time()
+            await asyncio.sleep(0.5)
+            return time.process_time() - began
+
+    assert run(main()) < 0.2, "something spins"
+
+
+def test_threads_and_tasks_share_one_engine(engine: InferenceEngine) -> None:
+    blocking: list[TrainingSample] = []
+    thread = threading.Thread(target=lambda: blocking.extend(engine.generate([9, 9], params(4, 40))))
+
+    async def main() -> list[TrainingSample]:
+        async with AsyncInferenceEngine(engine) as a:
+            thread.start()
+            samples = await a.generate([5, 6], params(1, 40))
+            await asyncio.to_thread(thread.join, PATIENCE)
+        return samples
+
+    samples = run(main())
+    assert len(samples[0].completion_tokens) == len(blocking[0].completion_tokens) == 40
+
+
+def test_pieces_of_text_without_an_engine_of_ones_own() -> None:
+    with InferenceEngine(EngineConfig("smollm2-135m", device="cpu", max_model_len=128)) as engine:
+
+        async def main() -> list[str]:
+            return [piece async for piece in engine.generate_async("Count: 1, 2,", SamplingParams(0, max_tokens=6))]
+
+        pieces = run(main())
+        assert "".join(pieces) == engine.generate_text("Count: 1, 2,", SamplingParams(0, max_tokens=6))
+        assert len(pieces) > 1
