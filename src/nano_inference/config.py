@@ -40,7 +40,8 @@ class EngineConfig:
     Attributes:
         model_path: a Hugging Face folder, a hub id, a `.gguf` file, or `"smollm2-135m"` (the embedded model).
         tokenizer_path: another folder to take the tokenizer from; None: the model's.
-        cache_type: how prefixes are indexed. `"paged"`: a hash table over full blocks; `"radix"`: a tree over token ids.
+        cache_type: how prefixes are indexed. `"paged"`: a hash table over full blocks; `"radix"`: a tree of token
+            ids.
         block_size: tokens in a KV block.
         max_batch_size: sequences in a step.
         max_tokens_per_batch: tokens in a step, all sequences together.
