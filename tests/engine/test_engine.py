@@ -5,6 +5,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,7 @@ def test_the_kind_of_the_cache_changes_no_bit(build: Build, num_blocks: int) -> 
         samples: list[TrainingSample] = []
         for turn in range(4):
             params = SamplingParams(max_tokens=8, seed=turn, ignore_eos=True, raw_logprobs=True)
-            prompts = [stem, stem[:8] + [50 + turn], stem[:12], stem[:12]]
+            prompts = [stem, [*stem[:8], 50 + turn], stem[:12], stem[:12]]
             samples += engine.generate(prompts, params, 2)
             stem = [*stem[:16], *samples[-1].completion_tokens]
             if turn == 2:
@@ -263,7 +264,7 @@ def test_the_kind_of_the_cache_changes_no_bit(build: Build, num_blocks: int) -> 
         results.append(samples)
         stem = list(range(20, 36))
     paged, radix = results
-    assert paged == radix
+    assert [replace(sample, cached_tokens=0) for sample in paged] == [replace(s, cached_tokens=0) for s in radix]
     assert sum(sample.cached_tokens for sample in radix) > 0
 
 

@@ -96,6 +96,8 @@ def check(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> N
         for (_, index), expected in alone(model, dtype, request).items():
             got = together.get((place, index))
             assert got is not None, "a sample is lost"
+            aborted = got.finish_reason == "abort"
+            assert not aborted or (request.aborted is not None and got.stop_reason is None), "it read what it may not"
             assert same_bits(got, expected), f"request {place}, sample {index}: other bits"
 
 

@@ -52,7 +52,7 @@ class Table:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """The model's rules of naming and reuse are `_publish`, `_next`, `_forget` and `_release`: a cache's own promises."""
+    """A cache's own promises on naming and reuse are `_publish`, `_next`, `_forget` and `_release` of the model."""
 
     factory: ClassVar[CacheFactory]
 

@@ -1,6 +1,7 @@
 """What only the radix cache promises: the shape of its tree, and the order in which it lets go."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -165,7 +166,7 @@ def test_using_a_leaf_uses_its_whole_path_and_spares_it() -> None:
         assert (cached(cache, first), cached(cache, second)) == lengths
 
 
-# -- twins: a table whose own block has no name, because its contents hung in the tree already ---------------------------
+# -- twins: a table whose own block has no name, because its contents hung in the tree already -----------------------
 
 
 @pytest.fixture
@@ -267,41 +268,60 @@ def test_a_flush_forgets_paths_in_use_and_nothing_is_published_below_them() -> N
 # -- check -----------------------------------------------------------------------------------------------------------
 
 
-def test_check_sees_what_is_wrong() -> None:
-    def broken(damage: str) -> RadixKVCache:
-        cache = RadixKVCache(12, SIZE)
-        for tail in ([5, 6], [7, 8]):
-            cache.deallocate(put(cache, [1, 2, 3, 4, *tail]))
-        cache.check([])
-        top = next(iter(tree_of(cache).roots[Namespace()].children.values()))
-        leaf = next(iter(top.children.values()))
-        pool = cache._pool
-        match damage:
-            case "contents":
-                top.token_ids.pop()
-            case "key":
-                top.children[9, 9] = top.children.pop((5, 6))
-            case "order":
-                top.block_ids.reverse()
-            case "parent":
-                leaf.parent = None
-            case "pins":
-                pool.blocks[top.block_ids[0]].pins += 1
-            case "turn":
-                pool._unlink(top.block_ids[0])
-                pool._next[pool._head], before = top.block_ids[0], pool._next[pool._head]
-                pool._previous[before], pool._next[top.block_ids[0]] = top.block_ids[0], before
-                pool._previous[top.block_ids[0]] = pool._head
-                pool.num_free += 1
-            case "name":
-                pool.blocks[leaf.block_ids[0]].hash = -1
-            case _:
-                top.children.clear()
-        return cache
+def lose_contents(cache: RadixKVCache, top: Node) -> None:
+    top.token_ids.pop()
 
-    for damage in ("contents", "key", "order", "parent", "pins", "turn", "name", "lost"):
-        with pytest.raises(AssertionError):
-            broken(damage).check([])
+
+def exchange_key(cache: RadixKVCache, top: Node) -> None:
+    top.children[9, 9] = top.children.pop((5, 6))
+
+
+def exchange_blocks(cache: RadixKVCache, top: Node) -> None:
+    top.block_ids.reverse()
+
+
+def lose_parent(cache: RadixKVCache, top: Node) -> None:
+    next(iter(top.children.values())).parent = None
+
+
+def lose_children(cache: RadixKVCache, top: Node) -> None:
+    top.children.clear()
+
+
+def lose_name(cache: RadixKVCache, top: Node) -> None:
+    cache.blocks[top.block_ids[0]].hash = -1
+
+
+def pin_for_nothing(cache: RadixKVCache, top: Node) -> None:
+    cache.blocks[top.block_ids[0]].pins += 1
+
+
+def jump_the_queue(cache: RadixKVCache, top: Node) -> None:
+    """The first block of the run comes before those below it: it leaves the ring while all others go round."""
+    pool = cache._pool
+    pool._unlink(top.block_ids[0])
+    order = [top.block_ids[0], *pool.free_ids()]
+    for block_id in order[1:]:
+        pool._unlink(block_id)
+    for block_id in order:
+        pool._link(cache.blocks[block_id])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(lose_contents, lose_parent, lose_children, lose_name),
+        *(exchange_key, exchange_blocks, pin_for_nothing, jump_the_queue),
+    ],
+)
+def test_check_sees_what_is_wrong(damage: Callable[[RadixKVCache, Node], None]) -> None:
+    cache = RadixKVCache(6, SIZE)
+    for tail in ([5, 6], [7, 8]):
+        cache.deallocate(put(cache, [1, 2, 3, 4, *tail]))
+    cache.check([])
+    damage(cache, next(iter(tree_of(cache).roots[Namespace()].children.values())))
+    with pytest.raises(AssertionError):
+        cache.check([])
 
 
 def test_check_sees_a_table_that_is_no_path() -> None:

@@ -151,10 +151,8 @@ class BlockPool:
         self.num_free -= 1
 
     def _link(self, block: Block) -> None:
-        if block.hash == NO_PREFIX:
-            after = self._head
-        else:
-            after = self._previous[self._head if block.pins else self._bar]
+        last_of_its_kind = self._previous[self._head if block.pins else self._bar]
+        after = last_of_its_kind if block.hash != NO_PREFIX else self._head
         at, right = block.block_id, self._next[after]
         self._next[after] = self._previous[right] = at
         self._previous[at], self._next[at] = after, right

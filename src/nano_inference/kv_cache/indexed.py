@@ -1,4 +1,4 @@
-"""Block tables over one pool: what every kind of cache has in common. How prefixes are found is its index's business."""
+"""Block tables over one pool: what all caches have in common. How prefixes are found is the index's business."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

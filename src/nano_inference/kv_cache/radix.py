@@ -160,7 +160,7 @@ class RadixTree:
         """Token ids of blocks [first, end)."""
         return tokens[first * self._block_size : end * self._block_size]
 
-    # -- changing the tree -----------------------------------------------------------------------------------------------
+    # -- changing the tree --------------------------------------------------------------------------------------------
 
     def _open_run(self, node: Node, first_block: list[int]) -> Node:
         """The run that goes on where this one ends: itself if it is a leaf, else a new child."""
