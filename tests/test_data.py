@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference import ConfigError, NanoInferenceError, TrainingSample, VersionSpan, data
-from nano_inference.data import DataError, kinds
+from nano_inference.data import DataError, files, kinds
 
 SIGNED = st.integers(-(2**63), 2**63 - 1)
 ATOMS = {int: SIGNED, float: st.floats() | st.floats(width=32), str: st.text(), bool: st.booleans()}
@@ -72,12 +72,19 @@ def test_round_trips(folder: Path, samples: list[TrainingSample]) -> None:
     data.write_parquet(iter(samples), str(folder / "a.parquet"))
     again = {
         "columns": data.from_columns(columns),
-        "arrow": data.from_columns(pa.table(columns).to_pydict()),
         "jsonl": data.read_jsonl(folder / "a.jsonl"),
         "parquet": data.read_parquet(str(folder / "a.parquet")),
     }
     # The digits of repr are exact, tell -0.0 from 0.0 and 1 from 1.0, and show nan, which equals nothing.
     assert {way: repr(found) for way, found in again.items()} == dict.fromkeys(again, repr(samples))
+
+
+@settings(max_examples=60, deadline=None)
+@given(samples=SAMPLES)
+def test_arrow_guesses_the_types_of_columns(samples: list[TrainingSample]) -> None:
+    samples = [dataclasses.replace(sample, seed=sample.seed // 2) for sample in samples]
+    table = pa.table(data.to_columns(samples))
+    assert repr(data.from_columns(table.to_pydict())) == repr(samples)
 
 
 @settings(max_examples=40, deadline=None)
@@ -99,6 +106,7 @@ def test_numbers_that_json_lacks(tmp_path: Path) -> None:
     assert row["logprobs"] == [None, "Infinity", "-Infinity", 0.0]
     assert row["stop_reason"] == {"int": None, "str": "x"}
     assert repr(data.read_jsonl(tmp_path / "a.jsonl")) == repr([sample])
+    assert files._strict([{"logprobs": [math.nan, -math.inf]}]) == [{"logprobs": [None, "-Infinity"]}]
 
 
 def test_the_schema_does_not_depend_on_the_samples(tmp_path: Path) -> None:

@@ -14,7 +14,11 @@ class DataError(NanoInferenceError, ValueError):
 
 
 def to_columns(samples: Iterable[TrainingSample]) -> dict[str, list[Any]]:
-    """One list for each field, of plain Python values, for `datasets.Dataset.from_dict` or `pyarrow.table`."""
+    """One list for each field, of plain Python values, for `datasets.Dataset.from_dict` or `pyarrow.table`.
+
+    Those two guess a column's type from its values and refuse seeds of 2**63 and more beside smaller ones. The engine
+    draws none; for a caller's own ones `write_parquet` has the type.
+    """
     rows = list(samples)
     return {name: [kind.to_plain(getattr(sample, name)) for sample in rows] for name, kind in FIELDS.items()}
 
