@@ -1,1 +1,1 @@
-"""Text on both sides of the engine: tokenizer and chat templates."""
+"""Text on both sides of the engine: tokenizer, chat templates, text of a sample and stop strings."""

@@ -52,7 +52,7 @@ class Detokenizer:
         return "".join(tokens)
 
     def finish(self) -> str:
-        """The sequence ends: the text that was held back. Incomplete characters are U+FFFD. Nothing may be pushed after."""
+        """The sequence ends: the text that was held back, incomplete characters as U+FFFD. Push nothing afterwards."""
         tokens: list[str] = []
         for step in self._steps:
             tokens = step.push(tokens) + step.finish()
@@ -303,7 +303,7 @@ class _Strip:
     def push(self, tokens: list[str]) -> list[str]:
         text = "".join(tokens)
         while self.start and text:
-            self.start, text = (self.start - 1, text[1:]) if text[0] == self.content else (self.start, text)
+            self.start, text = (self.start - 1, text[1:]) if text[0] == self.content else (0, text)
         text = self.held + text
         cut = len(text) - min(self.stop, len(text) - len(text.rstrip(self.content)))
         self.held = text[cut:]
@@ -313,7 +313,7 @@ class _Strip:
         return []
 
     def whole(self, text: str) -> str:
-        """A text of its own. (The library panics where nothing is left to strip at the end.)"""
+        """A text of its own. The library panics where nothing is left to strip at the end; here that is nothing."""
         return copy.copy(self).push([text])[0]
 
 

@@ -1,0 +1,30 @@
+"""Samples for training code: padded tensors, columns, JSON lines, Parquet. What is written is read back exactly.
+
+How a field is written follows from its type in `TrainingSample`:
+
+| type                        | column                    | Parquet  | JSON                                           |
+|-----------------------------|---------------------------|----------|------------------------------------------------|
+| `int`, `str`, `bool`        | itself                    | int64, … | itself                                         |
+| `float`                     | itself                    | double   | all digits; nan: `null`; ∞: `"Infinity"`       |
+| `tuple[X, ...]`             | list                      | list     | array                                          |
+| a record like `VersionSpan` | dict                      | struct   | object                                         |
+| `int` or `str`              | `{"int": 2, "str": None}` | struct   | object                                         |
+| `X` or `None`               | None, or as X             | null     | `null`                                         |
+
+`seed` is unsigned in Parquet. Every column must be there, and none besides.
+"""
+
+from nano_inference.data.columns import DataError, from_columns, to_columns
+from nano_inference.data.files import read_jsonl, read_parquet, write_jsonl, write_parquet
+from nano_inference.data.padding import pad_samples
+
+__all__ = [
+    "DataError",
+    "from_columns",
+    "pad_samples",
+    "read_jsonl",
+    "read_parquet",
+    "to_columns",
+    "write_jsonl",
+    "write_parquet",
+]

@@ -1,0 +1,109 @@
+"""Samples in files: JSON lines and Parquet."""
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from nano_inference.data.columns import DataError, check_names, make_sample, samples_of, to_columns
+from nano_inference.data.kinds import FIELDS
+from nano_inference.errors import ConfigError
+from nano_inference.types import TrainingSample
+
+_UNSIGNED = ("seed",)
+
+
+def write_jsonl(samples: Iterable[TrainingSample], path: str | os.PathLike[str]) -> None:
+    """Write strict JSON in ASCII, a sample a line, with the fields of `TrainingSample` as keys."""
+    with Path(path).open("w", encoding="ascii", newline="\n") as file:
+        for sample in samples:
+            row = {name: _strict(kind.to_plain(getattr(sample, name))) for name, kind in FIELDS.items()}
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[TrainingSample]:
+    """Read what `write_jsonl` wrote. Empty lines are skipped.
+
+    Raises:
+        DataError: a line is not a JSON object, or a column is missing, unknown or of another type.
+        OSError: the file cannot be opened.
+    """
+    samples: list[TrainingSample] = []
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{os.fspath(path)}, line {number}"
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode(), parse_constant=_refuse_constant)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{where} holds a {type(row).__name__}, not an object with a key for each column.")
+            check_names(row, where)
+            samples.append(make_sample(row, where))
+    return samples
+
+
+def write_parquet(samples: Iterable[TrainingSample], path: str | os.PathLike[str]) -> None:
+    """Write a Parquet file with one column for each field. Needs pyarrow.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        DataError: a value does not fit its column, such as an integer beyond 64 bits.
+    """
+    pa, parquet = _pyarrow()
+    arrays: dict[str, Any] = {}
+    for name, values in to_columns(samples).items():
+        kind = pa.uint64() if name in _UNSIGNED else FIELDS[name].arrow(pa)
+        try:
+            arrays[name] = pa.array(values, type=kind)
+        except (pa.ArrowException, OverflowError, UnicodeError) as error:
+            raise DataError(f"column {name!r} cannot be written to {os.fspath(path)} as {kind}: {error}") from error
+    with Path(path).open("wb") as file:
+        parquet.write_table(pa.table(arrays), file)
+
+
+def read_parquet(path: str | os.PathLike[str]) -> list[TrainingSample]:
+    """Read what `write_parquet` wrote. Needs pyarrow.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        DataError: not a Parquet file, or a column is missing, unknown or of another type.
+        OSError: the file cannot be opened.
+    """
+    pa, parquet = _pyarrow()
+    with Path(path).open("rb") as file:
+        try:
+            columns = parquet.read_table(file).to_pydict()
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{os.fspath(path)} is not a readable Parquet file: {error}") from error
+    return samples_of(columns, os.fspath(path), f"{os.fspath(path)}, row")
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise ConfigError(
+            "Parquet files need pyarrow; install it with `pip install 'nano-inference[data]'`, or use JSON lines."
+        ) from error
+    return pa, parquet
+
+
+def _strict(plain: Any) -> Any:
+    """Without the floats that JSON has no number for. Readers of JSON take a null among numbers; few take a word."""
+    if isinstance(plain, float) and not math.isfinite(plain):
+        return None if math.isnan(plain) else "Infinity" if plain > 0 else "-Infinity"
+    if isinstance(plain, list):
+        return [_strict(item) for item in plain]
+    if isinstance(plain, dict):
+        return {key: _strict(item) for key, item in plain.items()}
+    return plain
+
+
+def _refuse_constant(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON number (nan is written as null)")

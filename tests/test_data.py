@@ -1,0 +1,350 @@
+"""Samples as tensors, columns and files: what goes out comes back, to the bit."""
+
+import dataclasses
+import json
+import math
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nano_inference import ConfigError, NanoInferenceError, TrainingSample, VersionSpan, data
+from nano_inference.data import DataError, files, kinds
+
+SIGNED = st.integers(-(2**63), 2**63 - 1)
+ATOMS = {int: SIGNED, float: st.floats() | st.floats(width=32), str: st.text(), bool: st.booleans()}
+
+
+def values(annotation: Any) -> st.SearchStrategy[Any]:
+    """Any value of a field's type."""
+    arguments = typing.get_args(annotation)
+    if annotation in ATOMS:
+        return ATOMS[annotation]
+    if annotation is types.NoneType:
+        return st.none()
+    if typing.get_origin(annotation) is Literal:
+        return st.sampled_from(arguments)
+    if typing.get_origin(annotation) is tuple:
+        return st.lists(values(arguments[0]), max_size=4).map(tuple)
+    if arguments:
+        return st.one_of([values(argument) for argument in arguments])
+    return st.builds(annotation, **{name: values(hint) for name, hint in typing.get_type_hints(annotation).items()})
+
+
+HINTS = typing.get_type_hints(TrainingSample)
+SAMPLES = st.lists(
+    st.builds(
+        TrainingSample,
+        **({name: values(hint) for name, hint in HINTS.items()} | {"seed": st.integers(0, 2**64 - 1)}),
+    ),
+    max_size=4,
+)
+SAMPLE = TrainingSample(
+    prompt_tokens=(1, 2, 3),
+    completion_tokens=(4, 5),
+    logprobs=(-0.5, -0.25),
+    ref_logprobs=None,
+    weight_version=1,
+    finish_reason="stop",
+    weight_versions=(VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@settings(max_examples=60, deadline=None)
+@given(samples=SAMPLES)
+def test_round_trips(folder: Path, samples: list[TrainingSample]) -> None:
+    columns = data.to_columns(samples)
+    assert list(columns) == [field.name for field in dataclasses.fields(TrainingSample)]
+    data.write_jsonl(samples, folder / "a.jsonl")
+    data.write_parquet(iter(samples), str(folder / "a.parquet"))
+    again = {
+        "columns": data.from_columns(columns),
+        "jsonl": data.read_jsonl(folder / "a.jsonl"),
+        "parquet": data.read_parquet(str(folder / "a.parquet")),
+    }
+    # The digits of repr are exact, tell -0.0 from 0.0 and 1 from 1.0, and show nan, which equals nothing.
+    assert {way: repr(found) for way, found in again.items()} == dict.fromkeys(again, repr(samples))
+
+
+@settings(max_examples=60, deadline=None)
+@given(samples=SAMPLES)
+def test_arrow_guesses_the_types_of_columns(samples: list[TrainingSample]) -> None:
+    samples = [dataclasses.replace(sample, seed=sample.seed // 2) for sample in samples]
+    table = pa.table(data.to_columns(samples))
+    assert repr(data.from_columns(table.to_pydict())) == repr(samples)
+
+
+@settings(max_examples=40, deadline=None)
+@given(samples=SAMPLES)
+def test_lines_are_strict_json(folder: Path, samples: list[TrainingSample]) -> None:
+    data.write_jsonl(samples, folder / "b.jsonl")
+    lines = (folder / "b.jsonl").read_bytes().split(b"\n")
+    assert lines.pop() == b""
+    assert len(lines) == len(samples)
+    for line in lines:
+        row = json.loads(line.decode("ascii"), parse_constant=pytest.fail)
+        assert list(row) == list(HINTS)
+
+
+def test_numbers_that_json_lacks(tmp_path: Path) -> None:
+    sample = dataclasses.replace(SAMPLE, logprobs=(math.nan, math.inf, -math.inf, -0.0), stop_reason="x")
+    data.write_jsonl([sample], tmp_path / "a.jsonl")
+    row = json.loads((tmp_path / "a.jsonl").read_text())
+    assert row["logprobs"] == [None, "Infinity", "-Infinity", 0.0]
+    assert row["stop_reason"] == {"int": None, "str": "x"}
+    assert repr(data.read_jsonl(tmp_path / "a.jsonl")) == repr([sample])
+    assert files._strict([{"logprobs": [math.nan, -math.inf]}]) == [{"logprobs": [None, "-Infinity"]}]
+
+
+def test_the_schema_does_not_depend_on_the_samples(tmp_path: Path) -> None:
+    schemas = []
+    for samples in ([], [SAMPLE], [dataclasses.replace(SAMPLE, ref_logprobs=(-1.0, -2.0), seed=2**64 - 1)]):
+        data.write_parquet(samples, tmp_path / "a.parquet")
+        schemas.append(pyarrow.parquet.read_schema(tmp_path / "a.parquet"))
+    assert schemas[0].equals(schemas[1])
+    assert schemas[0].equals(schemas[2])
+    assert schemas[0].field("ref_logprobs").type.value_type == pa.float64()
+
+
+class Point(NamedTuple):
+    x: int
+    label: str | None
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "plain"),
+    [
+        (tuple[Point, ...] | None, (Point(1, None), Point(2, "b")), [{"x": 1, "label": None}, {"x": 2, "label": "b"}]),
+        (bool, True, True),
+        (int | str | None, 3, {"int": 3, "str": None}),
+        (int | str | None, None, None),
+    ],
+)
+def test_kinds_of_fields_to_come(annotation: Any, value: Any, plain: Any) -> None:
+    kind = kinds.kind_of(annotation)
+    assert kind.to_plain(value) == plain
+    assert repr(kind.from_plain(plain)) == repr(value)
+    assert pa.array([plain], type=kind.arrow(pa)).to_pylist() == [plain]
+
+
+@pytest.mark.parametrize("annotation", [dict[str, int], tuple[int, str], float | None, bytes])
+def test_a_field_without_a_column_is_noticed_at_import(annotation: Any) -> None:
+    with pytest.raises(TypeError):
+        kinds.kind_of(annotation)
+
+
+BAD_VALUES: list[tuple[str, Any]] = [
+    ("prompt_tokens", [1, 2.0]),
+    ("prompt_tokens", [True]),
+    ("prompt_tokens", None),
+    ("prompt_tokens", "12"),
+    ("logprobs", [-1.0, "x"]),
+    ("logprobs", [False]),
+    ("logprobs", [10**400]),
+    ("weight_version", None),
+    ("weight_version", 1.0),
+    ("finish_reason", "eos"),
+    ("stop_reason", "eos"),
+    ("stop_reason", {"int": 1, "str": "x"}),
+    ("stop_reason", {"int": 1}),
+    ("stop_reason", {"int": "x", "str": None}),
+    ("weight_versions", [{"version": 1, "start": 0}]),
+    ("weight_versions", [[1, 0, 2]]),
+    ("sampling_mask", {"offsets": [0], "token_ids": [1], "more": 1}),
+    ("numerics", 7),
+]
+
+
+@pytest.mark.parametrize(("column", "value"), BAD_VALUES)
+def test_a_value_of_another_type_is_named_by_its_place(tmp_path: Path, column: str, value: Any) -> None:
+    good = data.to_columns([SAMPLE])
+    row = {name: items[0] for name, items in good.items()}
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join([json.dumps(row), "", json.dumps(row | {column: value}), ""]))
+    with pytest.raises(DataError, match=rf"bad\.jsonl, line 3, column '{column}': "):
+        data.read_jsonl(path)
+    with pytest.raises(DataError, match=rf"^row 1, column '{column}': "):
+        data.from_columns({name: [items[0], value if name == column else items[0]] for name, items in good.items()})
+
+
+def test_a_bad_parquet_value_is_named_by_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "bad.parquet"
+    columns = data.to_columns([SAMPLE, SAMPLE]) | {"finish_reason": ["stop", "eos"]}
+    pyarrow.parquet.write_table(pa.table(columns), path)
+    with pytest.raises(DataError, match=r"bad\.parquet, row 1, column 'finish_reason': 'eos' is none of"):
+        data.read_parquet(path)
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[1]", "null", '{"logprobs": [NaN]}', "[" * 100_000, '"\udc80"', "1" * 5000, '{"a": 1} {"a": 1}']
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    data.write_jsonl([SAMPLE], path)
+    with path.open("ab") as file:
+        file.write(line.encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 2 "):
+        data.read_jsonl(path)
+
+
+def test_columns_are_exactly_the_fields(tmp_path: Path) -> None:
+    columns = data.to_columns([SAMPLE])
+    row = {name: items[0] for name, items in columns.items()}
+    (tmp_path / "more.jsonl").write_text(json.dumps(row | {"logprob": 1}))
+    pyarrow.parquet.write_table(pa.table(columns | {"logprob": [1]}), tmp_path / "more.parquet")
+    del row["seed"]
+    (tmp_path / "less.jsonl").write_text(json.dumps(row))
+    pyarrow.parquet.write_table(pa.table(columns).drop_columns(["seed"]), tmp_path / "less.parquet")
+    for read, name in ((data.read_jsonl, "jsonl"), (data.read_parquet, "parquet")):
+        place = f"{name}, line 1" if name == "jsonl" else name
+        with pytest.raises(DataError, match=rf"more\.{place}: unknown column 'logprob'; did you mean 'logprobs'"):
+            read(tmp_path / f"more.{name}")
+        with pytest.raises(DataError, match=rf"less\.{place}: column 'seed' is missing"):
+            read(tmp_path / f"less.{name}")
+    with pytest.raises(DataError, match=r"'logprobs' has 2 rows and 'prompt_tokens' has 1"):
+        data.from_columns(columns | {"logprobs": [(), ()]})
+
+
+def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
+    for content in (b"", b"PAR1", b"PAR1" + bytes(100) + b"PAR1", b"{}\n"):
+        (tmp_path / "a").write_bytes(content)
+        with pytest.raises(DataError, match="a is not a readable Parquet file"):
+            data.read_parquet(tmp_path / "a")
+    for read in (data.read_jsonl, data.read_parquet):
+        with pytest.raises(FileNotFoundError):
+            read(tmp_path / "none")
+
+
+@pytest.mark.parametrize(("field", "value"), [("weight_version", 2**63), ("seed", -1), ("numerics", "\ud800")])
+def test_what_does_not_fit_a_column_is_named(tmp_path: Path, field: str, value: Any) -> None:
+    with pytest.raises(DataError, match=f"column '{field}' cannot be written to .*a.parquet"):
+        data.write_parquet([dataclasses.replace(SAMPLE, **{field: value})], tmp_path / "a.parquet")
+    assert not (tmp_path / "a.parquet").exists()
+
+
+def test_without_pyarrow_the_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for act in (lambda: data.write_parquet([SAMPLE], tmp_path / "a"), lambda: data.read_parquet(tmp_path / "a")):
+        with pytest.raises(ConfigError, match=r"pip install 'nano-inference\[data\]'"):
+            act()
+    data.write_jsonl([SAMPLE], tmp_path / "a")
+    assert data.read_jsonl(tmp_path / "a") == [SAMPLE]
+
+
+def test_the_error_is_a_value_error() -> None:
+    assert issubclass(DataError, NanoInferenceError)
+    assert issubclass(DataError, ValueError)
+
+
+TOKENS = st.lists(st.integers(0, 2**40), max_size=5).map(tuple)
+
+
+@st.composite
+def aligned(draw: st.DrawFn) -> TrainingSample:
+    """A sample whose numbers are one a token."""
+    completion = draw(TOKENS)
+    length = len(completion)
+    numbers = st.lists(st.floats(width=32, allow_nan=False), min_size=length, max_size=length).map(tuple)
+    cut = draw(st.integers(0, length))
+    versions = [VersionSpan(3, 0, cut), VersionSpan(2**40, cut, length)]
+    return TrainingSample(
+        prompt_tokens=draw(TOKENS),
+        completion_tokens=completion,
+        logprobs=draw(numbers),
+        ref_logprobs=draw(st.none() | numbers),
+        weight_version=7,
+        finish_reason="length",
+        weight_versions=draw(st.sampled_from([(), tuple(span for span in versions if span.start < span.end)])),
+        raw_logprobs=draw(st.none() | numbers),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    samples=st.lists(aligned(), max_size=4),
+    prompt_side=st.sampled_from(["left", "right"]),
+    max_length=st.none() | st.integers(6, 11),
+)
+def test_padded_rows(samples: list[TrainingSample], prompt_side: Any, max_length: int | None) -> None:
+    pad = 9
+    batch = data.pad_samples(samples, pad, prompt_side=prompt_side, max_length=max_length)
+    prompt_width = max((len(sample.prompt_tokens) for sample in samples), default=0)
+    kept = []
+    for sample in samples:
+        begin = prompt_width if prompt_side == "left" else len(sample.prompt_tokens)
+        kept.append(min(len(sample.completion_tokens), (max_length or 100) - begin))
+    assert batch["prompt_lengths"].tolist() == [len(sample.prompt_tokens) for sample in samples]
+    assert batch["completion_lengths"].tolist() == kept
+    width = batch["input_ids"].shape[1]
+    assert max_length is None or width <= max_length
+    asked = ["logprobs", "ref_logprobs", "raw_logprobs", "log_kept_mass"]
+    there = [name for name in asked if all(getattr(sample, name) is not None for sample in samples)]
+    assert [name for name in asked if name in batch] == there
+    ends = []
+    for row, sample in enumerate(samples):
+        prompt, length = len(sample.prompt_tokens), kept[row]
+        first = prompt_width - prompt if prompt_side == "left" else 0
+        rest = width - first - prompt - length
+        ends.append(first + prompt + length)
+
+        def cells(before: Any, prompt_cells: list[Any], cells: list[Any], first: int = first, rest: int = rest) -> Any:
+            return [before] * first + prompt_cells + cells + [before] * rest
+
+        versions = [7] * len(sample.completion_tokens)
+        for span in sample.weight_versions:
+            versions[span.start : span.end] = [span.version] * (span.end - span.start)
+        expected = {
+            "input_ids": cells(pad, [*sample.prompt_tokens], [*sample.completion_tokens[:length]]),
+            "attention_mask": cells(False, [True] * prompt, [True] * length),
+            "completion_mask": cells(False, [False] * prompt, [True] * length),
+            "position_ids": cells(0, [*range(prompt)], [*range(prompt, prompt + length)]),
+            "weight_versions": cells(-1, [-1] * prompt, versions[:length]),
+            **{name: cells(0.0, [0.0] * prompt, [*getattr(sample, name)[:length]]) for name in there},
+        }
+        assert {name: batch[name][row].tolist() for name in expected} == expected
+    if prompt_side == "left":
+        assert not batch["completion_mask"][:, :prompt_width].any()
+    assert width == max(ends, default=0)
+
+
+def test_types_and_shapes() -> None:
+    for samples in ([], [SAMPLE, SAMPLE]):
+        batch = data.pad_samples(samples, 0)
+        wide = {name for name, tensor in batch.items() if tensor.dim() == 2}
+        assert all(batch[name].shape == (len(samples), 5 if samples else 0) for name in wide)
+        assert {name: tensor.dtype for name, tensor in batch.items() if name.endswith("_lengths")} == {
+            "prompt_lengths": torch.int64,
+            "completion_lengths": torch.int64,
+        }
+        assert {batch[name].dtype for name in ("input_ids", "position_ids", "weight_versions")} == {torch.int64}
+        assert {batch[name].dtype for name in ("attention_mask", "completion_mask")} == {torch.bool}
+        assert batch["logprobs"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("prompt_side", ["left", "right"])
+def test_prompts_are_never_cut(prompt_side: Any) -> None:
+    long = dataclasses.replace(SAMPLE, prompt_tokens=(1, 2, 3, 4))
+    with pytest.raises(DataError, match=r"max_length=4 leaves no room .* 4 prompt tokens of sample 1"):
+        data.pad_samples([SAMPLE, long], 0, prompt_side=prompt_side, max_length=4)
+    assert data.pad_samples([SAMPLE, long], 0, prompt_side=prompt_side, max_length=5)["input_ids"].shape == (2, 5)
+
+
+def test_numbers_must_be_one_a_token() -> None:
+    samples = [dataclasses.replace(SAMPLE, ref_logprobs=numbers) for numbers in ((-1.0, -1.0), (-1.0,))]
+    with pytest.raises(DataError, match="sample 1 has 1 ref_logprobs for 2 completion tokens"):
+        data.pad_samples(samples, 0)
+    with pytest.raises(DataError, match="prompt_side='top'"):
+        data.pad_samples([SAMPLE], 0, prompt_side="top")
