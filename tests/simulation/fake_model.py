@@ -102,7 +102,7 @@ class FakeRunner:
         for source, target in block_copies:
             self.kv[target * size : (target + 1) * size] = read[source]
         results = [self._forward_one(batch, previous) for batch in batches]
-        return FakeResult(sum((r.logits for r in results), []), sum((r.scores for r in results), []))
+        return FakeResult([x for r in results for x in r.logits], [x for r in results for x in r.scores])
 
     def sample(self, result: FakeResult, batch: SamplingBatch) -> FakeSampled:
         rows, keys = batch.rows.tolist(), batch.noise_keys.tolist()
