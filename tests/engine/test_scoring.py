@@ -154,7 +154,7 @@ def test_the_longest_possible_sample_is_scored(policy: Path) -> None:
 
 def test_a_reference_of_another_vocabulary_is_refused(policy: Path, tmp_path: Path) -> None:
     other = tiny_llama(tmp_path, vocab_size=301)
-    with pytest.raises(ConfigError, match="301.*300.*must have the policy's"):
+    with pytest.raises(ConfigError, match=r"301.*300.*must have the policy's"):
         build(policy, ref_model_path=str(other))
 
 

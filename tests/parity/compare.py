@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.models.loading import resolve_model
 from nano_inference.scheduling.commit import preempt
 from nano_inference.text.chat import encode_chat
 
@@ -70,8 +71,16 @@ class Agreement:
 
 
 def prompts(engine: InferenceEngine) -> list[list[int]]:
-    """The committed prompts as token ids, each as a chat."""
-    texts = json.loads((Path(__file__).parent / "prompts.json").read_text())
+    """The committed prompts as token ids: as chats where the model has a template, else as text.
+
+    The last two of a model with windows are longer than these.
+    """
+    texts: list[str] = json.loads((Path(__file__).parent / "prompts.json").read_text())
+    if engine.tokenizer.chat_template is None:
+        encoded = [engine.tokenizer.encode(text, add_special_tokens=True) for text in texts]
+        long = engine.tokenizer.encode(" ".join(texts) * 9, add_special_tokens=True)
+        window = max(engine.spec.windows)
+        return [*encoded[:-2], long[: window + 37], long[: 2 * window + 1]] if window else encoded
     return [encode_chat(engine.tokenizer, [{"role": "user", "content": text}]) for text in texts]
 
 
@@ -133,6 +142,15 @@ def agreement(oracle: Any, samples: list[TrainingSample]) -> Agreement:
     return Agreement(
         len(samples), len(differences), equal, max(differences), sum(differences) / max(1, len(differences))
     )
+
+
+def oracle_of(model: str) -> Any:
+    """The same model in float32 by transformers."""
+    if model == MODEL:
+        return smollm2_oracle()
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=torch.float32).eval()
 
 
 def smollm2_oracle() -> Any:

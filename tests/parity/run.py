@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from tests.parity.compare import MODEL, TOLERANCE, agreement, compare_rows, complete, prompts, smollm2_oracle
+from tests.parity.compare import MODEL, TOLERANCE, agreement, compare_rows, complete, oracle_of, prompts
 
 COMMON: dict[str, Any] = {"device": "cpu", "max_model_len": 1024, "kv_cache_memory": 2**30}
 
@@ -19,21 +19,24 @@ COMMON: dict[str, Any] = {"device": "cpu", "max_model_len": 1024, "kv_cache_memo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--log", type=Path, default=None, help="where to write the summary")
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--tokens", type=int, default=64, help="completion tokens of a prompt")
     arguments = parser.parse_args()
+    model = arguments.model
     began = time.perf_counter()
-    with InferenceEngine(EngineConfig(model_path=MODEL, dtype="float32", device="cpu")) as engine:
+    with InferenceEngine(EngineConfig(model_path=model, dtype="float32", device="cpu")) as engine:
         token_ids = prompts(engine)
-        params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=arguments.tokens, ignore_eos=True)
         greedy, _ = complete(engine, token_ids, params, 1, preempted=False)
-    found = agreement(smollm2_oracle(), greedy)
+    found = agreement(oracle_of(model), greedy)
     print(found, flush=True)
     rows = [
         row
         for dtype in ("float32", "bfloat16")
-        for row in compare_rows(MODEL, dtype, token_ids[:8], 16, report=print, **COMMON)
+        for row in compare_rows(model, dtype, [*token_ids[:7], token_ids[-1][:700]], 16, report=print, **COMMON)
     ]
     summary = {
-        "model": MODEL,
+        "model": model,
         "oracle": "transformers float32, teacher-forced",
         "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__,

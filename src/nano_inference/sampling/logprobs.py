@@ -35,6 +35,7 @@ def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     k = min(k, logits.shape[-1])
     if k == 0:
         return logits.new_empty((len(logits), 0), dtype=torch.int64), logits.new_empty((len(logits), 0))
+    logits = torch.nan_to_num(logits, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)  # a broken row has k too
     last = logits.topk(k, dim=-1).values[:, -1:]
     above, level = logits > last, logits == last
     # topk breaks ties as it likes: of the tokens on a level with the last one, the lowest ids fill what is missing.

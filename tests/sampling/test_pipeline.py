@@ -1,0 +1,235 @@
+"""The whole pipeline against one straightforward float64 implementation; and its parts as a table."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nano_inference import SamplingParams, SamplingPipeline
+from nano_inference.sampling import pipeline
+from nano_inference.sampling.logprobs import best_tokens
+from nano_inference.sampling.noise import noise_keys
+from nano_inference.sampling.pipeline import STANDARD, Bias, MinP, Penalties, Temperature, TopK, TopP
+from nano_inference.sampling.sample import sample
+from nano_inference.sampling.sampling_batch import DrawRequest, Entries, SamplingBatch, sampling_batch
+
+VOCAB = 61
+CALM = settings(deadline=None, max_examples=80)
+IDS = st.integers(0, VOCAB - 1)
+NEAR = 1e-4  # where a filter's threshold is nearer than this, float32 and float64 may disagree
+
+PARAMS = st.builds(
+    dict[str, Any],
+    temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 0, 0, 1, 5, 1000]),
+    top_p=st.sampled_from([1.0, 1.0, 0.2, 0.9]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.5, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.4, -0.3]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.5, 10.0]),
+    logit_bias=st.dictionaries(IDS, st.sampled_from([-100.0, -2.5, 3.0, 100.0]), max_size=4),
+    allowed_token_ids=st.one_of(st.none(), st.none(), st.sets(IDS, min_size=1, max_size=30)),
+    top_logprobs=st.sampled_from([0, 3, VOCAB]),
+).map(lambda options: SamplingParams(**options))
+DRAWS = st.builds(
+    DrawRequest,
+    params=PARAMS,
+    row=st.integers(0, 2),
+    key=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 9), st.integers(0, 4096)),
+    prompt=st.lists(IDS, max_size=12),
+    completion=st.lists(IDS, max_size=12),
+    banned=st.sets(IDS, max_size=3),
+).filter(lambda draw: draw.params.allowed_token_ids is None or bool(draw.params.allowed_token_ids - set(draw.banned)))
+
+
+def logits_of(seed: int, rows: int = 3, vocab: int = VOCAB) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def written_down(
+    logits: Tensor, draw: DrawRequest, clear: Callable[[bool], object] = assume
+) -> tuple[list[float], set[int]]:
+    """Logits after bias, masks, penalties and temperature; and the ids that the filters keep. Plain Python floats."""
+    params = draw.params
+    row = [float(x) for x in logits[draw.row].double()]
+    counts, seen = Counter(draw.completion), set(draw.prompt) | set(draw.completion)
+    for i in range(len(row)):
+        row[i] += params.logit_bias.get(i, 0.0)
+        allowed = params.allowed_token_ids is None or i in params.allowed_token_ids
+        if i in draw.banned or not allowed:
+            row[i] = -math.inf
+        if i in seen:
+            row[i] = row[i] / params.repetition_penalty if row[i] > 0 else row[i] * params.repetition_penalty
+        row[i] -= params.frequency_penalty * counts[i] + (params.presence_penalty if counts[i] else 0.0)
+        row[i] /= params.temperature or 1.0
+    ranking = sorted((i for i in range(len(row)) if row[i] > -math.inf), key=lambda i: (-row[i], i))
+    if not params.temperature:
+        return row, set(ranking)
+    odds = {i: math.exp(row[i] - row[ranking[0]]) for i in ranking}
+    kept = ranking[: params.top_k or None]
+    if params.top_k and params.top_k < len(ranking):
+        clear(abs(odds[ranking[params.top_k - 1]] - odds[ranking[params.top_k]]) > 1e-9)
+    if params.top_p < 1:
+        total, reached, prefix = sum(odds[i] for i in kept), 0.0, []
+        for i in kept:
+            clear(abs(reached - params.top_p * total) > NEAR * total)
+            if reached >= params.top_p * total:
+                break
+            prefix.append(i)
+            reached += odds[i]
+        kept = prefix
+    clear(all(abs(odds[i] - params.min_p) > NEAR for i in kept))
+    return row, {i for i in kept if odds[i] >= params.min_p}
+
+
+def log_softmax(row: list[float], ids: set[int]) -> dict[int, float]:
+    highest = max(row[i] for i in ids)
+    total = math.log(sum(math.exp(row[i] - highest) for i in ids)) + highest
+    return {i: row[i] - total for i in ids}
+
+
+@CALM
+@given(draw=DRAWS, seed=st.integers(0, 2**16))
+def test_a_draw_is_what_float64_says(draw: DrawRequest, seed: int) -> None:
+    logits = logits_of(seed)
+    row, kept = written_down(logits, draw)
+    possible = {i for i in range(VOCAB) if row[i] > -math.inf}
+    batch = replace(sampling_batch([draw]), any_raw=True, any_mask=True)
+    drawn = sample(logits, batch)
+    token = int(drawn.token_ids[0])
+    raw = torch.log_softmax(logits[draw.row].double(), dim=-1)
+    assert float(drawn.raw_logprobs[0]) == pytest.approx(float(raw[token]), abs=1e-5)
+    if draw.params.temperature == 0:
+        best = max(row)
+        assert row[token] == pytest.approx(best, abs=1e-4)
+        assert drawn.logprobs[0] == drawn.raw_logprobs[0]
+        shown = {i: float(raw[i]) for i in range(VOCAB)}
+    else:
+        assert token in kept
+        shown = log_softmax(row, kept)
+        assert float(drawn.logprobs[0]) == pytest.approx(shown[token], abs=2e-4, rel=1e-5)
+        mass = shown[token] - log_softmax(row, possible)[token]
+        assert float(drawn.log_kept_mass[0]) == pytest.approx(-mass, abs=2e-4)
+        if drawn.kept is not None:
+            assert set(drawn.kept[0].nonzero()[:, 0].tolist()) & possible == kept
+    best = [(int(i), float(p)) for i, p in zip(drawn.top_ids[0], drawn.top_logprobs[0], strict=True) if p > -math.inf]
+    assert len(best) == min(draw.params.top_logprobs, len(shown))
+    assert [p for _, p in best] == sorted((p for _, p in best), reverse=True)
+    for i, p in best:
+        assert p == pytest.approx(shown[i], abs=2e-4, rel=1e-5)
+
+
+@CALM
+@given(draws=st.lists(DRAWS, min_size=1, max_size=40), seed=st.integers(0, 2**16))
+def test_a_draw_is_the_same_alone_and_in_any_batch(draws: list[DrawRequest], seed: int) -> None:
+    """40 draws are more than a tile."""
+    logits = logits_of(seed)
+    together = sample(logits, sampling_batch(draws))
+    for i, draw in enumerate(draws):
+        batch = sampling_batch([draw])
+        alone = sample(logits, batch)
+        assert alone.token_ids[0] == together.token_ids[i]
+        k = draw.params.top_logprobs
+        assert torch.equal(alone.top_ids[0, :k], together.top_ids[i, :k])
+        for name in ("logprobs", "log_kept_mass"):
+            one, other = getattr(alone, name)[0], getattr(together, name)[i]
+            assert torch.equal(one, other) or (one.isnan() and other.isnan()), name
+
+
+def repeated(batch: SamplingBatch, num: int) -> SamplingBatch:
+    """One sample's parameters for many draws, all under other noise."""
+    many: dict[str, Any] = {}
+    for field in fields(batch):
+        part = getattr(batch, field.name)
+        if isinstance(part, Entries):
+            many[field.name] = Entries(
+                torch.arange(num).repeat_interleave(len(part.ids)), part.ids.repeat(num), part.values.repeat(num)
+            )
+        elif isinstance(part, Tensor):
+            many[field.name] = part.expand(num, *part.shape[1:])
+    many["noise_keys"] = torch.from_numpy(noise_keys([(9, i % 8, i // 8) for i in range(num)]))
+    return replace(batch, **many)
+
+
+def test_a_million_draws_follow_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything at once: bias, an allowed set, penalties, temperature and filters; Pearson's chi-square."""
+    monkeypatch.setattr("nano_inference.sampling.sample.ROW_TILE", 100_000)
+    monkeypatch.setattr("nano_inference.sampling.logprobs.VOCAB_BLOCK", 20)
+    num, vocab = 1_000_000, 20
+    logits = logits_of(4, rows=1, vocab=vocab) / 3
+    params = SamplingParams(
+        temperature=1.3,
+        top_k=15,
+        top_p=0.95,
+        presence_penalty=0.5,
+        frequency_penalty=0.2,
+        repetition_penalty=1.2,
+        logit_bias={2: 1.5, 5: -1.0},
+        allowed_token_ids=frozenset(range(19)),
+    )
+    draw = DrawRequest(params, prompt=[1, 2, 3], completion=[3, 3, 7], banned=[11])
+    row, kept = written_down(logits, draw, clear=bool)
+    probabilities = torch.zeros(vocab, dtype=torch.float64)
+    for i, logprob in log_softmax(row, kept).items():
+        probabilities[i] = math.exp(logprob)
+    drawn = sample(logits, repeated(sampling_batch([draw]), num))
+    counts = torch.bincount(drawn.token_ids, minlength=vocab).double()
+    assert counts[probabilities == 0].sum() == 0
+    possible = probabilities > 0
+    distance = ((counts - num * probabilities)[possible] ** 2 / (num * probabilities)[possible]).sum()
+    assert int(possible.sum()) - 1 >= 10
+    assert float(distance) < 39.3  # one in a thousand at 16 degrees of freedom, and there are not more
+
+
+def test_the_table_can_be_put_together_otherwise() -> None:
+    logits = logits_of(1)
+    batch = sampling_batch([DrawRequest(SamplingParams(temperature=0.7, top_k=5, top_p=0.5), row) for row in range(3)])
+    without_top_p = SamplingPipeline([Temperature, TopK])(logits, batch)
+    assert (without_top_p > -math.inf).sum(dim=-1).tolist() == [5, 5, 5]
+    both = SamplingPipeline([Temperature, TopK, TopP])(logits, batch)
+    assert ((both > -math.inf).sum(dim=-1) < 5).any()
+    assert torch.equal(both, STANDARD(logits, batch))
+    assert STANDARD.stages == (Bias, Penalties, Temperature, TopK, TopP, MinP)
+    assert torch.equal(logits, logits_of(1)), "the logits were written to"
+
+
+def test_what_no_row_asks_for_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("ran for nothing")
+
+    stages = [stage._replace(apply=never) if stage is not Temperature else stage for stage in STANDARD.stages]
+    SamplingPipeline(stages)(logits_of(1), sampling_batch([DrawRequest(SamplingParams(), row) for row in range(3)]))
+    assert pipeline.STANDARD is STANDARD
+
+
+@CALM
+@given(
+    row=st.lists(st.one_of(st.integers(-3, 3).map(float), st.just(-math.inf)), min_size=1, max_size=30),
+    k=st.integers(0, 35),
+)
+def test_the_best_tokens_come_in_order_and_ties_by_lower_id(row: list[float], k: int) -> None:
+    assume(max(row) > -math.inf)
+    ids, logprobs = best_tokens(torch.tensor([row, row[::-1]]), k)
+    for values, found, numbers in zip((row, row[::-1]), ids.tolist(), logprobs, strict=True):
+        expected = sorted(range(len(row)), key=lambda i: (-values[i], i))[:k]
+        assert found == expected
+        exact = torch.log_softmax(torch.tensor(values, dtype=torch.float64), dim=-1)[expected]
+        torch.testing.assert_close(numbers.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_broken_row_has_no_best_tokens_and_leaves_the_others_theirs() -> None:
+    logits = logits_of(2)
+    alone = best_tokens(logits[2:], 4)
+    logits[0] = math.nan
+    logits[1, 5] = math.inf
+    ids, logprobs = best_tokens(logits, 4)
+    assert torch.equal(ids[2], alone[0][0])
+    assert torch.equal(logprobs[2], alone[1][0])
+    assert not logprobs[0].isfinite().any()
