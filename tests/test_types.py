@@ -25,6 +25,10 @@ NAN, INF = math.nan, math.inf
         *(("max_tokens", value, "at least 1") for value in (0, -1, 1.5, 16.0, "16", None, True)),
         *(("top_k", value, "at least 0") for value in (-1, 0.5, 5.0, "5", None, True)),
         *(("min_tokens", value, "at least 0") for value in (-1, 0.5, "5", None, True)),
+        *(("presence_penalty", value, r"\[-2, 2\]") for value in (-2.1, 2.1, NAN, "1", None, True)),
+        *(("frequency_penalty", value, r"\[-2, 2\]") for value in (-2.1, 2.1, NAN, "1", None, True)),
+        *(("repetition_penalty", value, "") for value in (0.0, -1.0, NAN, INF, "1", None, True)),
+        *(("top_logprobs", value, "at least 0") for value in (-1, 0.5, "5", None, True)),
         *(("priority", value, r"\[-2147483648, 2147483648\)") for value in (-(2**31) - 1, 2**31, 0.5, None, True)),
         *(("seed", value, r"\[0, 18446744073709551616\)") for value in (-1, 2**64, 1.0, "1", True)),
     ],
@@ -34,7 +38,7 @@ def test_a_number_out_of_range_says_which_range(name: str, value: Any, would_do:
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["ignore_eos", "raw_logprobs", "sampling_mask"])
+@pytest.mark.parametrize("name", ["ignore_eos", "prompt_logprobs", "raw_logprobs", "sampling_mask"])
 @pytest.mark.parametrize("value", [1, 0, None, "yes"])
 def test_switches_are_booleans(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"^{name} must be True or False"):
@@ -57,6 +61,52 @@ def test_stop_ids_are_a_set_of_ids(value: Any) -> None:
 @pytest.mark.parametrize("value", [{3, 4}, [4, 3, 3], (3, 4), frozenset({3, 4}), iter([3, 4])])
 def test_stop_ids_become_a_frozen_set(value: Any) -> None:
     assert SamplingParams(stop_token_ids=value).stop_token_ids == frozenset({3, 4})
+
+
+@pytest.mark.parametrize("value", [5, None, {"a"}, [b"a"], [""], "", ["a", ""], ["a", 3], b"a"])
+def test_stop_strings_are_strings_with_something_in_them(value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^stop "):
+        SamplingParams(stop=value)
+
+
+@pytest.mark.parametrize(("value", "kept"), [("a", ("a",)), (["a", "bc"], ("a", "bc")), (("a",), ("a",)), ([], ())])
+def test_stop_strings_become_a_tuple(value: Any, kept: tuple[str, ...]) -> None:
+    assert SamplingParams(stop=value).stop == kept
+
+
+@pytest.mark.parametrize("value", [5, None, [(1, 2.0)], {"1": 2.0}, {-1: 1.0}, {True: 1.0}, {1.5: 1.0}])
+def test_a_bias_maps_ids(value: Any) -> None:
+    with pytest.raises(InvalidRequest, match="logit_bias"):
+        SamplingParams(logit_bias=value)
+
+
+@pytest.mark.parametrize("value", [100.5, -101, NAN, INF, "1", None, True])
+def test_a_bias_is_a_number_in_range(value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"logit_bias\[3\]=.*\[-100, 100\]"):
+        SamplingParams(logit_bias={3: value})
+
+
+def test_a_bias_is_copied() -> None:
+    given = {3: 1}
+    params = SamplingParams(logit_bias=given)
+    given[4] = 2
+    assert params.logit_bias == {3: 1.0}
+
+
+@pytest.mark.parametrize("value", [5, [1.5], ["2"], [-1], [True], [None]])
+def test_allowed_ids_are_a_set_of_ids(value: Any) -> None:
+    with pytest.raises(InvalidRequest, match="allowed_token_ids"):
+        SamplingParams(allowed_token_ids=value)
+
+
+def test_an_allowed_set_must_leave_something_to_draw() -> None:
+    with pytest.raises(InvalidRequest, match="allowed_token_ids is empty"):
+        SamplingParams(allowed_token_ids=[])
+    with pytest.raises(InvalidRequest, match="stop token id 9 is not among allowed_token_ids"):
+        SamplingParams(allowed_token_ids=[1, 2], stop_token_ids=[1, 9])
+    with pytest.raises(InvalidRequest, match=r"every one of the 2 allowed_token_ids stops.*min_tokens=1"):
+        SamplingParams(allowed_token_ids=[1, 2], stop_token_ids=[1, 2], min_tokens=1)
+    assert SamplingParams(allowed_token_ids=[1, 2], stop_token_ids=[1, 2]).allowed_token_ids == {1, 2}
 
 
 def test_contradictions_are_refused() -> None:

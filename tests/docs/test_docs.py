@@ -1,10 +1,14 @@
 """Every python block of the documents runs; each document's blocks share one namespace, in order."""
 
+import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+import nano_inference
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -25,3 +29,17 @@ def test_code_blocks_run(name: str) -> None:
 def test_links_lead_somewhere(name: str) -> None:
     for target in LINK.findall((ROOT / name).read_text()):
         assert ((ROOT / name).parent / target).exists(), target
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="Python versions spell types differently")
+def test_the_api_reference_is_current_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
+    assert spec is not None
+    assert spec.loader is not None
+    make_api = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_api)
+    monkeypatch.setattr(make_api, "TARGET", tmp_path / "api.md")
+    make_api.main()
+    assert (tmp_path / "api.md").read_text() == (ROOT / "docs" / "api.md").read_text(), "run python docs/make_api.py"
+    named = {name for names in make_api.GROUPS.values() for name in names}
+    assert named == set(nano_inference.__all__)

@@ -443,6 +443,12 @@ BAD_REQUESTS: list[tuple[Any, Any, Any, type[InvalidRequest], str]] = [
     ([1], greedy(), True, InvalidRequest, "num_samples=True"),
     ([1], greedy(stop_token_ids=frozenset({300, 5})), 1, InvalidRequest, "stop token id 300 .* 0 to 299"),
     ([1], greedy(stop_token_ids=frozenset(range(300)), min_tokens=1), 1, InvalidRequest, "whole vocabulary"),
+    ([1], greedy(logit_bias={300: 1.0}), 1, InvalidRequest, "logit_bias key 300 is outside the vocabulary: 0 to 299"),
+    ([1], greedy(allowed_token_ids=[5, 300]), 1, InvalidRequest, "allowed token id 300 is outside"),
+    ([1], greedy(allowed_token_ids=[2], min_tokens=1), 1, InvalidRequest, "allowed set would end.*min_tokens"),
+    ([1], greedy(top_logprobs=301), 1, InvalidRequest, "top_logprobs=301 is more than the vocabulary has: 300"),
+    ([1], greedy(stop=["a"]), 1, InvalidRequest, "a stop string needs a tokenizer.*tokenizer_path"),
+    ([{"role": "user", "content": "a"}], greedy(), 1, InvalidRequest, "a chat needs a tokenizer"),
     ([1] * LONGEST, greedy(1), 1, RequestTooLarge, "512 tokens .*max_model_len=512; at most 511 fit"),
     ([1] * 500, greedy(13), 1, RequestTooLarge, r"prompt \(500\) and max_tokens=13 .*=512; max_tokens=12 would fit"),
 ]

@@ -1,0 +1,128 @@
+"""`python docs/make_api.py`: writes docs/api.md from the docstrings of the public names. A test holds it current."""
+
+import dataclasses
+import enum
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nano_inference
+import nano_inference.data
+
+TARGET = Path(__file__).parent / "api.md"
+GROUPS = {
+    "Engines": ("InferenceEngine", "AsyncInferenceEngine", "EngineConfig", "EngineStats"),
+    "Requests and results": (
+        *("SamplingParams", "TrainingSample", "Delta", "TopLogprobs", "VersionSpan", "SamplingMask"),
+        *("WeightUpdate", "SamplingPipeline"),
+    ),
+    "Parts": (
+        *("schedule", "SchedulerConfig", "SchedulerOutput", "Sequence", "SequenceStatus", "KVCacheManager"),
+        *("PagedKVCache", "RadixKVCache", "CacheAllocation", "Block", "compute_block_hash", "WeightSyncManager"),
+        *("model_forward", "sample_with_logprobs"),
+    ),
+    "Errors": (
+        *("NanoInferenceError", "ConfigError", "ModelLoadError", "InvalidRequest", "RequestTooLarge"),
+        *("WeightUpdateError", "EngineDead"),
+    ),
+}
+DATA = ("pad_samples", "to_columns", "from_columns", "write_jsonl", "read_jsonl", "write_parquet", "read_parquet")
+
+
+def page() -> str:
+    """The whole page."""
+    lines = ["# API reference", "", "Made from the docstrings by `python docs/make_api.py`.", ""]
+    for title, names in GROUPS.items():
+        lines += [f"## {title}", ""]
+        for name in names:
+            lines += entry(name, getattr(nano_inference, name))
+    lines += ["## nano_inference.data", "", *paragraphs(nano_inference.data.__doc__ or "")]
+    for name in DATA:
+        lines += entry(name, getattr(nano_inference.data, name))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def entry(name: str, thing: Any) -> Iterator[str]:
+    """One public name."""
+    yield from (f"### {name}", "")
+    if inspect.isfunction(thing):
+        yield from ("```text", f"{name}{signature(thing)}", "```", "")
+    elif dataclasses.is_dataclass(thing):
+        yield from ("```text", *fields(thing), "```", "")
+    yield from paragraphs(inspect.getdoc(thing) or "")
+    if inspect.isclass(thing) and not issubclass(thing, Exception | enum.Enum):
+        yield from methods(thing)
+
+
+def methods(cls: type) -> Iterator[str]:
+    """Public methods and properties, those of base classes too."""
+    for name, member in inspect.getmembers(cls):
+        if (
+            name.startswith("_")
+            or not inspect.getdoc(member)
+            or getattr(member, "__module__", "").startswith("builtin")
+        ):
+            continue
+        if inspect.isfunction(member):
+            yield from (f"**`{name}{signature(member)}`**", "", *paragraphs(inspect.getdoc(member) or ""))
+        elif isinstance(member, property):
+            yield from (f"**`{name}`**", "", *paragraphs(inspect.getdoc(member) or ""))
+
+
+def signature(function: Any) -> str:
+    """Without `self` and without the annotations' modules."""
+    found = inspect.signature(function)
+    kept = [p for p in found.parameters.values() if p.name != "self"]
+    return plain(str(found.replace(parameters=kept)))
+
+
+def fields(cls: Any) -> Iterator[str]:
+    """One line a field."""
+    for field in dataclasses.fields(cls):
+        kind = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
+        default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
+        yield plain(f"{field.name}: {kind}{default}")
+
+
+def plain(text: str) -> str:
+    """Types by their last names."""
+    return re.sub(r"\b(?:[A-Za-z_]+\.)+([A-Za-z_]+)", r"\1", text).replace("'", '"')
+
+
+def paragraphs(doc: str) -> Iterator[str]:
+    """A docstring as markdown: sections become lists, continuation lines are joined."""
+    item = re.compile(r"^ {4}(\w[\w, ]*): ?(.*)$")
+    block: list[str] = []
+    for line in [*inspect.cleandoc(doc).splitlines(), ""]:
+        found = item.match(line)
+        if found:
+            yield from flush(block)
+            block = [f"- `{found[1]}`: {found[2]}"]
+        elif re.match(r"^(Args|Attributes|Returns|Raises|Yields):$", line):
+            yield from flush(block)
+            block = []
+            yield from (f"*{line[:-1]}*", "")
+        elif line.strip():
+            block.append(line.strip())
+        else:
+            yield from flush(block)
+            block = []
+            yield ""
+
+
+def flush(block: list[str]) -> Iterator[str]:
+    """The lines of a paragraph as one."""
+    if block:
+        yield " ".join(block)
+
+
+def main() -> None:
+    """Write the page."""
+    text = re.sub(r"\n{3,}", "\n\n", page())
+    TARGET.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
