@@ -104,7 +104,7 @@ def test_two_hundred_callers_with_random_cancellation(engine: InferenceEngine) -
             assert sample.completion_tokens == alone[seed]
     engine.loop.check()
     assert engine.cache.num_free_blocks() == engine.cache.num_blocks, "a block is left behind"
-    assert not engine._sinks
+    assert not engine._delivery.open_requests()
     assert not engine.loop.sequences.by_id
     assert not engine.has_pending(), "samples of cancelled callers are left for others"
 
@@ -145,7 +145,7 @@ def test_leaving_a_stream_aborts_it(engine: InferenceEngine) -> None:
                 seen += 1
                 if seen == 3:
                     break
-            await stream.aclose()
+            await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]
             await asyncio.to_thread(settle, engine)
         return engine.stats().completion_tokens
 

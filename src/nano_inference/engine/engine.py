@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine.assembly import assemble
+from nano_inference.engine.delivery import Delivery, Sink
 from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
 from nano_inference.engine.progress import Progress, progress_of
 from nano_inference.engine.requests import RequestChecks, is_text, many_prompts, params_for
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from nano_inference.engine.async_engine import AsyncInferenceEngine
 
 Params = SamplingParams | Iterable[SamplingParams]
-Sink = Callable[[Delta], None]
 
 
 class InferenceEngine:
@@ -61,7 +61,7 @@ class InferenceEngine:
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._announcing = threading.Lock()  # held while a weight update is staged and announced
         self._unclaimed: list[TrainingSample] = []  # for the next `step`
-        self._sinks: dict[int, Sink] = {}  # request id -> who takes its deltas; others' samples wait for `step`
+        self._delivery = Delivery()
         self._dead: str | None = None
         self.work_arrived = threading.Event()  # set whenever a message arrives; whoever waits for work clears it
 
@@ -155,7 +155,7 @@ class InferenceEngine:
         """
         self._require_alive()
         sequence = self._new_sequence(prompt, params, num_samples, stream)
-        self._sinks[sequence.request_id] = _counting(sink, num_samples, self._sinks)
+        self._delivery.open(sequence.request_id, num_samples, sink)
         return self._add(sequence)
 
     def step(self) -> list[TrainingSample]:
@@ -292,8 +292,9 @@ class InferenceEngine:
         left = sum(request.num_samples for request in requests)
         arrived: deque[Delta] = deque()
         show = progress_of(progress, left, self)
+        request_ids = [request.request_id for request in requests]
         for request in requests:
-            self._sinks[request.request_id] = _counting(arrived.append, request.num_samples, self._sinks)
+            self._delivery.open(request.request_id, request.num_samples, arrived.append)
         try:
             for request in requests:
                 self._add(request)
@@ -310,27 +311,14 @@ class InferenceEngine:
                 show(left)
         finally:
             show.close()
-            unfinished = [request.request_id for request in requests if request.request_id in self._sinks]
-            for request_id in unfinished:
-                self._sinks[request_id] = _counting(_ignore, 2**62, self._sinks)
+            unfinished = self._delivery.abandon(request_ids)
             if unfinished and self._dead is None:
                 self.abort(unfinished)
-            for request_id in unfinished:
-                self._sinks.pop(request_id, None)
 
     def _deliver(self, samples: list[TrainingSample]) -> None:
         """Hand deltas and samples to those who wait for them; the others wait for `step`."""
         streamed, self.loop.streamed = self.loop.streamed, []
-        for delta in streamed:
-            if sink := self._sinks.get(delta.request_id):
-                sink(delta)
-        for sample in samples:
-            sink = self._sinks.get(sample.request_id)
-            if sink is None:
-                self._unclaimed.append(sample)
-            else:
-                text = None if sample.text is None else ""
-                sink(Delta(sample.request_id, sample.sample_index, (), (), text, sample))
+        self._unclaimed += self._delivery.hand_out(streamed, samples)
 
     def _guarded(self, run: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
         """Run part of the loop. What it raises leaves sequences and cache in an unknown state: the engine is dead."""
@@ -373,24 +361,6 @@ class InferenceEngine:
             output_text=text,
             streaming=stream,
         )
-
-
-def _counting(sink: Sink, num_samples: int, sinks: dict[int, Sink]) -> Sink:
-    """A sink that removes itself when its request's last sample has ended."""
-    left = num_samples
-
-    def take(delta: Delta) -> None:
-        nonlocal left
-        left -= delta.finished is not None
-        if not left:
-            sinks.pop(delta.request_id, None)
-        sink(delta)
-
-    return take
-
-
-def _ignore(_: Delta) -> None:
-    pass
 
 
 def _request_ids(request_ids: int | Iterable[int] | None) -> frozenset[int] | None:

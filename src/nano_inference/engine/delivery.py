@@ -1,0 +1,58 @@
+"""Who gets what a step made: deltas and samples go to those who wait for their request, the rest to nobody yet."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from nano_inference.types import Delta, TrainingSample
+
+Sink = Callable[[Delta], None]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    sink: Sink
+    samples_left: int
+
+
+class Delivery:
+    """Sinks by request id. One goes by itself when its request's last sample has ended."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, _Waiting] = {}
+
+    def open(self, request_id: int, num_samples: int, sink: Sink) -> None:
+        """From now on `sink` takes this request's deltas, called by whoever steps."""
+        self._waiting[request_id] = _Waiting(sink, num_samples)
+
+    def abandon(self, request_ids: Iterable[int]) -> list[int]:
+        """Let what is still to come of these requests go nowhere; returns those that have not ended."""
+        unfinished = [request_id for request_id in request_ids if request_id in self._waiting]
+        for request_id in unfinished:
+            self._waiting[request_id].sink = _nowhere
+        return unfinished
+
+    def open_requests(self) -> set[int]:
+        """Requests that somebody waits for."""
+        return set(self._waiting)
+
+    def hand_out(self, streamed: Iterable[Delta], samples: Iterable[TrainingSample]) -> list[TrainingSample]:
+        """Give each its own; returns the samples that nobody waits for."""
+        for delta in streamed:
+            if waiting := self._waiting.get(delta.request_id):
+                waiting.sink(delta)
+        unclaimed: list[TrainingSample] = []
+        for sample in samples:
+            waiting = self._waiting.get(sample.request_id)
+            if waiting is None:
+                unclaimed.append(sample)
+                continue
+            waiting.samples_left -= 1
+            if not waiting.samples_left:
+                del self._waiting[sample.request_id]
+            text = None if sample.text is None else ""  # all of it was in earlier deltas
+            waiting.sink(Delta(sample.request_id, sample.sample_index, (), (), text, sample))
+        return unclaimed
+
+
+def _nowhere(_: Delta) -> None:
+    pass
