@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from nano_inference import (
     ConfigError,
@@ -29,6 +30,7 @@ from nano_inference import (
 )
 from nano_inference.config import CacheType
 from nano_inference.engine.assembly import CACHES
+from nano_inference.models.loading import resolve_model
 from tests.models.tiny import llama_config, llama_weights, tiny_llama, write_model
 
 Build = Callable[..., InferenceEngine]
@@ -107,32 +109,45 @@ def assert_aligned(sample: TrainingSample) -> None:
 # -- the front door ----------------------------------------------------------------------------------------------------
 
 
-def test_the_usage_example_runs(model: Path) -> None:
+USAGE = """
+with InferenceEngine(EngineConfig(model_path="smollm2-135m", cache_type="radix", block_size=16)) as engine:
+    params = SamplingParams(temperature=0.7, max_tokens=64)
+    samples = engine.generate(prompts=[[1, 2, 3, 4], [5, 6, 7, 8]], sampling_params=params, num_samples_per_prompt=4)
+    for s in samples:                                             # prompt-major order
+        print(s.completion_tokens, s.logprobs, s.weight_version)
+    engine.update_weights(new_state_dict, blocking=False)         # PipelineRL style: decoding goes on
+    request = engine.add_request([1, 2, 3], params)               # mid level
+    while engine.has_pending():
+        finished = engine.step()
+    engine.update_weights(new_state_dict, blocking=True)          # Miles style
+    engine.flush_cache()
+    version, free = engine.get_weight_version(), engine.cache.num_free_blocks() == engine.cache.num_blocks
+"""
+
+
+def test_the_usage_that_was_promised_runs_as_it_stands() -> None:
     threads = torch.get_num_threads()
-    new_state_dict = llama_weights(llama_config(), seed=1)
-    with InferenceEngine(EngineConfig(model_path=str(model), cache_type="paged", block_size=16)) as engine:
-        params = SamplingParams(temperature=0.7, max_tokens=6)
-        samples = engine.generate(
-            prompts=[[1, 2, 3, 4], [5, 6, 7, 8]], sampling_params=params, num_samples_per_prompt=4
-        )
-        assert [s.prompt_tokens for s in samples] == [(1, 2, 3, 4)] * 4 + [(5, 6, 7, 8)] * 4
-        assert [s.sample_index for s in samples] == [0, 1, 2, 3] * 2
-        for s in samples:
-            assert_aligned(s)
-            assert 1 <= len(s.completion_tokens) <= 6
-            assert s.weight_version == 0
-        engine.update_weights(new_state_dict, blocking=False)
-        request = engine.add_request([1, 2, 3], params)
-        finished: list[TrainingSample] = []
-        while engine.has_pending():
-            finished += engine.step()
-        assert [s.request_id for s in finished] == [request]
-        assert finished[0].weight_version == engine.get_weight_version() == 1
-        engine.update_weights(new_state_dict, blocking=True)
-        assert engine.get_weight_version() == 2
-        engine.flush_cache()
-        assert_all_blocks_free(engine)
+    with safe_open(resolve_model("smollm2-135m") / "model.safetensors", framework="pt") as file:
+        new_state_dict = {"model.norm.weight": file.get_tensor("model.norm.weight") * 1.1}
+    names: dict[str, Any] = {
+        "InferenceEngine": InferenceEngine,
+        "EngineConfig": EngineConfig,
+        "SamplingParams": SamplingParams,
+        "new_state_dict": new_state_dict,
+    }
+    exec(USAGE, names)
     torch.set_num_threads(threads)
+    samples = names["samples"]
+    assert [s.prompt_tokens for s in samples] == [(1, 2, 3, 4)] * 4 + [(5, 6, 7, 8)] * 4
+    assert [s.sample_index for s in samples] == [0, 1, 2, 3] * 2
+    for s in samples:
+        assert_aligned(s)
+        assert 1 <= len(s.completion_tokens) <= 64
+        assert s.weight_version == 0
+    assert [s.request_id for s in names["finished"]] == [names["request"]]
+    assert names["finished"][0].weight_version == 1
+    assert names["version"] == 2
+    assert names["free"]
 
 
 def test_results_come_in_request_order_whatever_ends_first(build: Build) -> None:
