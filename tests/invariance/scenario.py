@@ -106,7 +106,8 @@ def same_bits(one: TrainingSample, other: TrainingSample) -> bool:
         len(one.completion_tokens) != len(other.completion_tokens) or one.finish_reason != other.finish_reason
     ):
         return False
-    return all(
+    scored = min(len(one.prompt_logprobs or ()), len(other.prompt_logprobs or ()))  # the first is nan
+    return (one.prompt_logprobs or ())[1:scored] == (other.prompt_logprobs or ())[1:scored] and all(
         (getattr(one, name) or ())[:length] == (getattr(other, name) or ())[:length]
-        for name in ("completion_tokens", "logprobs", "raw_logprobs", "log_kept_mass")
+        for name in ("completion_tokens", "logprobs", "raw_logprobs", "log_kept_mass", "top_logprobs")
     )
