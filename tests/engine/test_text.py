@@ -148,3 +148,14 @@ def test_progress_may_be_a_bar(engine: InferenceEngine, capsys: pytest.CaptureFi
     assert "tok/s, KV" in shown
     engine.generate([PROMPT], GREEDY, progress=False)
     assert not capsys.readouterr().err
+
+
+def test_what_is_no_text_and_no_chat_is_refused(engine: InferenceEngine) -> None:
+    with pytest.raises(InvalidRequest, match="a list of messages"):
+        engine.generate({"role": "user", "content": "Say hi."}, GREEDY)
+    with pytest.raises(InvalidRequest, match="not dict"):
+        engine.add_request({"role": "user", "content": "Say hi."}, GREEDY)
+    with pytest.raises(InvalidRequest, match="string or a list of strings"):
+        engine.generate_text([1, 2, 3], GREEDY)
+    with pytest.raises(InvalidRequest, match="string or a list of strings"):
+        engine.generate_text([PROMPT, [1]], GREEDY, stream=True)

@@ -18,7 +18,7 @@ from nano_inference.engine.progress import Progress, progress_of
 from nano_inference.engine.requests import RequestChecks, is_text, many_prompts, params_for
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.weight_sync import WeightSyncManager, WeightUpdate
-from nano_inference.errors import EngineDead
+from nano_inference.errors import EngineDead, InvalidRequest
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
 from nano_inference.text.output_text import OutputText
@@ -131,6 +131,8 @@ class InferenceEngine:
     ) -> Any:
         """Text to text. A string gives a string, a list a list; streaming, pieces of text, or (place, piece) pairs."""
         params = sampling_params or SamplingParams()
+        if not isinstance(prompt, str) and not all(isinstance(each, str) for each in prompt):
+            raise InvalidRequest("generate_text takes a string or a list of strings; generate takes all other prompts.")
         if stream:
             deltas = self.generate(prompt, params, stream=True)
             return _pieces(deltas, single=isinstance(prompt, str))

@@ -127,6 +127,8 @@ def many_prompts(prompts: Any) -> list[Any]:
     """A list of prompts, also for a single one. Raises `InvalidRequest`."""
     if is_text(prompts):
         return [prompts]
+    if isinstance(prompts, Mapping):
+        raise InvalidRequest("a chat is a list of messages, not one message; put it into a list.")
     if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__"):
         raise InvalidRequest(f"prompts must be token ids, strings or chats, not {type(prompts).__name__}.")
     many = list(prompts)
@@ -149,7 +151,7 @@ def params_for(sampling_params: SamplingParams | Iterable[SamplingParams], num_p
 
 
 def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:
-    if isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
+    if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__iter__"):
         raise InvalidRequest(f"a prompt must be token ids, a string or a chat, not {type(prompt).__name__}.")
     ids: list[int] = []
     for item in prompt:
