@@ -3,17 +3,15 @@
 import logging
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from safetensors import safe_open
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.text.chat import encode_chat
 
 MODEL = "smollm2-135m"
 QUESTIONS = (
@@ -22,7 +20,7 @@ QUESTIONS = (
     "What is gravity?",
 )
 SAMPLES_PER_PROMPT = 4
-PARAMS = SamplingParams(temperature=0.8, max_tokens=48, seed=1)
+PARAMS = SamplingParams(temperature=0.8, max_tokens=48, seed=1, raw_logprobs=True)
 CHANGED = "model.norm.weight"  # what the third part changes
 FACTOR = 2.0  # doubles every logit, so the model is surer of each choice
 STEPS_BEFORE_CHANGE = 12
@@ -33,7 +31,7 @@ console = Console(highlight=False)
 def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it converts the model, and has much to say about it
     with load() as engine:
-        prompts = [chat(engine, question) for question in QUESTIONS]
+        prompts = [[{"role": "user", "content": question}] for question in QUESTIONS]
         sample_groups(engine, prompts)
         change_weights(engine, prompts[-1])
 
@@ -43,7 +41,7 @@ def load() -> InferenceEngine:
     say(f"Loading {MODEL}. The first run also converts its GGUF file, which takes 10 to 20 seconds.")
     start = time.perf_counter()
     with console.status("loading"):
-        engine = InferenceEngine(EngineConfig(model_path=MODEL, max_batch_size=16, max_model_len=1024))
+        engine = InferenceEngine(EngineConfig(MODEL, ref_model_path=MODEL, max_batch_size=16, max_model_len=1024))
     console.print(f"Ready after {time.perf_counter() - start:.1f} s.\n")
     console.print(str(engine.memory_budget))
     note("The KV cache keeps what attention needs of every token so far. Sequences share its blocks.")
@@ -52,24 +50,23 @@ def load() -> InferenceEngine:
     return engine
 
 
-def sample_groups(engine: InferenceEngine, prompts: list[list[int]]) -> None:
+def sample_groups(engine: InferenceEngine, prompts: list[Any]) -> None:
     title(f"2. Sample {SAMPLES_PER_PROMPT} answers to each of {len(prompts)} prompts")
     say(
         f"Temperature {PARAMS.temperature}, at most {PARAMS.max_tokens} tokens, seed {PARAMS.seed}. Every run on this "
         "machine gives the same answers; with 135 million parameters the model makes mistakes."
     )
     start = time.perf_counter()
-    with progress_bar(len(prompts) * SAMPLES_PER_PROMPT) as advance:
-        samples = engine.generate(prompts, PARAMS, SAMPLES_PER_PROMPT, progress=advance)
+    samples = engine.generate(prompts, PARAMS, SAMPLES_PER_PROMPT, progress=console.is_terminal)
     seconds = time.perf_counter() - start
     note("mean logprob: log of a token's probability, averaged. 0 is certain, -0.69 is one in two.")
     note("stop: the model ended its answer. length: it reached the limit of tokens.")
     note("weight version: counts the updates of the model's weights. 0 is the checkpoint.")
     for index, question in enumerate(QUESTIONS):
         group = samples[index * SAMPLES_PER_PROMPT : (index + 1) * SAMPLES_PER_PROMPT]
-        console.print(f"\n[bold]{escape(question)}[/bold]  [dim]({len(prompts[index])} prompt tokens)[/dim]")
+        console.print(f"\n[bold]{escape(question)}[/bold]  [dim]({len(group[0].prompt_tokens)} prompt tokens)[/dim]")
         for sample in group:
-            show(engine, sample)
+            show(sample)
     summary(engine, samples, seconds)
 
 
@@ -92,7 +89,7 @@ def summary(engine: InferenceEngine, samples: list[TrainingSample], seconds: flo
     note("Samples of one prompt share its computation. Prompts that begin alike share those blocks.")
 
 
-def change_weights(engine: InferenceEngine, prompt: list[int]) -> None:
+def change_weights(engine: InferenceEngine, prompt: Any) -> None:
     title("3. Change the weights while a sample is being written")
     say(f"A request for the last prompt starts under weight version {engine.get_weight_version()}.")
     engine.add_request(prompt, PARAMS)
@@ -107,7 +104,7 @@ def change_weights(engine: InferenceEngine, prompt: list[int]) -> None:
     while engine.has_pending():
         samples += engine.step()
     console.print()
-    show(engine, samples[0])
+    show(samples[0])
     for span in samples[0].weight_versions:
         mean = average(samples[0].logprobs[span.start : span.end])
         say(f"version {span.version} sampled tokens {span.start} to {span.end - 1}, mean logprob {mean:.2f}", indent=4)
@@ -115,11 +112,11 @@ def change_weights(engine: InferenceEngine, prompt: list[int]) -> None:
     console.print()
     say(f"A request that comes now is served by version {engine.get_weight_version()} alone:")
     console.print()
-    show(engine, engine.generate(prompt, PARAMS)[0])
-
-
-def chat(engine: InferenceEngine, question: str) -> list[int]:
-    return encode_chat(engine.tokenizer, [{"role": "user", "content": question}])
+    after = engine.generate(prompt, PARAMS)[0]
+    show(after)
+    drift = average(after.raw_logprobs or ()) - average(after.ref_logprobs or ())
+    say(f"mean log ratio to the frozen copy of version 0: {drift:.2f}", indent=4)
+    note("The reference scores every sample while others are decoded. Before the change the ratio is exactly 0.")
 
 
 def scaled_by(engine: InferenceEngine, factor: float) -> torch.Tensor:
@@ -127,12 +124,12 @@ def scaled_by(engine: InferenceEngine, factor: float) -> torch.Tensor:
         return weights.get_tensor(CHANGED) * factor
 
 
-def show(engine: InferenceEngine, sample: TrainingSample) -> None:
+def show(sample: TrainingSample) -> None:
     console.print(
         f"  [cyan]sample {sample.sample_index}[/cyan] [dim]| {len(sample.completion_tokens)} tokens | mean logprob "
         f"{average(sample.logprobs):.2f} | {sample.finish_reason} | weight version {sample.weight_version}[/dim]"
     )
-    say(" ".join(engine.tokenizer.decode(sample.completion_tokens).split()), indent=4)
+    say(" ".join((sample.text or "").split()), indent=4)
 
 
 def average(numbers: Sequence[float]) -> float:
@@ -152,30 +149,6 @@ def say(text: str, indent: int = 0, style: str = "") -> None:
     margin = " " * indent
     lines = textwrap.fill(text, console.width, initial_indent=margin, subsequent_indent=margin)
     console.print(lines, style=style, markup=False, soft_wrap=True)
-
-
-class ProgressBar:
-    """What `generate` calls after every step."""
-
-    def __init__(self, bar: Progress, total: int) -> None:
-        self.bar = bar
-        self.task = bar.add_task("sampling", total=total, tokens=0)
-
-    def __call__(self, finished: int, total: int, completion_tokens: int) -> None:
-        self.bar.update(self.task, completed=finished, total=total, tokens=completion_tokens)
-
-
-@contextmanager
-def progress_bar(total: int) -> Iterator[ProgressBar]:
-    columns = (
-        TextColumn("sampling"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("samples finished, {task.fields[tokens]} tokens"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield ProgressBar(bar, total)
 
 
 if __name__ == "__main__":
