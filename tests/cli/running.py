@@ -37,14 +37,15 @@ def run(*arguments: str, stdin: str | None = None) -> Result:
 
 
 def spawn(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     settled = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
     return subprocess.Popen(
         [*ENTRY, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         errors="replace",
         env=settled | {"TERM": "xterm-256color"} | environment,
-        **pipes,
     )
 
 

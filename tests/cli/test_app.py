@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 from typer import BadParameter
@@ -24,6 +27,11 @@ def test_help_and_version_need_no_torch(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (nano_inference.__version__ if arguments == ["--version"] else "Usage:") in done.stdout
+
+
+def test_the_console_script_is_the_app() -> None:
+    scripts = tomllib.loads(Path("pyproject.toml").read_text())["project"]["scripts"]
+    assert EntryPoint("nano-inference", scripts["nano-inference"], "console_scripts").load() is app
 
 
 def test_public_names_that_need_torch_come_when_they_are_asked_for() -> None:

@@ -1,6 +1,11 @@
 """`nano-inference chat`, its lines piped in."""
 
+import contextlib
+import os
+import select
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -75,6 +80,51 @@ def test_chat_says_what_is_wrong(folders: dict[str, str], model: str, stdin: str
 def test_chat_asks_for_no_more_than_fits(folders: dict[str, str]) -> None:
     result = run("chat", folders["chat"], "--max-model-len", "64", *FAST, stdin="hi\n")
     assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_keys_of_a_terminal(folders: dict[str, str]) -> None:
+    """Ctrl-C while it answers, Ctrl-C while it waits, a mistake, Ctrl-D."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    begin = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from nano_inference.cli import app; app()"
+    words = ["chat", folders["chat"], "--max-tokens", "50000", "--threads", "1"]
+    settled = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {"TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", begin, *words],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        env=settled,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    seen = b""
+
+    def until(what: bytes, key: bytes = b"") -> None:
+        """Press a key and read on. Pressed again: one that comes while the line editor starts can be lost."""
+        nonlocal seen
+        os.write(ours, key)
+        for _ in range(60):
+            while what not in seen and select.select([ours], [], [], 1)[0]:
+                seen += os.read(ours, 4096)
+            if what in seen:
+                _, _, seen = seen.partition(what)
+                return
+            os.write(ours, key)
+        raise AssertionError(f"{what} does not come after {seen}")
+
+    until(b">>>")
+    os.write(ours, b"hello\n")
+    until(b"\xef\xbf\xbd")  # it is answering: random bytes, most of which are no text
+    until(b"stopped", b"\x03")
+    until(b">>>")
+    until(b"Ctrl-D or /exit leaves.", b"\x03")
+    until(b"error: there is no command /dance", b"/dance\n")
+    until(b">>>")
+    with contextlib.suppress(OSError):  # the other side closes
+        until(b"never said", b"\x04")
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
 
 
 def test_interrupt_stops_an_answer_and_keeps_the_session(folders: dict[str, str]) -> None:

@@ -108,7 +108,7 @@ class _Session:
     def run(self) -> None:
         """Take lines until they end or `/exit`."""
         if self.interactive:
-            errors.print("Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands.", style="dim")
+            self._say("Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands.\n")
         read = _line_reader() if self.interactive else sys.stdin.readline
         while (line := self._next_line(read)) is not None:
             if not line.strip():
@@ -135,7 +135,7 @@ class _Session:
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise
-                errors.print("\nCtrl-D or /exit leaves.", style="dim")
+                self._say("\nCtrl-D or /exit leaves.")
                 continue
             if not self.interactive and not line:
                 return None
@@ -147,8 +147,10 @@ class _Session:
             return False
         if name == "/reset":
             self.history.clear()
+            self._say("The conversation is forgotten.\n")
         elif name == "/system":
             self.system = rest.strip() or None
+            self._say("The next answer follows it.\n" if self.system else "There is no system message any more.\n")
         elif name == "/help":
             for usage, meaning in _COMMANDS.items():
                 errors.print(f"{usage:<14}{meaning}", markup=False)
@@ -157,6 +159,11 @@ class _Session:
                 f"there is no command {name}; /help lists them. To send the line as a message, begin it with a space."
             )
         return True
+
+    def _say(self, text: str) -> None:
+        """A word to a person; a pipe needs none."""
+        if self.interactive:
+            errors.print(text, style="dim")
 
     def _answer(self, line: str) -> None:
         """Let the model answer a message. What it said is kept, also where it was stopped."""
@@ -177,8 +184,7 @@ class _Session:
         write("\n")
         if said:
             self.history += [message, {"role": "assistant", "content": "".join(said)}]
-        if self.interactive:
-            errors.print(_figures(finished, time.perf_counter() - start), style="dim")
+        self._say(f"{_figures(finished, time.perf_counter() - start)}\n")
 
     def _params_for(self, messages: list[dict[str, str]]) -> SamplingParams:
         """The parameters, with no more tokens than still fit."""
@@ -198,9 +204,11 @@ def _figures(sample: TrainingSample | None, seconds: float) -> str:
     if sample is None:
         return "stopped"
     tokens = len(sample.completion_tokens)
-    text = f"{tokens} tokens, {tokens / max(seconds, 1e-9):,.1f} tok/s"
-    text += f"; {sample.cached_tokens} of {len(sample.prompt_tokens)} prompt tokens cached"
-    return text + ("; cut off by --max-tokens or the model's limit" if sample.finish_reason == "length" else "")
+    cut = " (cut off)" if sample.finish_reason == "length" else ""
+    return (
+        f"{tokens} tokens{cut}, {tokens / max(seconds, 1e-9):,.1f} tok/s; {sample.cached_tokens} of "
+        f"{len(sample.prompt_tokens)} prompt tokens cached"
+    )
 
 
 def _line_reader() -> Any:

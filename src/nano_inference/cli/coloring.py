@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     from nano_inference.text.tokenizer import Tokenizer
     from nano_inference.types import TrainingSample
 
-# Tokens at least this probable: their style. Foreground and background both, so that a terminal's own colours, dark or
-# light, do not matter; the less probable the darker, so that hues do not matter either.
+# Tokens at least this probable: their style. Foreground and background both, and none of the sixteen colours that a
+# terminal's theme changes, so it reads alike on dark and on light; the less probable the darker, for those who cannot
+# tell the hues apart.
 _LEVELS = (
-    (0.9, "", "90 % or more"),
-    (0.5, "black on color(228)", "50 %"),
-    (0.1, "black on color(215)", "10 %"),
-    (0.01, "black on color(203)", "1 %"),
-    (0.0, "white on color(88)", "less"),
+    (0.9, "", "≥ 90 %"),
+    (0.5, "color(16) on color(228)", "≥ 50 %"),
+    (0.1, "color(16) on color(215)", "≥ 10 %"),
+    (0.01, "color(16) on color(203)", "≥ 1 %"),
+    (0.0, "color(231) on color(88)", "< 1 %"),
 )
 
 

@@ -93,11 +93,7 @@ def generate(
 
     Completions go to standard output, all else to standard error.
     """
-    if file is not None and str(file) != "-" and not file.is_file():
-        raise typer.BadParameter(f"there is no file {file}.", param_hint="--file")
-    prompts = [*(prompt or []), *(read_prompts(file) if file else [])]
-    if not prompts:
-        raise typer.BadParameter("there is no prompt; give one with -p TEXT, or a file of them with --file.")
+    prompts = _prompts(prompt or [], file)
     if as_json and logprobs:
         raise typer.BadParameter("--logprobs colours text; --json has every logprob anyway. Leave one of them out.")
     if top_logprobs and not as_json:
@@ -142,10 +138,21 @@ def generate(
             _show(engine, prompts, num_samples, run.samples, logprobs=True)
         elif not live:
             _show(engine, prompts, num_samples, run.samples, logprobs=False)
-        errors.print(f"\n{_figures(engine, run)}" if errors.is_terminal else _figures(engine, run), style="dim")
+        if errors.is_terminal and len(prompts) * num_samples == 1:
+            errors.print()  # between the text and the figures; after several samples there is an empty line already
+        errors.print(_figures(engine, run), style="dim")
         if run.stopped:
             errors.print(f"Interrupted: {len(run.samples)} of {len(prompts) * num_samples} samples were finished.")
             raise typer.Exit(130)
+
+
+def _prompts(given: list[str], file: Path | None) -> list[Prompt]:
+    if file is not None and str(file) != "-" and not file.is_file():
+        raise typer.BadParameter(f"there is no file {file}.", param_hint="--file")
+    prompts = [*given, *(read_prompts(file) if file else [])]
+    if not prompts:
+        raise typer.BadParameter("there is no prompt; give one with -p TEXT, or a file of them with --file.")
+    return prompts
 
 
 @dataclass(frozen=True)
@@ -210,15 +217,14 @@ def _show(
 
 def _prompt_heading(prompts: list[Prompt], place: int) -> Text:
     count = f" {place + 1} of {len(prompts)}" if len(prompts) > 1 else ""
-    return Text(f"prompt{count}  ", style="bold").append(printable(title(prompts[place])), style="not bold")
+    return Text.assemble((f"prompt{count}", "bold"), "  ", printable(title(prompts[place])))
 
 
 def _heading(sample: TrainingSample) -> Text:
-    line = Text(f"sample {sample.sample_index + 1}", style="cyan")
     facts = [f"{len(sample.completion_tokens)} tokens", sample.finish_reason, f"mean logprob {_mean(sample.logprobs)}"]
     if sample.ref_logprobs is not None:
         facts.append(f"reference {_mean(sample.ref_logprobs)}")
-    return line.append("  " + ", ".join(facts), style="dim not bold")
+    return Text.assemble((f"sample {sample.sample_index + 1}", "cyan"), ("  " + ", ".join(facts), "dim"))
 
 
 def _mean(numbers: tuple[float, ...]) -> str:

@@ -55,12 +55,10 @@ def info(
     if as_json:
         typer.echo(json.dumps(_as_json(plan, text_side), indent=2))
         return
-    output.print(
-        Text(model, style="bold").append(f"  {_short(_policy(plan)[0])}", style="not bold dim"), soft_wrap=True
-    )
+    output.print(Text.assemble((model, "bold"), (f"  {_short(_policy(plan)[0])}", "dim")), soft_wrap=True)
     for name, rows in (
         ("architecture", _architecture(plan)),
-        (f"memory on {plan.device}, as it is free now", _memory(plan)),
+        (f"memory on {plan.device}", _memory(plan)),
         ("numerics", _numerics(plan)),
         ("tokenizer", _tokenizer_rows(text_side)),
     ):
@@ -128,12 +126,13 @@ def _table(rows: Rows) -> Table:
 def _architecture(plan: "EnginePlan") -> Rows:
     _, spec = _policy(plan)
     embedding = spec.vocab_size * spec.hidden_size
-    one = "embedding and head are one of" if spec.tie_word_embeddings else "embedding and head have each"
+    embedding_size = f"{embedding / 1e6:,.1f} M"
+    head = "which is also the head" if spec.tie_word_embeddings else f"{embedding_size} the head"
     dtype = str(plan.dtype).removeprefix("torch.")
     source = "converted from a quantised file" if spec.quantized_source else f"checkpoint {spec.checkpoint_dtype}"
     rows = [
         ("class", spec.architecture),
-        ("parameters", f"{_num_parameters(spec) / 1e6:,.1f} M; {one} {embedding / 1e6:,.1f} M"),
+        ("parameters", f"{_num_parameters(spec) / 1e6:,.1f} M; of these {embedding_size} the embedding, {head}"),
         ("dtype", f"{dtype} ({source})"),
         ("layers", f"{spec.num_layers}"),
         ("hidden size", f"{spec.hidden_size:,}"),
@@ -149,7 +148,7 @@ def _architecture(plan: "EnginePlan") -> Rows:
         ("norms", _norms(spec)),
         ("vocabulary", f"{spec.vocab_size:,} rows"),
         ("context", f"{spec.max_position:,} tokens"),
-        ("ends with", ", ".join(map(str, spec.eos_token_ids)) or "no id of its own"),
+        ("ends with", ", ".join(f"token {token_id}" for token_id in spec.eos_token_ids) or "no token of its own"),
     ]
 
 
@@ -175,8 +174,8 @@ def _norms(spec: "ModelSpec") -> str:
 def _memory(plan: "EnginePlan") -> Rows:
     budget = plan.memory_budget
     return [
-        ("weights", _mebibytes(budget.weights)),
-        ("KV cache", f"{_mebibytes(budget.kv_cache)} = {budget.num_blocks:,} blocks of {budget.block_size} tokens"),
+        ("weights", _size(budget.weights)),
+        ("KV cache", f"{_size(budget.kv_cache)} = {budget.num_blocks:,} blocks of {budget.block_size} tokens"),
         ("a token takes", f"{budget.bytes_per_token:,} bytes"),
         ("tokens that fit", f"{budget.num_tokens:,}"),
         ("longest sequence", f"{budget.max_model_len:,} tokens"),
@@ -208,8 +207,8 @@ def _tokenizer_rows(tokenizer: "Tokenizer | None") -> Rows:
     ]
 
 
-def _mebibytes(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"
+def _size(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
 def _short(folder: Path) -> str:
