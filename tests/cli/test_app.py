@@ -11,6 +11,7 @@ from typer import BadParameter
 
 import nano_inference
 from nano_inference import InferenceEngine
+from nano_inference.cli import app
 from nano_inference.cli.options import parse_size
 from tests.cli.running import finish, run, spawn
 

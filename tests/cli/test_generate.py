@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,7 @@ def test_verbose_shows_what_the_engine_logs_and_warnings_come_always(folders: di
     assert "memory on cpu" in loud
 
 
-def test_interrupt_keeps_what_was_finished(folders: dict[str, str], tmp_path: Path) -> None:
+def test_interrupt_ends_a_run_quietly(folders: dict[str, str]) -> None:
     process = spawn("generate", folders["base"], "-p", "a", "-m", "50000", "--json", "--threads", "1", "-v")
     assert process.stderr is not None
     while "longest sequence" not in process.stderr.readline():
@@ -215,6 +216,24 @@ def test_interrupt_keeps_what_was_finished(folders: dict[str, str], tmp_path: Pa
     assert process.returncode == 130
     assert "Traceback" not in err
     assert out == ""
+
+
+def test_interrupt_keeps_what_was_finished(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = InferenceEngine.generate
+
+    def interrupted(self: Any, prompts: Any, params: SamplingParams, *rest: Any, **named: Any) -> Any:
+        each = [replace(params, max_tokens=count) for count in (30, 3, 30)]
+        for delta in generate(self, prompts, each, *rest, **named):
+            if delta.finished is not None:
+                signal.raise_signal(signal.SIGINT)
+            yield delta
+
+    monkeypatch.setattr(InferenceEngine, "generate", interrupted)
+    result = run("generate", folders["base"], "-p", "long", "-p", "short", "-p", "longer", *FAST)
+    assert result.exit_code == 130
+    assert result.stdout.startswith("prompt 2 of 3  short\n\nsample 1  3 tokens")
+    assert "prompt 3" not in result.stdout
+    assert "Interrupted: 1 of 3 samples were finished." in result.stderr
 
 
 def interrupt_until_it_ends(process: "subprocess.Popen[str]") -> None:

@@ -198,12 +198,11 @@ def _show(
 ) -> None:
     """Completions under headings; a single one has none, so that its text can be piped on."""
     headings = len(prompts) * num_samples > 1
-    first = min((sample.request_id for sample in samples), default=0)
     shown = None
     for sample in samples:
         if headings and sample.request_id != shown:
-            shown = sample.request_id
-            output.print(_prompt_heading(prompts, shown - first), no_wrap=True, overflow="ellipsis")
+            shown = sample.request_id  # a new engine counts from 0, so it is the prompt's place
+            output.print(_prompt_heading(prompts, shown), no_wrap=True, overflow="ellipsis")
             output.print()
         if headings:
             output.print(_heading(sample))

@@ -57,7 +57,7 @@ class Parts:
 def plan_engine(config: EngineConfig) -> EnginePlan:
     """Read the configurations of a config's models and decide all that follows from them.
 
-    Fast, and nothing of the process changes. Raises `ConfigError` or `ModelLoadError`.
+    It reads no weights and changes nothing of the process. Raises `ConfigError` or `ModelLoadError`.
     """
     device = _device(config.device)
     folder = resolve_model(config.model_path)
