@@ -3,10 +3,10 @@
 Token ids in; tokens, exact logprobs and weight versions out; policy weights swapped in while it decodes.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from nano_inference.config import EngineConfig, SchedulerConfig
-from nano_inference.engine.async_engine import AsyncInferenceEngine
-from nano_inference.engine.engine import InferenceEngine
-from nano_inference.engine.weight_sync import WeightSyncManager, WeightUpdate
 from nano_inference.errors import (
     ConfigError,
     EngineDead,
@@ -21,9 +21,6 @@ from nano_inference.kv_cache.block_pool import Block
 from nano_inference.kv_cache.manager import CacheAllocation, KVCacheManager
 from nano_inference.kv_cache.paged import PagedKVCache
 from nano_inference.kv_cache.radix import RadixKVCache
-from nano_inference.models.decoder import model_forward
-from nano_inference.sampling.pipeline import SamplingPipeline
-from nano_inference.sampling.sample import sample_with_logprobs
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.schedule import schedule
 from nano_inference.scheduling.sequence import Sequence, SequenceStatus
@@ -37,7 +34,26 @@ from nano_inference.types import (
     VersionSpan,
 )
 
+if TYPE_CHECKING:
+    from nano_inference.engine.async_engine import AsyncInferenceEngine
+    from nano_inference.engine.engine import InferenceEngine
+    from nano_inference.engine.weight_sync import WeightSyncManager, WeightUpdate
+    from nano_inference.models.decoder import model_forward
+    from nano_inference.sampling.pipeline import SamplingPipeline
+    from nano_inference.sampling.sample import sample_with_logprobs
+
 __version__ = "0.1.0"
+
+# What imports torch is imported when it is first asked for: `nano-inference --help` shall not wait seconds for it.
+_NEEDS_TORCH = {
+    "AsyncInferenceEngine": "nano_inference.engine.async_engine",
+    "InferenceEngine": "nano_inference.engine.engine",
+    "SamplingPipeline": "nano_inference.sampling.pipeline",
+    "WeightSyncManager": "nano_inference.engine.weight_sync",
+    "WeightUpdate": "nano_inference.engine.weight_sync",
+    "model_forward": "nano_inference.models.decoder",
+    "sample_with_logprobs": "nano_inference.sampling.sample",
+}
 
 __all__ = [
     "AsyncInferenceEngine",
@@ -74,3 +90,14 @@ __all__ = [
     "sample_with_logprobs",
     "schedule",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_NEEDS_TORCH[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

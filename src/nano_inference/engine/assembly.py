@@ -29,6 +29,20 @@ CACHES: dict[CacheType, type[PagedKVCache | RadixKVCache]] = {"paged": PagedKVCa
 
 
 @dataclass(frozen=True)
+class EnginePlan:
+    """What an engine of some config is made of, before any weight is read."""
+
+    config: EngineConfig
+    folders: Mapping[str, Path]  # by weight set
+    specs: Mapping[str, ModelSpec]  # by weight set
+    dtype: torch.dtype
+    device: torch.device
+    ops: Ops
+    memory_budget: MemoryBudget
+    numerics: Numerics
+
+
+@dataclass(frozen=True)
 class Parts:
     """What an engine is made of."""
 
@@ -40,10 +54,12 @@ class Parts:
     numerics: Numerics
 
 
-def assemble(config: EngineConfig) -> Parts:
-    """Load everything that a config names. Raises `ConfigError` or `ModelLoadError`."""
+def plan_engine(config: EngineConfig) -> EnginePlan:
+    """Read the configurations of a config's models and decide all that follows from them.
+
+    It reads no weights and changes nothing of the process. Raises `ConfigError` or `ModelLoadError`.
+    """
     device = _device(config.device)
-    torch.set_num_threads(config.num_threads or psutil.cpu_count(logical=False) or torch.get_num_threads())
     folder = resolve_model(config.model_path)
     folders = {POLICY: folder}
     if config.ref_model_path is not None:
@@ -52,33 +68,49 @@ def assemble(config: EngineConfig) -> Parts:
     specs = {name: load_spec(each) for name, each in folders.items()}
     _require_same_vocabulary(specs, config)
     dtype = resolve_dtype(config.dtype, specs[POLICY])
+    weight_bytes = sum(num_bytes(param_table(spec), dtype) for spec in specs.values())
+    ops = _ops(config)
+    return EnginePlan(
+        config=config,
+        folders=folders,
+        specs=specs,
+        dtype=dtype,
+        device=device,
+        ops=ops,
+        memory_budget=plan_memory(config, list(specs.values()), weight_bytes, dtype, device),
+        numerics=_numerics(ops, dtype, device),
+    )
+
+
+def assemble(config: EngineConfig) -> Parts:
+    """Load everything that a config names. Raises `ConfigError` or `ModelLoadError`."""
+    plan = plan_engine(config)
+    torch.set_num_threads(config.num_threads or psutil.cpu_count(logical=False) or torch.get_num_threads())
+    folders, specs, dtype, device, budget = plan.folders, plan.specs, plan.dtype, plan.device, plan.memory_budget
     if dtype == torch.float16 and device.type == "cpu":
         logger.warning("float16 has no fast products on a CPU; bfloat16 or float32 will be faster.")
-    weight_bytes = sum(num_bytes(param_table(spec), dtype) for spec in specs.values())
-    budget = plan_memory(config, list(specs.values()), weight_bytes, dtype, device)
     if config.max_model_len is not None and budget.max_model_len < config.max_model_len:
         logger.warning("max_model_len=%d is lowered to %d.", config.max_model_len, budget.max_model_len)
     logger.info("%s", budget)
-    ops = _ops(config)
     params: dict[str, dict[str, Tensor]] = {}
     for name, each in folders.items():
-        frozen_copy = name == REFERENCE and each == folder
+        frozen_copy = name == REFERENCE and each == folders[POLICY]
         params[name] = (
             {key: tensor.clone() for key, tensor in params[POLICY].items()}
             if frozen_copy
             else load_params(each, specs[name], dtype, device)
         )
-    models = {name: Decoder(specs[name], params[name], ops, budget.max_model_len) for name in folders}
+    models = {name: Decoder(specs[name], params[name], plan.ops, budget.max_model_len) for name in folders}
     by_shape = {
         kv_shape(spec): KVStorage(spec, budget.num_blocks, config.block_size, dtype, device) for spec in specs.values()
     }
     return Parts(
-        folder=folder,
+        folder=folders[POLICY],
         models=models,
         storages={name: by_shape[kv_shape(spec)] for name, spec in specs.items()},
         cache=CACHES[config.cache_type](budget.num_blocks, config.block_size),
         memory_budget=budget,
-        numerics=_numerics(ops, dtype, device),
+        numerics=plan.numerics,
     )
 
 

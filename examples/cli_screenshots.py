@@ -1,0 +1,122 @@
+"""The pictures of docs/cli.md: runs each command in a terminal of its own and saves what it shows as SVG.
+
+Needs the embedded model `smollm2-135m`, and a system with pseudo-terminals (Linux, macOS).
+"""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+DOCS = Path(__file__).parents[1] / "docs"
+MODEL = "smollm2-135m"
+WIDTH, HEIGHT = 96, 50
+PROMPT = ">>> "  # what `chat` shows when it waits for a line
+COMMAND = [sys.executable, "-c", "from nano_inference.cli import app; app(prog_name='nano-inference')"]
+
+# name -> the command's arguments, and the lines that are typed
+PICTURES: dict[str, tuple[list[str], list[str]]] = {
+    "generate": (
+        [
+            *("generate", MODEL, "-p", "What is the capital of France?", "-p", "Why is the sky blue?"),
+            *("-n", "2", "--max-tokens", "48", "--temperature", "0.6", "--seed", "1", "--logprobs"),
+        ],
+        [],
+    ),
+    "chat": (
+        ["chat", MODEL, "--max-tokens", "64", "--temperature", "0"],
+        ["What is the capital of France?", "And what is it known for?", "/reset", "/exit"],
+    ),
+    "info": (["info", MODEL], []),
+}
+
+
+def main() -> None:
+    for name, (arguments, lines) in PICTURES.items():
+        shown = screen(run(arguments, lines))
+        path = DOCS / f"cli-{name}.svg"
+        path.write_text(svg(f"$ nano-inference {' '.join(map(quoted, arguments))}", shown), encoding="utf-8")
+        print(f"{path.name}: {len(shown.splitlines())} lines")
+
+
+def run(arguments: list[str], lines: list[str]) -> str:
+    """All that a command writes to a terminal of WIDTH columns. Lines are typed when it asks for them."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
+    unset = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
+    environment = {key: value for key, value in os.environ.items() if key not in unset} | {"TERM": "xterm-256color"}
+    with subprocess.Popen(
+        [*COMMAND, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    ) as process:
+        os.close(theirs)
+        seen = b""
+        typed = 0
+        while piece := read(ours):
+            seen += piece
+            if typed < len(lines) and plain(seen.decode(errors="replace")).count(PROMPT) > typed:
+                os.write(ours, lines[typed].encode() + b"\n")
+                typed += 1
+    os.close(ours)
+    if process.returncode:
+        raise SystemExit(f"{arguments[0]} failed: {seen.decode(errors='replace')}")
+    return seen.decode()
+
+
+def read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # how Linux says that the other side was closed
+        return b""
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def screen(text: str) -> str:
+    """What is left on the screen: cursor movements (of spinners and progress bars) obeyed, colours kept."""
+    rows = [""]
+    row = 0
+    overwrite = False  # the cursor stands at the start of the row
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+        if part == "\n":
+            row, overwrite = row + 1, False
+            rows += [""] * (row + 1 - len(rows))
+        elif part == "\r":
+            overwrite = True
+        elif part.endswith("A"):
+            row = max(0, row - int(part[2:-1] or 1))
+        elif part.endswith("K"):
+            rows[row] = ""
+        elif part.endswith("m") or not part.startswith("\x1b"):
+            rows[row] = part if overwrite else rows[row] + part
+            overwrite = False
+    return "\n".join(rows).rstrip()
+
+
+def svg(command: str, shown: str) -> str:
+    with open(os.devnull, "w") as nowhere:
+        console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True, color_system="truecolor")
+        console.print(Text(command, style="bold"), soft_wrap=False)
+        console.print()
+        console.print(Text.from_ansi(shown))
+    # The id must not change from run to run, or every picture differs.
+    picture = console.export_svg(title="nano-inference", unique_id="cli")
+    picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.S)  # a picture shall fetch nothing from the network
+    return picture.replace("<svg ", '<svg xml:space="preserve" ', 1)  # some viewers drop spaces otherwise
+
+
+def quoted(word: str) -> str:
+    return f'"{word}"' if " " in word else word
+
+
+if __name__ == "__main__":
+    main()

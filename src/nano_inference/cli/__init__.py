@@ -1,0 +1,5 @@
+"""The command line: `nano-inference generate`, `chat`, `info`. What imports torch is imported inside the commands."""
+
+from nano_inference.cli.main import app
+
+__all__ = ["app"]

@@ -1,0 +1,216 @@
+"""`nano-inference info`: what a model is and what an engine would make of it. No weights are read."""
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from nano_inference.cli import options
+from nano_inference.cli.terminal import errors, output
+
+if TYPE_CHECKING:
+    from nano_inference.engine.assembly import EnginePlan
+    from nano_inference.models.rope_spec import RopeSpec
+    from nano_inference.models.spec import ModelSpec
+    from nano_inference.text.tokenizer import Tokenizer
+
+Rows = list[tuple[str, str]]
+
+
+def info(
+    model: options.Model,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    ref_model: options.RefModel = None,
+    tokenizer: options.Tokenizer = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    kv_cache_memory: options.KVCacheMemory = None,
+    max_model_len: options.MaxModelLen = None,
+    verbose: options.Verbose = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show a model: architecture, memory, numerics, tokenizer.
+
+    It reads the configuration and not the weights, so it is quick also for large models.
+    """
+    config = options.engine_config(
+        model,
+        ref_model_path=ref_model,
+        tokenizer_path=tokenizer,
+        dtype=dtype,
+        device=device,
+        kv_cache_memory=kv_cache_memory,
+        max_model_len=max_model_len,
+    )
+    with errors.status(f"reading {model}"):
+        from nano_inference.engine.assembly import plan_engine
+
+        plan = plan_engine(config)
+        text_side = _tokenizer(plan)
+    if as_json:
+        typer.echo(json.dumps(_as_json(plan, text_side), indent=2))
+        return
+    output.print(Text.assemble((model, "bold"), (f"  {_short(_policy(plan)[0])}", "dim")), soft_wrap=True)
+    for name, rows in (
+        ("architecture", _architecture(plan)),
+        (f"memory on {plan.device}", _memory(plan)),
+        ("numerics", _numerics(plan)),
+        ("tokenizer", _tokenizer_rows(text_side)),
+    ):
+        output.print()
+        output.print(name, style="bold cyan")
+        output.print(_table(rows))
+
+
+def _policy(plan: "EnginePlan") -> "tuple[Path, ModelSpec]":
+    from nano_inference.scheduling.sequence import POLICY
+
+    return plan.folders[POLICY], plan.specs[POLICY]
+
+
+def _tokenizer(plan: "EnginePlan") -> "Tokenizer | None":
+    from nano_inference.models.loading import resolve_model
+    from nano_inference.text.tokenizer import load_tokenizer
+
+    other = plan.config.tokenizer_path
+    if other is not None:
+        return load_tokenizer(resolve_model(other))
+    folder, _ = _policy(plan)
+    return load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+
+
+def _num_parameters(spec: "ModelSpec") -> int:
+    from math import prod
+
+    from nano_inference.models.weights import param_table
+
+    return sum(prod(param.shape) for param in param_table(spec))
+
+
+def _as_json(plan: "EnginePlan", tokenizer: "Tokenizer | None") -> dict[str, Any]:
+    folder, spec = _policy(plan)
+    budget = plan.memory_budget
+    return {
+        "model": plan.config.model_path,
+        "folder": str(folder),
+        "architecture": asdict(spec),
+        "num_parameters": _num_parameters(spec),
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "memory": asdict(budget) | {"num_tokens": budget.num_tokens},
+        "numerics": asdict(plan.numerics) | {"fingerprint": plan.numerics.fingerprint},
+        "tokenizer": None
+        if tokenizer is None
+        else {
+            "vocab_size": tokenizer.vocab_size,
+            "eos_token_id": tokenizer.eos_token_id,
+            "special_tokens": dict(tokenizer.special_tokens),
+            "has_chat_template": tokenizer.chat_template is not None,
+        },
+    }
+
+
+def _table(rows: Rows) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=20, no_wrap=True)  # the same in all tables, so that they read as one
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(f"  {label}", Text(value))
+    return table
+
+
+def _architecture(plan: "EnginePlan") -> Rows:
+    _, spec = _policy(plan)
+    embedding = spec.vocab_size * spec.hidden_size
+    embedding_size = f"{embedding / 1e6:,.1f} M"
+    head = "which is also the head" if spec.tie_word_embeddings else f"{embedding_size} the head"
+    dtype = str(plan.dtype).removeprefix("torch.")
+    source = "converted from a quantised file" if spec.quantized_source else f"checkpoint {spec.checkpoint_dtype}"
+    rows = [
+        ("class", spec.architecture),
+        ("parameters", f"{_num_parameters(spec) / 1e6:,.1f} M; of these {embedding_size} the embedding, {head}"),
+        ("dtype", f"{dtype} ({source})"),
+        ("layers", f"{spec.num_layers}"),
+        ("hidden size", f"{spec.hidden_size:,}"),
+        ("MLP", f"{spec.intermediate_size:,}, {spec.activation}"),
+        ("heads", f"{spec.num_heads} of queries, {spec.num_kv_heads} of keys and values, {spec.head_dim} wide"),
+        ("windows", _windows(spec.windows)),
+        ("rope", _rope(spec.rope)),
+    ]
+    if any(spec.windows) and spec.sliding_rope != spec.rope:
+        rows.append(("rope with a window", _rope(spec.sliding_rope)))
+    return [
+        *rows,
+        ("norms", _norms(spec)),
+        ("vocabulary", f"{spec.vocab_size:,} rows"),
+        ("context", f"{spec.max_position:,} tokens"),
+        ("ends with", ", ".join(f"token {token_id}" for token_id in spec.eos_token_ids) or "no token of its own"),
+    ]
+
+
+def _windows(windows: tuple[int, ...]) -> str:
+    parts = [
+        f"{count} layers see {f'the last {window:,} tokens' if window else 'all tokens'}"
+        for window, count in sorted(Counter(windows).items(), reverse=True)
+    ]
+    return ", ".join(parts) if any(windows) else "none: every layer sees all tokens"
+
+
+def _rope(rope: "RopeSpec") -> str:
+    text = f"theta {rope.theta:,.0f}"
+    return text if rope.kind == "default" else f"{text}, {rope.kind} scaling by {rope.factor:g}"
+
+
+def _norms(spec: "ModelSpec") -> str:
+    place = {"pre": "before", "post": "after", "both": "before and after"}[spec.norms]
+    queries = {"head": ", of queries and keys by head", "full": ", of queries and keys", None: ""}[spec.qk_norm]
+    return f"RMS {place} attention and MLP{queries}, epsilon {spec.rms_norm_eps:g}"
+
+
+def _memory(plan: "EnginePlan") -> Rows:
+    budget = plan.memory_budget
+    return [
+        ("weights", _size(budget.weights)),
+        ("KV cache", f"{_size(budget.kv_cache)} = {budget.num_blocks:,} blocks of {budget.block_size} tokens"),
+        ("a token takes", f"{budget.bytes_per_token:,} bytes"),
+        ("tokens that fit", f"{budget.num_tokens:,}"),
+        ("longest sequence", f"{budget.max_model_len:,} tokens"),
+    ]
+
+
+def _numerics(plan: "EnginePlan") -> Rows:
+    kept = plan.numerics.schedule_invariant
+    return [
+        ("fingerprint", plan.numerics.fingerprint),
+        ("schedule invariant", "yes" if kept else "no"),
+        (
+            "",
+            "A token's bits do not depend on batch, chunks, cache or preemption: samples can be replayed."
+            if kept
+            else "The last bits of a logprob may change with what else is in the batch.",
+        ),
+    ]
+
+
+def _tokenizer_rows(tokenizer: "Tokenizer | None") -> Rows:
+    if tokenizer is None:
+        return [("", "none: prompts must be token ids, or use --tokenizer")]
+    special = [f"{name.removesuffix('_token')} {text}" for name, text in tokenizer.special_tokens.items()]
+    return [
+        ("vocabulary", f"{tokenizer.vocab_size:,} tokens"),
+        ("special tokens", ", ".join(special) or "none"),
+        ("chat template", "yes" if tokenizer.chat_template is not None else "no: it continues text"),
+    ]
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
+
+
+def _short(folder: Path) -> str:
+    home = Path.home()
+    return f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else str(folder)

@@ -1,0 +1,58 @@
+"""The app: its commands, and what holds for all of them: the version, errors in one line, exit codes."""
+
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+from typer.core import TyperGroup
+
+import nano_inference
+from nano_inference.cli.chat import chat
+from nano_inference.cli.generate import generate
+from nano_inference.cli.info import info
+from nano_inference.cli.options import DEBUG
+from nano_inference.cli.terminal import errors, set_up_logging, set_up_streams
+from nano_inference.errors import NanoInferenceError
+
+
+class _Commands(TyperGroup):
+    """Commands whose errors are one line. Exit codes: 1 for an error of the package, 2 for wrong usage."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except NanoInferenceError as problem:
+            if ctx.meta.get(DEBUG):
+                raise
+            errors.print(Text(f"error: {problem}", style="red"), soft_wrap=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    name="nano-inference",
+    cls=_Commands,
+    help="An LLM inference engine for reinforcement learning.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(generate)
+app.command()(chat)
+app.command()(info)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"nano-inference {nano_inference.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _start(  # pyright: ignore[reportUnusedFunction]
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    set_up_streams()
+    set_up_logging(verbose=False)

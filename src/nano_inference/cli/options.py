@@ -1,0 +1,122 @@
+"""Options that several commands share, as annotated types, and the configuration that they make."""
+
+import re
+from typing import Annotated, Any
+
+import typer
+
+from nano_inference.cli.terminal import set_up_logging
+from nano_inference.config import CacheType, DType, EngineConfig
+
+DEBUG = "nano_inference.debug"  # where a context keeps whether tracebacks are wanted
+
+_UNITS = {
+    "": 1,
+    **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))},
+    **{unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)},
+}
+
+
+def parse_size(text: str) -> int:
+    """Bytes that `512MiB`, `2GB` or `1.5 GiB` mean. Raises `typer.BadParameter`."""
+    parts = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    if parts is None or parts[2] not in _UNITS:
+        raise typer.BadParameter(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB.")
+    return int(float(parts[1]) * _UNITS[parts[2]])
+
+
+def _note_debug(ctx: typer.Context, debug: bool) -> bool:
+    ctx.meta[DEBUG] = debug
+    return debug
+
+
+def _note_verbose(verbose: bool) -> bool:
+    if verbose:
+        set_up_logging(verbose=True)
+    return verbose
+
+
+def _embedded_names() -> list[str]:
+    from nano_inference.models.embedded import EMBEDDED_MODELS
+
+    return sorted(EMBEDDED_MODELS)
+
+
+def _option(panel: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=panel, **settings)
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        show_default=False,
+        autocompletion=_embedded_names,
+        help="A Hugging Face folder, a hub id, a .gguf file, or a model that a package carries: smollm2-135m.",
+    ),
+]
+
+_ENGINE = "The engine"
+Tokenizer = Annotated[
+    str | None, _option(_ENGINE, "--tokenizer", help="Take tokenizer and chat template from this folder or hub id.")
+]
+RefModel = Annotated[
+    str | None, _option(_ENGINE, "--ref-model", help="A frozen model that scores every sample: ref_logprobs.")
+]
+Cache = Annotated[CacheType, _option(_ENGINE, "--cache-type", help="How cached prefixes are indexed.")]
+Dtype = Annotated[DType, _option(_ENGINE, "--dtype", help="Of weights and KV cache. auto: the checkpoint's.")]
+Device = Annotated[str, _option(_ENGINE, "--device", help="cpu, cuda, cuda:1 … auto: cuda if there is one.")]
+KVCacheMemory = Annotated[
+    int | None,
+    _option(
+        _ENGINE,
+        "--kv-cache-memory",
+        parser=parse_size,
+        metavar="SIZE",
+        help="Memory of the KV cache, such as 512MiB or 2GiB.",
+    ),
+]
+MaxModelLen = Annotated[
+    int | None, _option(_ENGINE, "--max-model-len", help="Tokens of prompt and completion together.")
+]
+Threads = Annotated[
+    int | None, _option(_ENGINE, "--threads", help="Threads of the CPU operations. Default: the physical cores.")
+]
+
+_SAMPLING = "Sampling"
+Temperature = Annotated[
+    float, _option(_SAMPLING, "--temperature", "-t", help="0 always takes the most likely token; 1 samples as trained.")
+]
+TopP = Annotated[float, _option(_SAMPLING, "--top-p", help="Keep the likeliest tokens with this much mass; 1: all.")]
+TopK = Annotated[int, _option(_SAMPLING, "--top-k", help="Keep this many of the likeliest tokens; 0: all.")]
+MinP = Annotated[
+    float, _option(_SAMPLING, "--min-p", help="Keep tokens at least this likely, relative to the likeliest; 0: all.")
+]
+MaxTokens = Annotated[int, _option(_SAMPLING, "--max-tokens", "-m", help="End a completion after so many tokens.")]
+Seed = Annotated[
+    int | None, _option(_SAMPLING, "--seed", help="The same seed gives the same samples. Default: a fresh one.")
+]
+Stop = Annotated[
+    list[str] | None,
+    _option(_SAMPLING, "--stop", metavar="TEXT", help="End a completion before this text. May be repeated."),
+]
+PresencePenalty = Annotated[
+    float, _option(_SAMPLING, "--presence-penalty", help="Taken off the logits of tokens already in the completion.")
+]
+FrequencyPenalty = Annotated[
+    float, _option(_SAMPLING, "--frequency-penalty", help="The same, times how often they are in it.")
+]
+RepetitionPenalty = Annotated[
+    float, _option(_SAMPLING, "--repetition-penalty", help="Above 1 disfavours tokens of prompt and completion.")
+]
+
+_MESSAGES = "Messages"
+Verbose = Annotated[
+    bool, _option(_MESSAGES, "--verbose", "-v", callback=_note_verbose, help="Also show what the engine logs.")
+]
+Debug = Annotated[bool, _option(_MESSAGES, "--debug", callback=_note_debug, help="Show an error with its traceback.")]
+
+
+def engine_config(model: str, **options: Any) -> EngineConfig:
+    """The engine's configuration. Raises `ConfigError`."""
+    return EngineConfig(model_path=model, **options)

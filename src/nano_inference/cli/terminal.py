@@ -1,0 +1,104 @@
+"""The two streams, log lines, and Ctrl-C."""
+
+import logging
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+if TYPE_CHECKING:
+    from nano_inference.config import EngineConfig
+    from nano_inference.engine.engine import InferenceEngine
+    from nano_inference.types import Delta
+
+output = Console(highlight=False)  # what was asked for
+errors = Console(stderr=True, highlight=False)  # all that is said about it
+
+# Control characters but tab and newline. A model may write any, and a terminal would obey them.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Text as it may go to a terminal: control characters are shown as U+FFFD. To a file it goes unchanged."""
+    return _CONTROL.sub("\ufffd", text) if output.is_terminal else text
+
+
+def write(text: str) -> None:
+    """Put a piece of a model's text on standard output, unwrapped and at once."""
+    output.file.write(printable(text))  # not `print`: it would expand tabs and drop what it takes for control codes
+    output.file.flush()
+
+
+def set_up_streams() -> None:
+    """A character that the terminal's encoding lacks becomes a question mark instead of a crash."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+def set_up_logging(*, verbose: bool) -> None:
+    """The engine's warnings go to standard error; with `verbose` also what it says of itself."""
+    logger = logging.getLogger("nano_inference")
+    logger.handlers = [RichHandler(console=errors, show_time=False, show_path=False, markup=False)]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    if not verbose:
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # it converts models, and has much to say about it
+
+
+def load_engine(config: "EngineConfig") -> "InferenceEngine":
+    """Build an engine; a terminal shows that something is going on."""
+    with errors.status(f"loading {config.model_path}"):
+        from nano_inference.engine.engine import InferenceEngine
+
+        return InferenceEngine(config)
+
+
+class Interruptible:
+    """The deltas of a `generate`, until they end or Ctrl-C is pressed. A context manager.
+
+    An interrupt in the middle of a step would leave the engine in an unknown state. So the first Ctrl-C is only noted,
+    and the stream ends behind the next delta; closing it aborts what is unfinished. The second one is an ordinary
+    `KeyboardInterrupt`.
+
+    Attributes:
+        stopped: Ctrl-C was pressed.
+    """
+
+    def __init__(self, deltas: "Iterator[Delta]") -> None:
+        self.stopped = False
+        self._deltas: Any = deltas
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGINT, self._on_interrupt)
+        return self
+
+    def __iter__(self) -> "Iterator[Delta]":
+        for delta in self._deltas:
+            yield delta
+            if self.stopped:
+                return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._deltas.close()
+            else:
+                with suppress(Exception):  # the first problem is the one to report
+                    self._deltas.close()
+        finally:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _on_interrupt(self, *_: object) -> None:
+        if self.stopped:
+            raise KeyboardInterrupt
+        self.stopped = True

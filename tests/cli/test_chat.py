@@ -1,0 +1,141 @@
+"""`nano-inference chat`, its lines piped in."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from nano_inference import InferenceEngine
+from tests.cli.running import FAST, finish, run, spawn
+
+
+def conversations(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
+    """What `generate` is given, as it is called."""
+    seen: list[list[dict[str, str]]] = []
+    generate = InferenceEngine.generate
+
+    def remember(self: Any, prompts: Any, *arguments: Any, **named: Any) -> Any:
+        seen.append(prompts)
+        return generate(self, prompts, *arguments, **named)
+
+    monkeypatch.setattr(InferenceEngine, "generate", remember)
+    return seen
+
+
+def test_chat_keeps_the_conversation(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = conversations(monkeypatch)
+    lines = [
+        "one",
+        "",
+        "two",
+        "/system Be kind.",
+        "three",
+        "/reset",
+        "/help",
+        "four",
+        "/system",
+        "five",
+        "/exit",
+        "six",
+    ]
+    stdin = "\n".join(lines)
+    result = run("chat", folders["chat"], "--max-tokens", "4", "--seed", "2", *FAST, stdin=stdin)
+    assert result.exit_code == 0, result.stderr
+    roles = [[message["role"] for message in each] for each in seen]
+    turn = ["user", "assistant"]
+    assert roles == [["user"], [*turn, "user"], ["system", *turn, *turn, "user"], ["system", "user"], [*turn, "user"]]
+    assert [each[-1]["content"] for each in seen] == ["one", "two", "three", "four", "five"]
+    assert result.stdout.startswith(seen[1][1]["content"] + "\n" + seen[2][4]["content"] + "\n")
+    assert "/reset" in result.stderr
+
+
+def test_chat_ends_with_its_input(folders: dict[str, str]) -> None:
+    result = run("chat", folders["chat"], "--max-tokens", "3", *FAST, stdin="one\ntwo")
+    assert result.exit_code == 0
+    assert result.stdout.endswith("\n")
+    assert run("chat", folders["chat"], *FAST, stdin="").stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "stdin", "words"),
+    [
+        ("base", "hi\n", "nano-inference generate"),
+        ("bare", "hi\n", "tokenizer"),
+        ("chat", "/dance\n", "there is no command /dance"),
+        ("chat", "x" * 600 + "\n", "/reset forgets it"),
+    ],
+)
+def test_chat_says_what_is_wrong(folders: dict[str, str], model: str, stdin: str, words: str) -> None:
+    result = run("chat", folders[model], "--max-model-len", "512", *FAST, stdin=stdin)
+    assert result.exit_code == 1
+    assert words in result.stderr
+    assert result.stdout == ""
+
+
+def test_chat_asks_for_no_more_than_fits(folders: dict[str, str]) -> None:
+    result = run("chat", folders["chat"], "--max-model-len", "64", *FAST, stdin="hi\n")
+    assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_keys_of_a_terminal(folders: dict[str, str]) -> None:
+    """Ctrl-C while it answers, Ctrl-C while it waits, a mistake, Ctrl-D."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    begin = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from nano_inference.cli import app; app()"
+    words = ["chat", folders["chat"], "--max-tokens", "50000", "--threads", "1"]
+    settled = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {"TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", begin, *words],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        env=settled,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    seen = b""
+
+    def until(what: bytes, key: bytes = b"") -> None:
+        """Press a key and read on. Pressed again: one that comes while the line editor starts can be lost."""
+        nonlocal seen
+        os.write(ours, key)
+        for _ in range(60):
+            while what not in seen and select.select([ours], [], [], 1)[0]:
+                seen += os.read(ours, 4096)
+            if what in seen:
+                _, _, seen = seen.partition(what)
+                return
+            os.write(ours, key)
+        raise AssertionError(f"{what} does not come after {seen}")
+
+    until(b">>>")
+    os.write(ours, b"hello\n")
+    until(b"\xef\xbf\xbd")  # it is answering: random bytes, most of which are no text
+    until(b"stopped", b"\x03")
+    until(b">>>")
+    until(b"Ctrl-D or /exit leaves.", b"\x03")
+    until(b"error: there is no command /dance", b"/dance\n")
+    until(b">>>")
+    with contextlib.suppress(OSError):  # the other side closes
+        until(b"never said", b"\x04")
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+
+
+def test_interrupt_stops_an_answer_and_keeps_the_session(folders: dict[str, str]) -> None:
+    process = spawn("chat", folders["chat"], "--max-tokens", "50000", "--threads", "1")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("hello\n")
+    process.stdin.flush()
+    process.stdout.read(5)  # it is answering
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process, "/help\n")
+    assert code == 0, err
+    assert "forget the conversation" in err
+    assert "Traceback" not in err
