@@ -14,6 +14,7 @@ from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.cli.prompts import read_prompts
 from nano_inference.cli.terminal import Interruptible
 from nano_inference.config import EngineConfig
+from nano_inference.data import read_jsonl
 from nano_inference.errors import InvalidRequest
 from tests.cli.running import COLOR, FAST, finish, run, samples, spawn
 
@@ -251,3 +252,12 @@ def test_the_first_interrupt_waits_for_the_next_delta(folders: dict[str, str]) -
         assert not engine.has_pending(), "the request is aborted"
         assert signal.getsignal(signal.SIGINT) is before
         assert len(engine.generate("ab", SamplingParams(max_tokens=4))) == 1
+
+
+def test_the_json_of_a_run_reads_back_as_samples(folders: dict[str, str], tmp_path: Path) -> None:
+    result = run("generate", folders["base"], "-p", "ab", "-n", "3", "--json", "--top-logprobs", "2", *FAST)
+    file = tmp_path / "samples.jsonl"
+    file.write_text(result.stdout)
+    back = read_jsonl(file)
+    assert [sample.sample_index for sample in back] == [0, 1, 2]
+    assert all(sample.top_logprobs and len(sample.top_logprobs) == len(sample.logprobs) for sample in back)

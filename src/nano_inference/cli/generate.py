@@ -1,8 +1,7 @@
 """`nano-inference generate`: samples of prompts, as text, with coloured tokens, or as JSON lines."""
 
-import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -132,7 +131,10 @@ def generate(
         live = len(prompts) * num_samples == 1 and output.is_terminal and not as_json and not logprobs
         run = _sample(engine, prompts, params, num_samples, live=live)
         if as_json:
-            write_json(run.samples)
+            from nano_inference.data import json_line  # imports torch
+
+            for sample in run.samples:
+                typer.echo(json_line(sample))
         elif logprobs:
             output.print(legend(output), "", sep="\n")
             _show(engine, prompts, num_samples, run.samples, logprobs=True)
@@ -160,12 +162,6 @@ class _Run:
     samples: list[TrainingSample]  # prompt by prompt
     seconds: float
     stopped: bool  # by Ctrl-C; the samples are those that had ended
-
-
-def write_json(samples: list[TrainingSample]) -> None:
-    """One object a line, with the fields of `TrainingSample`."""
-    for sample in samples:
-        typer.echo(json.dumps(asdict(sample)))
 
 
 def _sample(

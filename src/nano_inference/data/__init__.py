@@ -15,12 +15,13 @@ How a field is written follows from its type in `TrainingSample`:
 """
 
 from nano_inference.data.columns import DataError, from_columns, to_columns
-from nano_inference.data.files import read_jsonl, read_parquet, write_jsonl, write_parquet
+from nano_inference.data.files import json_line, read_jsonl, read_parquet, write_jsonl, write_parquet
 from nano_inference.data.padding import pad_samples
 
 __all__ = [
     "DataError",
     "from_columns",
+    "json_line",
     "pad_samples",
     "read_jsonl",
     "read_parquet",

@@ -19,8 +19,13 @@ def write_jsonl(samples: Iterable[TrainingSample], path: str | os.PathLike[str])
     """Write strict JSON in ASCII, a sample a line, with the fields of `TrainingSample` as keys."""
     with Path(path).open("w", encoding="ascii", newline="\n") as file:
         for sample in samples:
-            row = {name: _strict(kind.to_plain(getattr(sample, name))) for name, kind in FIELDS.items()}
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+            file.write(json_line(sample) + "\n")
+
+
+def json_line(sample: TrainingSample) -> str:
+    """One sample as `write_jsonl` writes it, without the end of the line."""
+    row = {name: _strict(kind.to_plain(getattr(sample, name))) for name, kind in FIELDS.items()}
+    return json.dumps(row, allow_nan=False)
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[TrainingSample]:
