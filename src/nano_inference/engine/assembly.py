@@ -1,7 +1,7 @@
 """From a config to the parts of an engine: device, models by weight set, KV tensors, memory budget, numerics."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def assemble(config: EngineConfig) -> Parts:
     if config.max_model_len is not None and budget.max_model_len < config.max_model_len:
         logger.warning("max_model_len=%d is lowered to %d.", config.max_model_len, budget.max_model_len)
     logger.info("%s", budget)
-    ops = _ops(config)
+    ops = _ops(config, list(specs.values()), budget, dtype, device)
     params: dict[str, dict[str, Tensor]] = {}
     for name, each in folders.items():
         frozen_copy = name == REFERENCE and each == folder
@@ -84,8 +84,22 @@ def _require_same_vocabulary(specs: Mapping[str, ModelSpec], config: EngineConfi
         )
 
 
-def _ops(config: EngineConfig) -> Ops:
-    return reference_ops()
+def _ops(
+    config: EngineConfig, specs: Sequence[ModelSpec], budget: MemoryBudget, dtype: torch.dtype, device: torch.device
+) -> Ops:
+    ops = reference_ops()
+    if config.attention != "flex":
+        return ops
+    from nano_inference.ops.flex import HeadShape, flex_ops  # brings in torch's compiler
+
+    return flex_ops(
+        ops,
+        [HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale) for spec in specs],
+        num_blocks=budget.num_blocks,
+        block_size=budget.block_size,
+        dtype=dtype,
+        device=device,
+    )
 
 
 def _device(name: str) -> torch.device:
