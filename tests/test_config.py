@@ -46,7 +46,7 @@ def test_only_optional_counts_may_be_none(name: str) -> None:
         ("dtype", "float64", ["'auto'", "'float32'", "'bfloat16'"]),
         ("dtype", None, ["'auto'"]),
         ("backend", "tpu", ["'auto'", "'reference'"]),
-        ("attention", "magic", ["'auto'", "'reference'"]),
+        ("attention", "magic", ["'auto'", "'reference'", "'flex'"]),
         ("lookahead", 2, ["None", "0", "1"]),
         ("lookahead", -1, ["None", "0", "1"]),
         ("lookahead", True, ["None", "0", "1"]),

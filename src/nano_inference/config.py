@@ -58,7 +58,9 @@ class EngineConfig:
             machine multiplies it natively, else float32.
         device: `"cpu"`, `"cuda"`, `"cuda:1"` …, or `"auto"`: cuda if there is one, else cpu.
         backend: which operations run; `"reference"` is plain torch, `"auto"` the best that this machine has.
-        attention: the attention of the backend (`"auto"`) or another one by name.
+        attention: the attention of the backend (`"auto"`) or another one by name. `"flex"`: torch's flex_attention,
+            compiled for a handful of shapes as they come up (seconds each; on a CPU it needs a C++ compiler). It does
+            not keep schedule invariance.
         enable_prefix_caching: let a new sequence start from blocks that an earlier one computed.
         enable_chunked_prefill: let a prompt be computed over several steps.
         lookahead: steps planned before the last one's tokens are known: 0 or 1. None: 0 on a CPU, 1 on CUDA.
@@ -81,7 +83,7 @@ class EngineConfig:
     dtype: DType = "auto"
     device: str = "auto"
     backend: Literal["auto", "reference"] = "auto"
-    attention: Literal["auto", "reference"] = "auto"
+    attention: Literal["auto", "reference", "flex"] = "auto"
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     lookahead: int | None = None
@@ -112,7 +114,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "cache_type": ("paged", "radix"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "backend": ("auto", "reference"),
-    "attention": ("auto", "reference"),
+    "attention": ("auto", "reference", "flex"),
     "enable_prefix_caching": (True, False),
     "enable_chunked_prefill": (True, False),
     "lookahead": (None, 0, 1),

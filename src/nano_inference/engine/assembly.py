@@ -69,7 +69,8 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     _require_same_vocabulary(specs, config)
     dtype = resolve_dtype(config.dtype, specs[POLICY])
     weight_bytes = sum(num_bytes(param_table(spec), dtype) for spec in specs.values())
-    ops = _ops(config)
+    budget = plan_memory(config, list(specs.values()), weight_bytes, dtype, device)
+    ops = _ops(config, budget.num_blocks)
     return EnginePlan(
         config=config,
         folders=folders,
@@ -77,7 +78,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         dtype=dtype,
         device=device,
         ops=ops,
-        memory_budget=plan_memory(config, list(specs.values()), weight_bytes, dtype, device),
+        memory_budget=budget,
         numerics=_numerics(ops, dtype, device),
     )
 
@@ -92,6 +93,7 @@ def assemble(config: EngineConfig) -> Parts:
     if config.max_model_len is not None and budget.max_model_len < config.max_model_len:
         logger.warning("max_model_len=%d is lowered to %d.", config.max_model_len, budget.max_model_len)
     logger.info("%s", budget)
+    _try_attention(plan)
     params: dict[str, dict[str, Tensor]] = {}
     for name, each in folders.items():
         frozen_copy = name == REFERENCE and each == folders[POLICY]
@@ -123,8 +125,28 @@ def _require_same_vocabulary(specs: Mapping[str, ModelSpec], config: EngineConfi
         )
 
 
-def _ops(config: EngineConfig) -> Ops:
-    return reference_ops()
+def _ops(config: EngineConfig, num_blocks: int) -> Ops:
+    ops = reference_ops()
+    if config.attention != "flex":
+        return ops
+    from nano_inference.ops.flex import flex_ops  # brings in torch's compiler
+
+    return flex_ops(ops, num_blocks)
+
+
+def _try_attention(plan: EnginePlan) -> None:
+    """Find out now, not in the middle of a step, whether the attention that was asked for runs here."""
+    if plan.config.attention == "flex":
+        from nano_inference.ops.flex import HeadShape, require_flex
+
+        shapes = [
+            HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
+            for spec in plan.specs.values()
+        ]
+        budget = plan.memory_budget
+        require_flex(
+            shapes, num_blocks=budget.num_blocks, block_size=budget.block_size, dtype=plan.dtype, device=plan.device
+        )
 
 
 def _device(name: str) -> torch.device:

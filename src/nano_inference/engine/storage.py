@@ -71,6 +71,10 @@ class BoundKVStorage:
         shape = (keys.shape[0], *slots.shape, keys.shape[-1])
         return keys.view(shape), values.view(shape)
 
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values themselves: two of [kv heads, slots, head_dim]."""
+        return self._keys[layer], self._values[layer]
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:

@@ -25,6 +25,10 @@ class KvcacheView(Protocol):
         """Keys and values at slots [...], float32, each [num_kv_heads, ..., head_dim]."""
         ...
 
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer in their own dtype, not copied, each [num_kv_heads, slots, head_dim]."""
+        ...
+
 
 class Norm(NamedTuple):
     """One RMS norm: x / rms(x) * (offset + weight), rounded to dtype once, at the end."""

@@ -1,0 +1,362 @@
+"""Attention by `torch.nn.attention.flex_attention`, compiled, straight over the paged KV tensors.
+
+The rows of a step are packed into tiles, each of one sequence. A tile is an entry of the kernel's batch dimension and
+names the blocks that it visits (`BlockMask` from the block tables), so work and memory traffic are those of its own
+context, however large the cache is: 16 sequences at context 512 took 1.2 ms with 10,000 slots and 1.6 ms with
+1,600,000 (two Zen 4 cores, float32). Copying the batch's pages into a compact buffer first allows larger key tiles
+(0.8 ms), but in float32 the copy alone took longer than that wins (in bfloat16 it wins a little), it repeats a shared
+prefix for each sequence, and the buffer's length would be one more shape to compile for.
+
+This attention does not keep the law of schedule invariance: vendor products and thread counts choose the order of sums.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from nano_inference.batch import ForwardBatch
+from nano_inference.errors import ConfigError
+from nano_inference.ops.backend import KvcacheView, Ops
+
+# Rows of a tile: one for decodes; for chunks 32, since from 64 on the CPU kernel packs the whole KV storage into
+# another layout in every call (bfloat16 and float16).
+WIDE = 32
+NARROW_BELOW = 8  # a chunk shorter than this takes a tile for each row rather than a mostly empty wide one
+# Tiles of a call are padded to 4, 16, 64 ...: a padding tile visits nothing and costs next to nothing, while every
+# shape costs seconds of compilation.
+BUCKET_BASE = 4
+QUERY_BLOCK = 1024  # one query block a tile: more than its rows times the heads that share a key head
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIN_CUDA_SIZE = 16  # Triton's smallest product
+
+
+class HeadShape(NamedTuple):
+    """The attention of one model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What a compiled kernel is made for. Everything that it reads besides may change from step to step."""
+
+    num_tiles: int
+    width: int
+    heads: HeadShape
+    num_blocks: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tiles of one width, padded to a bucket. B tiles of W rows; block lists have a column for every block there is.
+
+    Blocks of which every row of the tile sees every slot are listed apart: the kernel asks no mask there.
+    """
+
+    rows: Tensor  # [n] rows of the batch
+    lanes: Tensor  # [n] where each stands among the B * W rows of the tiles
+    last: Tensor  # int32 [B, W] the highest position that a row sees; -1 in padding
+    below: Tensor  # int32 [B, W] a row sees the positions above this one
+    num_partial: Tensor  # int32 [B, 1, 1]
+    partial: Tensor  # int32 [B, 1, 1, num_blocks]
+    num_full: Tensor  # int32 [B, 1, 1]
+    full: Tensor  # int32 [B, 1, 1, num_blocks]
+
+
+@dataclass(frozen=True, slots=True)
+class FlexPlan:
+    """What `attention` wants to know about a batch and a window."""
+
+    tiles: tuple[Tiles, ...]
+    block_starts: Tensor  # int32 [num_blocks] the position of each block's first slot, for the blocks of the batch
+    tails: Tensor  # [t] slots behind the last position of each sequence, in its last block
+
+
+def flex_ops(ops: Ops, num_blocks: int) -> Ops:
+    """A backend with its attention replaced, for KV tensors of so many blocks. Ask `require_flex` first."""
+    return replace(
+        ops,
+        name=f"{ops.name}+flex",
+        schedule_invariant=False,
+        plan_attention=functools.partial(plan_attention, num_blocks),
+        attention=attention,
+    )
+
+
+def require_flex(
+    shapes: Sequence[HeadShape], *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Check the values and compile the smallest decode kernel, so that what is missing shows before the first step.
+
+    Args:
+        shapes: the attention of every model that will run.
+        num_blocks: of the KV tensors.
+        block_size: tokens in a block.
+        dtype: of queries, keys and values.
+        device: where they are.
+
+    Raises:
+        ConfigError: flex_attention does not run with these values, or not on this machine.
+    """
+    for shape in shapes:
+        _check_values(shape, block_size, dtype, device)
+    if device.type == "cpu":
+        _check_cpu()
+    for shape in dict.fromkeys(shapes):
+        _try(Kernel(BUCKET_BASE, 1, shape, num_blocks, block_size, dtype, device, torch.get_num_threads()))
+
+
+def _check_values(shape: HeadShape, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    if dtype not in DTYPES:
+        raise ConfigError(f"attention='flex' knows float32, bfloat16 and float16, not dtype={dtype}.")
+    if shape.num_heads // shape.num_kv_heads * WIDE > QUERY_BLOCK:
+        raise ConfigError(
+            f"attention='flex' runs up to {QUERY_BLOCK // WIDE} query heads a key head, and this model has "
+            f"{shape.num_heads} for {shape.num_kv_heads}; use attention='reference'."
+        )
+    if device.type != "cuda":
+        return
+    if shape.head_dim < MIN_CUDA_SIZE:
+        raise ConfigError(
+            f"attention='flex' needs heads of at least {MIN_CUDA_SIZE} numbers on CUDA, and head_dim={shape.head_dim} "
+            "is smaller; use attention='reference'."
+        )
+    if block_size < MIN_CUDA_SIZE or block_size & (block_size - 1):
+        raise ConfigError(
+            f"attention='flex' on CUDA needs a block_size that is a power of two of at least {MIN_CUDA_SIZE}, "
+            f"not {block_size}."
+        )
+
+
+def _check_cpu() -> None:
+    """Asked before compiling: a kernel that an earlier process left on disk would hide what is missing."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    if sys.platform == "darwin" or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        raise ConfigError(
+            f"attention='flex' on a CPU needs AVX2 and not macOS; this is {sys.platform} with "
+            f"{torch.backends.cpu.get_cpu_capability()} code. Use attention='reference'."
+        )
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise ConfigError(
+            "attention='flex' needs a C++ compiler on a CPU and torch.compile finds none: install g++, or name one in "
+            "the environment variable CXX, or use attention='reference'."
+        ) from error
+
+
+def _try(kernel: Kernel) -> None:
+    """Compile a kernel and run it on tiles that visit nothing."""
+    heads, device = kernel.heads, kernel.device
+    size = (heads.num_kv_heads, kernel.num_blocks * kernel.block_size, heads.head_dim)
+    keys, values = (torch.empty(size, dtype=kernel.dtype, device=device) for _ in range(2))  # never touched
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    lanes = torch.full((kernel.num_tiles, kernel.width), -1, dtype=torch.int32, device=device)
+    counts = torch.zeros((kernel.num_tiles, 1, 1), dtype=torch.int32, device=device)
+    lists = torch.zeros((kernel.num_tiles, 1, 1, kernel.num_blocks), dtype=torch.int32, device=device)
+    tiles = Tiles(none, none, lanes, lanes.clone(), counts, lists, counts.clone(), lists.clone())
+    starts = torch.zeros(kernel.num_blocks, dtype=torch.int32, device=device)
+    q = torch.empty((0, heads.num_heads, heads.head_dim), dtype=kernel.dtype, device=device)
+    try:
+        _attend(q, keys, values, tiles, starts, kernel.block_size, heads.scale)
+    except RuntimeError as error:  # torch's own errors of compilation are RuntimeErrors too
+        reason = " ".join(str(error).split("\n\n")[0].split())
+        raise ConfigError(f"attention='flex' does not compile here ({reason}); use attention='reference'.") from error
+
+
+# -- planning ------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def plan_attention(num_blocks: int, batch: ForwardBatch, block_size: int, window: int = 0) -> FlexPlan:
+    """Pack the rows into tiles and list the blocks that each tile visits. Reads the batch's tables on the host."""
+    device = batch.positions.device
+    bounds, tables, seq_lens = (t.cpu() for t in (batch.cu_seqlens_q, batch.block_tables, batch.seq_lens))
+    lengths = bounds.diff()
+    groups = ((lengths < NARROW_BELOW, 1), (lengths >= NARROW_BELOW, WIDE))
+    tiles = tuple(
+        _pack(mask.nonzero()[:, 0], width, bounds, seq_lens, tables, num_blocks, block_size, window, device)
+        for mask, width in groups
+        if bool(mask.any())
+    )
+    places = torch.arange(tables.shape[1])
+    in_use = places < -(-seq_lens[:, None] // block_size)
+    block_starts = torch.zeros(num_blocks, dtype=torch.int32)
+    # One position for a slot, whoever shares it: its key was turned to that position when it was stored.
+    block_starts[tables[in_use]] = (places * block_size).int().expand_as(tables)[in_use]
+    behind = seq_lens[:, None] + torch.arange(block_size)
+    place = (seq_lens - 1) // block_size
+    last_block = tables.gather(1, place[:, None])
+    tails = (last_block * block_size + behind % block_size)[behind < (place[:, None] + 1) * block_size]
+    return FlexPlan(tiles, block_starts.to(device), tails.to(device))
+
+
+def _pack(
+    chunks: Tensor,
+    width: int,
+    bounds: Tensor,
+    seq_lens: Tensor,
+    tables: Tensor,
+    num_blocks: int,
+    block_size: int,
+    window: int,
+    device: torch.device,
+) -> Tiles:
+    """Chunks cut into tiles of up to `width` rows. [T] below: one entry a tile, before padding."""
+    lengths = bounds.diff()[chunks]
+    counts = -(-lengths // width)
+    chunk = chunks.repeat_interleave(counts)  # [T]
+    offset = (torch.arange(len(chunk)) - (counts.cumsum(0) - counts).repeat_interleave(counts)) * width
+    length = (bounds.diff()[chunk] - offset).clamp(max=width)
+    first = seq_lens[chunk] - bounds.diff()[chunk] + offset  # position of the tile's first row
+    final = first + length - 1
+    lane = torch.arange(width)
+    real = lane < length[:, None]  # [T, W]
+    last = torch.where(real, first[:, None] + lane, -1)
+
+    begin = (first - window + 1).clamp(min=0) // block_size if window else torch.zeros_like(first)
+    end = final // block_size + 1
+    full_begin = -(-(final - window + 1).clamp(min=0) // block_size) if window else begin
+    full_end = torch.maximum((first + 1) // block_size, full_begin)
+    full_begin, full_end = torch.minimum(full_begin, end), torch.minimum(full_end, end)
+    spans = torch.arange(int((end - begin).max()))
+    before = (full_begin - begin)[:, None]
+    around = torch.where(spans < before, begin[:, None] + spans, full_end[:, None] + spans - before)
+    within = full_begin[:, None] + spans
+
+    num_tiles = _bucket(len(chunk))
+    padding = num_tiles - len(chunk)
+
+    def listed(places: Tensor) -> Tensor:
+        # [B, 1, 1, num_blocks]; the kernel reads the first num_partial or num_full entries of a list.
+        blocks = torch.zeros((num_tiles, num_blocks), dtype=torch.int32, device=device)
+        named = tables[chunk[:, None], places.clamp(max=tables.shape[1] - 1)].int()[:, :num_blocks]
+        blocks[: len(chunk), : named.shape[1]] = named.to(device)
+        return blocks[:, None, None]
+
+    def counted(count: Tensor) -> Tensor:
+        return functional.pad(count, (0, padding)).int().to(device)[:, None, None]
+
+    def lanes(values: Tensor) -> Tensor:
+        return functional.pad(values, (0, 0, 0, padding), value=-1).int().to(device)
+
+    return Tiles(
+        rows=(bounds[chunk] + offset)[:, None].add(lane)[real].to(device),
+        lanes=real.flatten().nonzero()[:, 0].to(device),
+        last=lanes(last),
+        below=lanes(last - window if window else torch.full_like(last, -1)),
+        num_partial=counted((end - begin) - (full_end - full_begin)),
+        partial=listed(around),
+        num_full=counted(full_end - full_begin),
+        full=listed(within),
+    )
+
+
+def _bucket(num_tiles: int) -> int:
+    size = BUCKET_BASE
+    while size < num_tiles:
+        size *= 4
+    return size
+
+
+# -- attending -----------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def attention(q: Tensor, view: KvcacheView, layer: int, plan: FlexPlan, scale: float) -> Tensor:
+    """Attention of q [N, heads, D] over each row's own context; returns [N, heads * D] in q's dtype.
+
+    Zeroes the free slots behind each sequence in its last block, which belongs to that sequence alone: it is writing
+    to it. The kernel multiplies what lies there by a probability of zero, and 0 * NaN is NaN. Everything else that a
+    tile visits was written by its own sequence, or by one that it shares the prefix with.
+    """
+    keys, values = view.stored(layer)
+    zeros = keys.new_zeros((len(plan.tails), keys.shape[0], keys.shape[2]))
+    view.write(layer, plan.tails, zeros, zeros)
+    out = torch.empty_like(q)
+    for tiles in plan.tiles:
+        out[tiles.rows] = _attend(q[tiles.rows], keys, values, tiles, plan.block_starts, view.block_size, scale)
+    return out.view(len(q), -1)
+
+
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, block_starts: Tensor, block_size: int, scale: float
+) -> Tensor:
+    """The rows of some tiles: q [n, heads, D] -> the same shape."""
+    _, num_heads, head_dim = q.shape
+    num_tiles, width = tiles.last.shape
+    heads = HeadShape(num_heads, keys.shape[0], head_dim, scale)
+    threads = torch.get_num_threads()
+    attend = _compiled(Kernel(num_tiles, width, heads, len(block_starts), block_size, q.dtype, q.device, threads))
+    packed = q.new_zeros((num_tiles * width, num_heads, head_dim))
+    packed[tiles.lanes] = q
+    out = attend(
+        packed.view(num_tiles, width, num_heads, head_dim).transpose(1, 2),
+        keys[None],
+        values[None],
+        tiles.last,
+        tiles.below,
+        block_starts,
+        (tiles.num_partial, tiles.partial, tiles.num_full, tiles.full),
+    )
+    return out.transpose(1, 2).reshape(num_tiles * width, num_heads, head_dim)[tiles.lanes]
+
+
+@functools.cache
+def _compiled(kernel: Kernel) -> Callable[..., Tensor]:
+    """The kernel of one bucket, compiled at its first call; shared by the engines of a process."""
+    num_slots, block_size = kernel.num_blocks * kernel.block_size, kernel.block_size
+    # One partition: otherwise the CPU kernel for single rows takes over, which gives 0 where every score is far below
+    # 0, since it counts a partition without keys as one whose highest score is 0 (torch 2.13).
+    options: Any = {"PARTITION_SIZE": num_slots} if kernel.device.type == "cpu" else {}
+
+    def attend(
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        last: Tensor,
+        below: Tensor,
+        block_starts: Tensor,
+        lists: tuple[Tensor, Tensor, Tensor, Tensor],
+    ) -> Tensor:
+        def visible(tile: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
+            # Whose slot it is needs no question: a tile's lists hold its own sequence's blocks and no others.
+            position = block_starts[slot // block_size] + slot % block_size
+            return (position <= last[tile, row]) & (position > below[tile, row])
+
+        mask = BlockMask.from_kv_blocks(
+            *lists,
+            BLOCK_SIZE=(QUERY_BLOCK, block_size),
+            mask_mod=visible,
+            seq_lengths=(kernel.width, num_slots),
+            compute_q_blocks=False,
+        )
+        out = flex_attention(
+            q, keys, values, block_mask=mask, scale=kernel.heads.scale, enable_gqa=True, kernel_options=options
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    # Dynamo keeps what it compiled with the code object, eight graphs at most; so every bucket has its own.
+    code = attend.__code__.replace(co_name=f"attend_{kernel.num_tiles}x{kernel.width}")
+    own = FunctionType(code, attend.__globals__, code.co_name, None, attend.__closure__)
+    # The CPU kernel has a buffer for each thread that it was compiled for, and the cache on disk of torch 2.11 and 2.12
+    # would hand it to a process with more threads; the option makes the number part of the cache's key.
+    return torch.compile(own, dynamic=False, fullgraph=True, options={"cpp.threads": kernel.num_threads})
