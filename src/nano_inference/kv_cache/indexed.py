@@ -75,6 +75,10 @@ class IndexedKVCache:
         needed = self.layout.num_full * held + self.layout.num_sliding * self.units.num_in_window
         return self.num_units - needed
 
+    def share_in_use(self) -> float:
+        """Share of the memory that sequences hold; the rest may hold prefixes."""
+        return 1 - self.num_free_units() / self.num_units
+
     def ref_count(self, block_id: int) -> int:
         """How many block tables hold this block."""
         return self.blocks[block_id].ref_count
