@@ -35,8 +35,8 @@ def schedule(
 
     Running sequences come first, those that need one token before those that need more; where the step is too small
     for all they take turns. Blocks are given in scheduling order, and where they run out the last in that order is
-    preempted. Then waiting sequences enter, in order, while they fit. Where layers have a window, a chunk longer than it
-    is cut to what fits before anybody is preempted.
+    preempted. Then waiting sequences enter, in order, while they fit. Where layers have a window, a longer chunk is cut
+    to what fits before anybody is preempted for it.
     """
     plan = _Plan(running, cache, config, pending)
     grants = _share_budget(running, config, plan)
