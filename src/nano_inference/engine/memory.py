@@ -110,7 +110,7 @@ def _longest(layout: BlockLayout, num_units: int, config: EngineConfig) -> int:
     if not layout.num_sliding or not config.enable_chunked_prefill:
         return whole
     within = layout.most_in_window(1, config.block_size)
-    if whole <= within:
+    if whole < within:
         return whole
     if not layout.num_full:
         return 2**62
