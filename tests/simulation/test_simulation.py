@@ -64,7 +64,13 @@ TIGHT = [(BlockLayout(0, 1, 3), 18, 2), (BlockLayout(1, 2, 3), 10, 6 + 2 * 2), (
 @pytest.mark.parametrize(("tokens", "chunk"), [(8, None), (3, 2)])
 @pytest.mark.parametrize(("layout", "num_blocks", "num_units"), TIGHT)
 def test_every_schedule_of_three_sequences_in_the_least_memory(
-    cache_type: CacheType, lookahead: int, tokens: int, chunk: int | None, layout: BlockLayout, num_blocks: int, num_units: int
+    cache_type: CacheType,
+    lookahead: int,
+    tokens: int,
+    chunk: int | None,
+    layout: BlockLayout,
+    num_blocks: int,
+    num_units: int,
 ) -> None:
     config = SchedulerConfig(max_tokens_per_batch=tokens, block_size=2, max_chunk_tokens=chunk)
     for shapes in itertools.product([(1, 5), (3, 4), (6, 6)], repeat=3):

@@ -56,17 +56,17 @@ def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
     copies: list[tuple[int, int]] = []
     sampled: list[tuple[Sequence, int]] = []
     moved: list[tuple[Sequence, int]] = []
+    slides = cache.layout.num_sliding > 0
     for chunk in decision.chunks():
         seq = sequences.by_id[chunk.seq_id]
         copies += cache.extend(seq.block_ids, chunk.start, chunk.start + chunk.length)
         seq.num_computed_tokens = chunk.start + chunk.length
         seq.last_step = step
         publish(seq, cache)
-        moved.append((seq, chunk.start))
-        if chunk.samples:
-            samples = _fork(chunk, seq, sequences, cache)
-            sampled += [(each, seq.num_computed_tokens) for each in samples]
-            moved += [(fork, chunk.start) for fork in samples[1:]]
+        samples = _fork(chunk, seq, sequences, cache) if chunk.samples else []
+        sampled += [(each, seq.num_computed_tokens) for each in samples]
+        if slides:
+            moved += [(each, chunk.start) for each in samples or [seq]]
     for seq, start in moved:  # only now: a later chunk of this step must not take what an earlier one still reads
         cache.slide(seq.block_ids, start, seq.num_computed_tokens)
     return Applied(tuple(copies), tuple(sampled))

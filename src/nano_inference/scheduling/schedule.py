@@ -102,7 +102,17 @@ class _Plan:
         """Give a running sequence its chunk, preempting from the end of the order until its blocks are there."""
         if seq.seq_id in self.preempted:
             return
-        start = seq.num_computed_tokens
+        start, fresh = seq.num_computed_tokens, 0
+        if start + length > self._own_blocks(seq, start) * self.cache.block_size:
+            length = self._make_way(seq, start, length)
+            if not length:
+                return
+            fresh = self._blocks(start + length) - self._own_blocks(seq, start)
+            self._own_written_block(seq, start)
+        self._add_chunk(seq, start, length, fresh)
+
+    def _make_way(self, seq: Sequence, start: int, length: int) -> int:
+        """How many of `length` tokens a running sequence computes; sequences after it make way. 0: it did so itself."""
         least = self._least(length)
         while (fits := self._fitting(start, length, self._own_blocks(seq, start), self.room.fresh())) < least:
             victim = self.alive[-1]
@@ -110,10 +120,8 @@ class _Plan:
                 break  # what it computes will leave its window, so it needs no more memory to go on than for one token
             self._preempt(victim)
             if victim is seq:
-                return
-        fresh = self._blocks(start + fits) - self._own_blocks(seq, start)
-        self._own_written_block(seq, start)
-        self._add_chunk(seq, start, fits, fresh)
+                return 0
+        return fits
 
     def admit(self, seq: Sequence) -> bool:
         """Let a waiting sequence in if it fits. False: stop here, nobody may overtake it."""
@@ -150,7 +158,8 @@ class _Plan:
         samples = seq.num_samples if start + length == known else 0
         self.chunks[seq.seq_id] = Chunk(seq.seq_id, start, length, samples, seq.weight_set)
         self.growth[seq.seq_id] = fresh
-        self.room.take(fresh)
+        if fresh:
+            self.room.take(fresh)
         self.budget -= length
         if seq.publishable:
             size = self.cache.block_size
