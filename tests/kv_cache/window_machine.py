@@ -26,7 +26,7 @@ class WindowCacheFactory(Protocol):
 
 
 class WindowMachine(RuleBasedStateMachine):
-    """Tables as the loop keeps them: between two steps, all of a table's tokens are computed and its window has moved."""
+    """Tables as the loop keeps them: between two steps all tokens are computed, and the windows have moved."""
 
     factory: ClassVar[WindowCacheFactory]
 

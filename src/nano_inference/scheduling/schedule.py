@@ -132,14 +132,13 @@ class _Plan:
             match = self.cache.match(seq.token_ids, seq.prefix, seq.num_matchable)
             if self._is_computing_next_block(seq, match):
                 return True  # a twin computes its next block in this step: it waits for that, others go on
-        start, num_slid = match.cached_length, self._num_slid(match.cached_length)
+        start = match.cached_length
         length = self.chunk_length(seq.num_to_compute - start, self.budget)
         if not length:
             return False
-        self.room.hold(match.block_ids, num_slid)  # what holds a prefix is free no more once it is used
+        self.room.hold(match.block_ids, self._num_slid(start))  # what holds a prefix is free no more once it is used
         length = self._make_room(seq, match, length)
         if not length:
-            self.room.let_go(match.block_ids, num_slid)
             return False
         fresh = self._blocks(start + length) - len(match.block_ids)
         self.owed += max(0, self._need(seq, match, length) - fresh * self.layout.num_units)
