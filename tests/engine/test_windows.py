@@ -115,6 +115,18 @@ def test_a_request_runs_in_the_least_memory_that_it_needs_alone(build: Build, fa
         less.generate([prompt], endless(10))
 
 
+def test_a_copy_of_the_units_on_a_device_follows_the_pool(build: Build) -> None:
+    engine = build("gemma3", num_units=120)
+    mirror = engine.runner.storage.unit_map
+    assert mirror is not None
+    mirror._units = mirror._host.clone()  # pyright: ignore[reportPrivateUsage]  # as on a device: memory of its own
+    samples = engine.generate([[3 + i, 4, 5] for i in range(6)], endless(60), 2)
+    assert engine.stats().num_preemptions > 0
+    assert bool((mirror.units() == mirror._host).all())  # pyright: ignore[reportPrivateUsage]
+    (roomy, *_) = build("gemma3").generate([[3, 4, 5]], endless(60), 2)
+    assert (samples[0].completion_tokens, samples[0].logprobs) == (roomy.completion_tokens, roomy.logprobs)
+
+
 def test_a_prompt_that_may_not_be_cut_needs_memory_for_all_of_it(build: Build) -> None:
     engine = build("mistral", num_units=20, enable_chunked_prefill=False, max_tokens_per_batch=512)
     assert engine.max_model_len == 80

@@ -53,7 +53,7 @@ class MemoryBudget:
             ("weights", _megabytes(self.weights)),
             ("KV cache", f"{_megabytes(self.kv_cache)} = {blocks}"),
             ("a token takes", f"{self.bytes_per_token:,} bytes"),
-            ("tokens that fit", f"{self.num_tokens:,}"),
+            ("tokens that fit", f"{self.num_tokens:,}{' within windows' if self.layout.num_sliding else ''}"),
             ("longest sequence", f"{self.max_model_len:,} tokens"),
         ]
         if self.layout.num_sliding:

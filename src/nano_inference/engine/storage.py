@@ -51,19 +51,15 @@ class UnitMap:
         self.layout, self.num_units = pool.layout, pool.num_units
         self._pool = pool
         self._host = torch.frombuffer(pool.unit_of, dtype=torch.int64).view(pool.layout.num_units, pool.num_blocks)
-        self._device_copy = None if device.type == "cpu" else self._host.to(device)
+        self._units = self._host if device.type == "cpu" else self._host.to(device)  # a CPU reads the pool's own memory
 
     def units(self) -> Tensor:
         """Units [units of a block, blocks] as they are now."""
-        if self._device_copy is None:
-            return self._host  # the pool's own memory
-        if self._pool.changed:
+        if self._units is not self._host and self._pool.changed:
             blocks = torch.tensor(sorted(self._pool.changed))
-            self._device_copy[:, blocks.to(self._device_copy.device)] = self._host[:, blocks].to(
-                self._device_copy.device
-            )
+            self._units[:, blocks.to(self._units.device)] = self._host[:, blocks].to(self._units.device)
             self._pool.changed.clear()
-        return self._device_copy
+        return self._units
 
 
 class KVStorage:
