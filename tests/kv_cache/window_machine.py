@@ -82,8 +82,8 @@ class WindowMachine(RuleBasedStateMachine):
     def fork(self, pick: int) -> None:
         parent = self.tables[pick % len(self.tables)]
         self.cache.adopt(parent.block_ids, self._slid(len(parent.tokens)))
-        copy = Table(list(parent.tokens), parent.prefix.copy(), list(parent.block_ids), parent.num_published)
-        self.tables.append(copy)
+        block_ids, prefix = list(parent.block_ids), parent.prefix.copy()
+        self.tables.append(Table(list(parent.tokens), prefix, block_ids, parent.num_published, parent.publishable))
 
     @precondition(lambda self: self.tables)
     @rule(pick=PICK)
@@ -135,7 +135,9 @@ class WindowMachine(RuleBasedStateMachine):
         copies: list[tuple[int, int]] = []
         starts = [len(table.tokens) for table, _ in chosen]
         fresh = 0
-        stripped, names, free = self._stripped(), set(self.names), len(self.units.free)
+        stripped, names = self._stripped(), set(self.names)
+        nameless = sum(block.ref_count == 0 and block.hash == NO_PREFIX for block in self.cache.blocks)
+        free = min(nameless, len(self.units.free) // self.layout.num_units)
         for table, tokens in chosen:
             start, before = len(table.tokens), len(table.block_ids)
             made = self.cache.extend(table.block_ids, start, start + len(tokens))
@@ -144,7 +146,7 @@ class WindowMachine(RuleBasedStateMachine):
             table.tokens += tokens
             table.prefix.extend(table.tokens, self.size)
         self._sync_names()
-        if fresh * self.layout.num_units <= free:
+        if fresh <= free:
             assert set(self.names) == names, "a prefix was lost without need"
             assert self._stripped() & names <= stripped, "a block was stripped without need"
         self._copy(copies)
