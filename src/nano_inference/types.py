@@ -233,7 +233,8 @@ class EngineStats:
 
     Attributes:
         num_waiting, num_running: sequences (a group whose prompt is not computed yet counts once).
-        kv_use: share of the KV blocks that sequences hold; others may still hold prefixes.
+        num_free_blocks, num_blocks: block ids. Where layers have a window, `kv_use` says how full the memory is.
+        kv_use: share of the KV memory that sequences hold; the rest may still hold prefixes.
         num_steps, num_preemptions: since the engine was built, like all that follow.
         tokens_computed: rows that went through a forward, of all weight sets.
         prompt_tokens_computed, prompt_tokens_cached: of the policy; computed, and found in the prefix cache.

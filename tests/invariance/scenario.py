@@ -69,8 +69,10 @@ def threads_restored() -> Iterator[None]:
 
 
 def poison(engine: InferenceEngine) -> None:
-    """Fill every block that nobody holds and nobody can match with NaN."""
+    """Fill every block that nobody holds and nobody can match, and all memory behind no block, with NaN."""
     free = [b.block_id for b in engine.cache.blocks if b.ref_count == 0 and b.hash == NO_PREFIX]
+    if engine.cache.units is not None:
+        free = engine.cache.units.free
     engine.runner.storage.keys[:, :, free] = torch.nan
     engine.runner.storage.values[:, :, free] = torch.nan
 

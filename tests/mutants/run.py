@@ -16,6 +16,7 @@ CACHES = "tests/kv_cache/test_cache_stateful.py"
 INVARIANCE = "tests/invariance/test_schedule_invariance.py"
 SCHEDULE = "tests/scheduling/test_schedule.py"
 SIMULATION = "tests/simulation/test_simulation.py"
+WINDOW_CACHES = "tests/kv_cache/test_window_cache.py"
 CATCHES = {
     "linear_splits_k_by_rows": INVARIANCE,
     "attention_tiles_from_chunk_start": INVARIANCE,
@@ -29,6 +30,9 @@ CATCHES = {
     "radix_splits_one_block_early": CACHES,
     "radix_path_in_use_is_evicted": CACHES,
     "radix_ancestor_before_leaf": CACHES,
+    "window_left_one_block_early": SIMULATION,
+    "window_moves_before_the_step": SIMULATION,
+    "stripped_block_matches": WINDOW_CACHES,
 }
 SECONDS = 400  # for one fault; a run that does not end is red too
 RED = 1  # pytest's exit code for failed tests; others mean that the tests did not run

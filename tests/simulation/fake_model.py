@@ -2,7 +2,8 @@
 
 A slot of its "KV cache" holds the hash of the whole prefix that ends there, and the weight set and version that wrote
 it. A forward asserts that the context of every row is exactly that sequence's prefix, so a wrong block, a stale match,
-a missed copy or an early reuse is caught where it happens.
+a missed copy or an early reuse is caught where it happens. Where layers have a window, what is written goes to every
+unit of a block and says which layers' it is; full layers must find the whole context, sliding ones their window.
 """
 
 import itertools
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nano_inference.batch import ForwardBatch
+from nano_inference.kv_cache.units import NO_UNIT, UNIFORM, UnitPool
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import SampledTokens
@@ -79,12 +81,16 @@ class FakeSampled:
         return SampledTokens(self.tokens, [-1.0] * len(self.tokens), zeros, zeros, scores=self.scores)
 
 
+Key = tuple[int, str, int, int]  # prefix hash, weight set, version, which of the block's units
+
+
 class FakeRunner:
     """Implements the loop's `Runner`. Logits are prefix hashes."""
 
-    def __init__(self, num_slots: int, block_size: int) -> None:
-        self.kv: list[tuple[int, str, int] | None] = [None] * num_slots
+    def __init__(self, num_slots: int, block_size: int, units: UnitPool | None = None) -> None:
+        self.kv: list[Key | None] = [None] * num_slots
         self.block_size = block_size
+        self.units, self.layout = units, units.layout if units is not None else UNIFORM
         self.version = 0
         self.one_version_only = True  # a context may not mix weight versions (no update kept old keys and values)
         self.tokens_computed = 0
@@ -98,8 +104,10 @@ class FakeRunner:
         previous: FakeSampled | None,
     ) -> FakeResult:
         size = self.block_size
-        read = {source: self.kv[source * size : (source + 1) * size] for source, _ in block_copies}
-        for source, target in block_copies:
+        kinds = range(self.layout.num_units)
+        pairs = [(self._unit(source, k), self._unit(target, k)) for source, target in block_copies for k in kinds]
+        read = {source: self.kv[source * size : (source + 1) * size] for source, _ in pairs}
+        for source, target in pairs:
             self.kv[target * size : (target + 1) * size] = read[source]
         results = [self._forward_one(batch, previous) for batch in batches]
         return FakeResult([x for r in results for x in r.logits], [x for r in results for x in r.scores])
@@ -123,9 +131,11 @@ class FakeRunner:
             for row in range(first, last):
                 prefix = extend(prefix, ids[row])
                 position = start + row - first
-                slot = int(tables[chunk][position // self.block_size]) * self.block_size + position % self.block_size
-                assert slot == int(batch.slot_mapping[row])
-                self.kv[slot] = (prefix, batch.weight_set, self._version(batch.weight_set))
+                block = int(tables[chunk][position // self.block_size])
+                assert block * self.block_size + position % self.block_size == int(batch.slot_mapping[row])
+                for kind in range(self.layout.num_units):
+                    place = self._unit(block, kind) * self.block_size + position % self.block_size
+                    self.kv[place] = (prefix, batch.weight_set, self._version(batch.weight_set), kind)
                 ends[row] = prefix
         self._count(batch, bounds)
         targets = zip(batch.score_rows.tolist(), batch.score_targets.tolist(), strict=True)
@@ -138,19 +148,40 @@ class FakeRunner:
         return self.version if weight_set == POLICY else 0
 
     def _read_context(self, table: np.ndarray, length: int, weight_set: str) -> int:
-        """Walk the keys of positions [0, length): each must extend the one before it by one token."""
+        """Walk the keys of positions [0, length), layers with a window only what the row at `length` sees of them."""
+        prefixes = {0}
+        for kind in range(self.layout.num_units):
+            sliding = kind >= self.layout.num_full
+            first = max(0, length - self.layout.window + 1) if sliding else 0
+            if first < length:
+                prefixes.add(self._walk(table, range(first, length), weight_set, kind))
+        assert len(prefixes - {0}) <= 1, "units of one block hold different sequences"
+        return max(prefixes)
+
+    def _walk(self, table: np.ndarray, positions: range, weight_set: str, kind: int) -> int:
+        """Each key must extend the one before it by one token; the first of all begins a sequence."""
         prefix, versions = 0, []
-        for position in range(length):
-            held = self.kv[int(table[position // self.block_size]) * self.block_size + position % self.block_size]
+        for position in positions:
+            block = int(table[position // self.block_size])
+            held = self.kv[self._unit(block, kind) * self.block_size + position % self.block_size]
             assert held is not None, "a key was read that nobody wrote"
-            assert any(extend(prefix, token) == held[0] for token in range(VOCAB)), "keys of another sequence"
+            begins = position == positions.start > 0
+            assert begins or any(extend(prefix, token) == held[0] for token in range(VOCAB)), "keys of another sequence"
             assert held[1] == weight_set, "keys of another weight set"
+            assert held[3] == kind, "keys of other layers"
             prefix = held[0]
             versions.append(held[2])
         if self.one_version_only:
             assert set(versions) <= {self._version(weight_set)}, "keys of old weights"
         assert versions == sorted(versions), "old keys after new ones"
         return prefix
+
+    def _unit(self, block: int, kind: int) -> int:
+        if self.units is None:
+            return block
+        unit = self.units.unit_of[kind * self.units.num_blocks + block]
+        assert unit != NO_UNIT, "a block was used whose memory is gone"
+        return unit
 
     def _count(self, batch: ForwardBatch, bounds: list[int]) -> None:
         self.tokens_computed += len(batch.input_ids)

@@ -7,6 +7,7 @@ import pytest
 
 from nano_inference.config import CacheType, SchedulerConfig
 from nano_inference.engine.assembly import CACHES
+from nano_inference.kv_cache.units import BlockLayout
 from tests.simulation.workload import Ask, Workload, random_workload, run
 
 
@@ -25,6 +26,13 @@ def test_the_random_workloads_reach_the_hard_cases(cache_type: CacheType) -> Non
     assert sum(outcome.tokens_cached for outcome in outcomes) > 100
     assert sum(outcome.aborted for outcome in outcomes) > 0
     assert sum(outcome.updates for outcome in outcomes) > 5
+    windowed = [random_workload(seed) for seed in range(200_000, 200_060)]
+    windowed = [replace(workload, cache_type=cache_type) for workload in windowed if workload.layout.num_sliding]
+    outcomes = [run(workload) for workload in windowed]
+    assert sum(workload.layout.num_full > 0 for workload in windowed) > 5
+    assert sum(workload.layout.num_full == 0 for workload in windowed) > 5
+    assert sum(outcome.preemptions for outcome in outcomes) > 10
+    assert sum(outcome.tokens_cached for outcome in outcomes) > 50
 
 
 SHAPES = [(1, 2), (1, 5), (3, 4), (6, 1), (6, 6)]  # (prompt tokens, max_tokens); 12 tokens are all that fit
@@ -45,3 +53,31 @@ def test_every_schedule_of_three_sequences_on_six_blocks(
                     for (length, most), arrives, stem in zip(shapes, (0, second, third), stems, strict=True)
                 ]
                 run(Workload(asks, config, num_blocks=6, lookahead=lookahead, cache_type=cache_type))
+
+
+# A window of three tokens touches two blocks of two. Memory is what 12 tokens alone need, and not one unit more.
+TIGHT = [(BlockLayout(0, 1, 3), 18, 2), (BlockLayout(1, 2, 3), 10, 6 + 2 * 2), (BlockLayout(2, 1, 3), 7, 12 + 2)]
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(("tokens", "chunk"), [(8, None), (3, 2)])
+@pytest.mark.parametrize(("layout", "num_blocks", "num_units"), TIGHT)
+def test_every_schedule_of_three_sequences_in_the_least_memory(
+    cache_type: CacheType,
+    lookahead: int,
+    tokens: int,
+    chunk: int | None,
+    layout: BlockLayout,
+    num_blocks: int,
+    num_units: int,
+) -> None:
+    config = SchedulerConfig(max_tokens_per_batch=tokens, block_size=2, max_chunk_tokens=chunk)
+    for shapes in itertools.product([(1, 5), (3, 4), (6, 6)], repeat=3):
+        for second, third in [(0, 0), (1, 1), (2, 5)]:
+            for stems in ((1, 1, 1), (1, 2, 1)):
+                asks = [
+                    Ask([stem] * length, most, arrives=arrives)
+                    for (length, most), arrives, stem in zip(shapes, (0, second, third), stems, strict=True)
+                ]
+                run(Workload(asks, config, num_blocks, lookahead, {}, cache_type, layout=layout, num_units=num_units))

@@ -1,12 +1,13 @@
 """Workloads for the loop: requests with arrivals, aborts and weight changes, under random limits; how to run one."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nano_inference.config import CacheType, SchedulerConfig
 from nano_inference.engine.assembly import CACHES
 from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
+from nano_inference.kv_cache.units import UNIFORM, BlockLayout
 from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
 from nano_inference.types import SamplingParams, TrainingSample
 from tests.simulation.fake_model import EOS, VOCAB, FakeRunner, oracle, oracle_scores
@@ -37,6 +38,8 @@ class Workload:
     updates: dict[int, bool] = field(default_factory=dict)  # step -> recompute
     cache_type: CacheType = "paged"
     judged: bool = False  # a reference model scores every sample
+    layout: BlockLayout = UNIFORM
+    num_units: int | None = None  # None: enough for every block
 
 
 @dataclass
@@ -87,15 +90,29 @@ def random_workload(seed: int) -> Workload:
     updates = {r.randrange(0, 40): r.random() < 0.5 for _ in range(r.choice([0, 0, 0, 1, 2]))}
     num_blocks, lookahead = least + r.choice([0, 1, 3, 10, 100]), r.choice([0, 1])
     cache_type = r.choice(["paged", "radix"])
-    return Workload(asks, config, num_blocks, lookahead, updates, cache_type, judged=r.random() < 0.3)
+    workload = Workload(asks, config, num_blocks, lookahead, updates, cache_type, judged=r.random() < 0.3)
+    return workload if r.random() < 0.4 else _windowed(workload, longest, r)
+
+
+def _windowed(workload: Workload, longest: int, r: random.Random) -> Workload:
+    """The same for a model that has layers with a window, and memory for the longest request alone or a bit more."""
+    size, chunked = workload.config.block_size, workload.config.enable_chunked_prefill
+    layout = BlockLayout(r.choice([0, 0, 1, 2]), r.choice([1, 1, 2, 5]), r.choice([2, 3, 4, 5, 7, 12, 30]))
+    num_blocks = workload.num_blocks + (r.choice([0, 10, 100]) if layout.num_full == 0 else 0)
+    least = layout.most_units(longest, 1 if chunked else longest, size)
+    num_units = least + r.choice([0, 1, 2, layout.num_units, 3 * layout.num_units, 20 * layout.num_units])
+    if layout.num_full:
+        num_blocks = max(1, num_units // layout.num_full)
+    return replace(workload, layout=layout, num_blocks=num_blocks, num_units=num_units)
 
 
 def run(workload: Workload, max_steps: int = 4000) -> Outcome:
     """Run to the end, asserting after every step; raises AssertionError on a leak, a livelock or a wrong token."""
     config = workload.config
-    runner = FakeRunner(workload.num_blocks * config.block_size, config.block_size)
+    kind = CACHES[workload.cache_type]
+    cache = kind(workload.num_blocks, config.block_size, layout=workload.layout, num_units=workload.num_units)
+    runner = FakeRunner(cache.num_units * config.block_size, config.block_size, cache.units)
     runner.one_version_only = all(workload.updates.values())
-    cache = CACHES[workload.cache_type](workload.num_blocks, config.block_size)
     loop = EngineLoop(cache, runner, config, workload.lookahead, "fake")
     if workload.judged:
         loop.sequences.versions[REFERENCE] = 0
@@ -169,6 +186,7 @@ def _check_scores(workload: Workload, ask: Ask, sample: TrainingSample) -> None:
 def _check_end(workload: Workload, loop: EngineLoop, runner: FakeRunner, samples: list[TrainingSample]) -> None:
     config, cache = workload.config, loop.cache
     assert cache.num_free_blocks() == cache.num_blocks, "a block leaked"
+    assert cache.num_free_units() == cache.num_units, "a unit leaked"
     assert runner.largest_step <= config.max_tokens_per_batch, "a step took too many tokens"
     assert runner.most_chunks <= config.max_batch_size, "a step took too many sequences"
     assert runner.longest_chunk <= (config.max_chunk_tokens or runner.longest_chunk), "a chunk is too long"

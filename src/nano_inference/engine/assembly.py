@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import CacheType, EngineConfig
-from nano_inference.engine.storage import KVStorage, MemoryBudget, kv_shape, plan_memory
+from nano_inference.engine.memory import MemoryBudget, plan_memory
+from nano_inference.engine.storage import KVStorage, UnitMap, storage_key
 from nano_inference.errors import ConfigError
 from nano_inference.kv_cache.paged import PagedKVCache
 from nano_inference.kv_cache.radix import RadixKVCache
@@ -103,14 +104,19 @@ def assemble(config: EngineConfig) -> Parts:
             else load_params(each, specs[name], dtype, device)
         )
     models = {name: Decoder(specs[name], params[name], plan.ops, budget.max_model_len) for name in folders}
-    by_shape = {
-        kv_shape(spec): KVStorage(spec, budget.num_blocks, config.block_size, dtype, device) for spec in specs.values()
+    cache = CACHES[config.cache_type](
+        budget.num_blocks, config.block_size, layout=budget.layout, num_units=budget.num_units
+    )
+    units = UnitMap(cache.units, device) if cache.units is not None else None
+    by_key = {
+        storage_key(spec, budget.layout): KVStorage(spec, budget.num_blocks, config.block_size, dtype, device, units)
+        for spec in specs.values()
     }
     return Parts(
         folder=folders[POLICY],
         models=models,
-        storages={name: by_shape[kv_shape(spec)] for name, spec in specs.items()},
-        cache=CACHES[config.cache_type](budget.num_blocks, config.block_size),
+        storages={name: by_key[storage_key(spec, budget.layout)] for name, spec in specs.items()},
+        cache=cache,
         memory_budget=budget,
         numerics=plan.numerics,
     )

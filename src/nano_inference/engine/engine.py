@@ -253,7 +253,7 @@ class InferenceEngine:
             num_running=len(loop.sequences.running),
             num_free_blocks=num_free,
             num_blocks=num_blocks,
-            kv_use=1 - num_free / num_blocks,
+            kv_use=self.cache.share_in_use(),
             num_steps=loop.num_steps,
             num_preemptions=loop.num_preemptions,
             tokens_computed=runner.tokens_computed,

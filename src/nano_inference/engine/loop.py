@@ -156,7 +156,9 @@ class EngineLoop:
 
     def check(self) -> None:
         """Assert the invariants of cache and sequences. For tests and debugging."""
-        self.cache.check(self.sequences.block_tables())
+        live, layout = self.sequences.by_id.values(), self.cache.layout
+        slid = [layout.num_slid(seq.num_computed_tokens, self.cache.block_size) for seq in live]
+        self.cache.check(self.sequences.block_tables(), slid)
         for seq in self.sequences.waiting:
             assert not seq.block_ids, "a waiting sequence holds blocks"
             assert not seq.num_computed_tokens, "a waiting sequence has computed tokens"

@@ -31,8 +31,7 @@ class _Shown:
         if self.bar is not None:
             self.bar.n = self.total - left
             elapsed = self.bar.format_dict["elapsed"]
-            cache = self.engine.cache
-            use = 1 - cache.num_free_blocks() / cache.num_blocks
+            use = self.engine.cache.share_in_use()
             self.bar.set_postfix_str(f"{tokens / max(elapsed, 1e-9):,.0f} tok/s, KV {use:.0%}", refresh=False)
             self.bar.update(0)
 

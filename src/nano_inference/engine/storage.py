@@ -1,18 +1,13 @@
-"""The KV tensors, how many blocks fit, and the table that says where the memory goes."""
+"""The KV tensors, and how layers and blocks find their place in them."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import Tensor
 
-from nano_inference.config import EngineConfig
-from nano_inference.errors import ConfigError
+from nano_inference.kv_cache.units import UNIFORM, BlockLayout, UnitPool
 from nano_inference.models.spec import ModelSpec
-
-CPU_SHARE = 0.25  # of the available memory
 
 
 def kv_shape(spec: ModelSpec) -> tuple[int, int, int]:
@@ -20,17 +15,79 @@ def kv_shape(spec: ModelSpec) -> tuple[int, int, int]:
     return spec.num_layers, spec.num_kv_heads, spec.head_dim
 
 
-class KVStorage:
-    """Keys and values of all layers and blocks: two tensors [layers, kv heads, blocks, block_size, head_dim].
+def storage_key(spec: ModelSpec, layout: BlockLayout) -> tuple[object, ...]:
+    """Models with the same key share KV tensors: also which layers have a window must agree where that counts."""
+    return (*kv_shape(spec), spec.windows if layout.num_sliding else ())
 
-    The head stands before the block, so that a gather over slots gives one contiguous matrix a head.
+
+def common_layout(specs: Sequence[ModelSpec], max_len: int) -> BlockLayout:
+    """What a block costs if every model is to find its place in it.
+
+    A unit holds as many layers as divide both those with a window and those without. Block ids are shared, so models
+    whose layouts differ all keep everything, as if no layer had a window.
+    """
+    layouts = {_layout(spec, max_len) for spec in specs}
+    return layouts.pop() if len(layouts) == 1 else UNIFORM
+
+
+def _layout(spec: ModelSpec, max_len: int) -> BlockLayout:
+    windows = [window for window in spec.windows if 0 < window < max_len]  # one that no sequence outgrows is none
+    if not windows:
+        return UNIFORM
+    num_full = spec.num_layers - len(windows)
+    layers = math.gcd(num_full, len(windows))
+    return BlockLayout(num_full // layers, len(windows) // layers, max(windows))
+
+
+def layers_of_a_unit(spec: ModelSpec, layout: BlockLayout) -> int:
+    """How many layers' keys and values one unit holds."""
+    return spec.num_layers // layout.num_units
+
+
+class UnitMap:
+    """Which units stand behind which block, on the device: a mirror of `UnitPool.unit_of`, shared by all storages."""
+
+    def __init__(self, pool: UnitPool, device: torch.device) -> None:
+        self.layout, self.num_units = pool.layout, pool.num_units
+        self._pool = pool
+        self._host = torch.frombuffer(pool.unit_of, dtype=torch.int64).view(pool.layout.num_units, pool.num_blocks)
+        self._units = self._host if device.type == "cpu" else self._host.to(device)  # a CPU reads the pool's own memory
+
+    def units(self) -> Tensor:
+        """Units [units of a block, blocks] as they are now."""
+        if self._units is not self._host and self._pool.changed:
+            blocks = torch.tensor(sorted(self._pool.changed))
+            self._units[:, blocks.to(self._units.device)] = self._host[:, blocks].to(self._units.device)
+            self._pool.changed.clear()
+        return self._units
+
+
+class KVStorage:
+    """Keys and values: two tensors [layers of a unit, kv heads, units, block_size, head_dim].
+
+    The head stands before the block, so that a gather over slots gives one contiguous matrix a head. Without `units` a
+    block is one unit of all layers. With them, each layer of a block lies in one of the block's units.
     """
 
     def __init__(
-        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        units: UnitMap | None = None,
     ) -> None:
-        shape = (spec.num_layers, spec.num_kv_heads, num_blocks, block_size, spec.head_dim)
+        layout, num_units = (UNIFORM, num_blocks) if units is None else (units.layout, units.num_units)
+        layers = layers_of_a_unit(spec, layout)
+        shape = (layers, spec.num_kv_heads, num_units, block_size, spec.head_dim)
         self.block_size = block_size
+        self.unit_map = units
+        # For each layer: which of a block's units it lies in, and where in there. Full layers stand before others.
+        sliding = [0 < window <= layout.window for window in spec.windows]
+        order = sorted(range(spec.num_layers), key=sliding.__getitem__)
+        ranks = {layer: rank for rank, layer in enumerate(order)}
+        self.places = [divmod(ranks[layer], layers) for layer in range(spec.num_layers)]
         # Not initialised: no slot is read before it is written (tests fill them with NaN), and touching gigabytes that
         # may never be used takes seconds.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
@@ -38,8 +95,11 @@ class KVStorage:
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole blocks (source, target), all layers; no target may be a source."""
-        sources = [source for source, _ in copies]
-        targets = [target for _, target in copies]
+        pairs = torch.tensor(copies, device=self.keys.device)
+        sources, targets = pairs[:, 0], pairs[:, 1]
+        if self.unit_map is not None:
+            units = self.unit_map.units()
+            sources, targets = units[:, sources].flatten(), units[:, targets].flatten()
         for cache in (self.keys, self.values):
             cache[:, :, targets] = cache[:, :, sources]
 
@@ -49,97 +109,41 @@ class KVStorage:
 
 
 class BoundKVStorage:
-    """A `KvcacheView`: the storage, and the tables of one batch."""
+    """A `KvcacheView`: the storage, and the tables of one batch. Slots are of blocks, whatever stands behind them."""
 
     def __init__(self, storage: KVStorage, page_table: Tensor, total_len: Tensor) -> None:
         self.block_size = storage.block_size
         self.page_table = page_table
         self.total_len = total_len
-        self._keys = storage.keys.flatten(2, 3)  # [layers, kv heads, slots, head_dim]
+        self._keys = storage.keys.flatten(2, 3)  # [layers of a unit, kv heads, slots, head_dim]
         self._values = storage.values.flatten(2, 3)
+        self._places = storage.places
+        self._units = storage.unit_map.units() if storage.unit_map is not None else None
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [N, kv heads, head_dim] at slots [N]."""
-        self._keys[layer].index_copy_(1, slots, keys.transpose(0, 1).to(self._keys.dtype))
-        self._values[layer].index_copy_(1, slots, values.transpose(0, 1).to(self._values.dtype))
+        place, slots = self._find(layer, slots)
+        self._keys[place].index_copy_(1, slots, keys.transpose(0, 1).to(self._keys.dtype))
+        self._values[place].index_copy_(1, slots, values.transpose(0, 1).to(self._values.dtype))
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at slots [...], as float32: two of [kv heads, ..., head_dim]."""
-        flat = slots.flatten()
-        keys = self._keys[layer].index_select(1, flat).float()
-        values = self._values[layer].index_select(1, flat).float()
+        place, flat = self._find(layer, slots.flatten())
+        keys = self._keys[place].index_select(1, flat).float()
+        values = self._values[place].index_select(1, flat).float()
         shape = (keys.shape[0], *slots.shape, keys.shape[-1])
         return keys.view(shape), values.view(shape)
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """The layer's keys and values themselves: two of [kv heads, slots, head_dim]."""
-        return self._keys[layer], self._values[layer]
+        if self._units is not None:
+            raise RuntimeError("slots of units are not slots of blocks; plan_memory keeps them apart.")
+        place = self._places[layer][1]
+        return self._keys[place], self._values[place]
 
-
-@dataclass(frozen=True, slots=True)
-class MemoryBudget:
-    """Where the engine's memory goes. Sizes in bytes."""
-
-    device: str
-    weights: int
-    kv_cache: int
-    bytes_per_token: int
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens whose keys and values fit at once."""
-        return self.num_blocks * self.block_size
-
-    def __str__(self) -> str:
-        rows = (
-            ("weights", _megabytes(self.weights)),
-            ("KV cache", f"{_megabytes(self.kv_cache)} = {self.num_blocks:,} blocks of {self.block_size} tokens"),
-            ("a token takes", f"{self.bytes_per_token:,} bytes"),
-            ("tokens that fit", f"{self.num_tokens:,}"),
-            ("longest sequence", f"{self.max_model_len:,} tokens"),
-        )
-        return "\n".join([f"memory on {self.device}", *(f"  {name:<17} {value}" for name, value in rows)])
-
-
-def plan_memory(
-    config: EngineConfig, specs: Sequence[ModelSpec], weight_bytes: int, dtype: torch.dtype, device: torch.device
-) -> MemoryBudget:
-    """How many blocks the KV cache gets. Raises `ConfigError` where not even one token fits.
-
-    Every block has room for every model: blocks belong to whichever weight set takes them.
-    """
-    per_token = sum(2 * math.prod(shape) * dtype.itemsize for shape in {kv_shape(spec) for spec in specs})
-    per_block = per_token * config.block_size
-    memory = config.kv_cache_memory or _free_memory(config, device)
-    limit = min(spec.max_position for spec in specs)
-    asked_len = min(config.max_model_len or limit, limit)
-    useful = config.max_batch_size * -(-asked_len // config.block_size)
-    num_blocks = min(memory // per_block, useful)
-    if num_blocks < 1:
-        raise ConfigError(
-            f"kv_cache_memory of {memory:,} bytes holds no block of {config.block_size} tokens; give at least "
-            f"{per_block:,} bytes."
-        )
-    return MemoryBudget(
-        device=str(device),
-        weights=weight_bytes,
-        kv_cache=num_blocks * per_block,
-        bytes_per_token=per_token,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_model_len=min(asked_len, num_blocks * config.block_size),
-    )
-
-
-def _free_memory(config: EngineConfig, device: torch.device) -> int:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(total * config.gpu_memory_utilization) - (total - free))
-    return int(psutil.virtual_memory().available * CPU_SHARE)
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"
+    def _find(self, layer: int, slots: Tensor) -> tuple[int, Tensor]:
+        """Where a layer lies in its units, and the slots of those units."""
+        unit, place = self._places[layer]
+        if self._units is None:
+            return place, slots
+        return place, self._units[unit][slots // self.block_size] * self.block_size + slots % self.block_size

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace
@@ -22,6 +23,8 @@ class Block:
         namespace: what else its contents depend on.
         above: the block before it, where that must not be reused before this one.
         pins: blocks right below it that are in use, or pinned themselves.
+        num_users: block tables that have it in their window (where there is one).
+        stripped: what sliding-window layers stored in it is gone.
     """
 
     block_id: int
@@ -32,6 +35,8 @@ class Block:
     namespace: Namespace | None = None
     above: "Block | None" = field(default=None, repr=False, compare=False)
     pins: int = 0
+    num_users: int = field(default=0, compare=False)
+    stripped: bool = field(default=False, compare=False)
 
     def forget(self) -> None:
         """Drop the name: the block is no longer matchable."""
@@ -43,22 +48,31 @@ class BlockPool:
 
     First those without a name; then named ones, the longest unused first, none before a block below it; last those
     that are pinned: something below them is in use, so their reuse would cost more than one block's contents.
+    `emptied` is called with a block that is free and has no name (any more).
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, emptied: Callable[[Block], None] | None = None) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.num_free = num_blocks
-        # Two elements of the ring are no blocks: the head before the first one, and the bar before the pinned ones.
-        self._head, self._bar = num_blocks, num_blocks + 1
-        self._next = [*range(1, num_blocks), self._bar, 0, self._head]
-        self._previous = [self._head, *range(num_blocks - 1), self._bar, num_blocks - 1]
+        self._emptied = emptied
+        # Three elements of the ring are no blocks: the head, the gate before the named ones, the bar before the pinned.
+        self._head, self._gate, self._bar = range(num_blocks, num_blocks + 3)
+        self._next = [*range(1, num_blocks), self._gate, 0, self._bar, self._head]
+        self._previous = [self._head, *range(num_blocks - 1), self._bar, num_blocks - 1, self._gate]
 
     def first_free(self) -> Block:
         """The free block to reuse next. Its name is left for the caller to forget."""
-        if not self.num_free:
-            raise RuntimeError("no free KV block: the plan promised more than the cache has.")
         first = self._next[self._head]
-        return self.blocks[first if first != self._bar else self._next[self._bar]]
+        return self.blocks[first] if first != self._gate else self.first_named()
+
+    def first_named(self) -> Block:
+        """The free block with a name to reuse next."""
+        first = self._next[self._gate]
+        if first == self._bar:
+            first = self._next[self._bar]
+        if first == self._head:
+            raise RuntimeError("no free KV block: the plan promised more than the cache has.")
+        return self.blocks[first]
 
     def hold(self, block: Block) -> None:
         """Count one more holder; a free block leaves the ring."""
@@ -82,6 +96,16 @@ class BlockPool:
         """From now on `above` is not reused before `block`, which is held."""
         block.above = above
         self._pin(above)
+
+    def exchange(self, old: Block, new: Block, below: list[Block]) -> None:
+        """`new`, which is held, takes the place of `old` above the blocks `below`; `old` loses its name."""
+        self.put_below(new, old.above)
+        for block in below:
+            block.above = new
+            if block.ref_count or block.pins:
+                self._pin(new)
+                self._unpin(old)
+        self.forget(old)
 
     def forget(self, block: Block) -> None:
         """Drop the name of a block that has nothing below it. If it is free, it is reused first."""
@@ -153,6 +177,8 @@ class BlockPool:
     def _link(self, block: Block) -> None:
         last_of_its_kind = self._previous[self._head if block.pins else self._bar]
         after = last_of_its_kind if block.hash != NO_PREFIX else self._head
+        if block.hash == NO_PREFIX and self._emptied is not None:
+            self._emptied(block)
         at, right = block.block_id, self._next[after]
         self._next[after] = self._previous[right] = at
         self._previous[at], self._next[at] = after, right

@@ -1,5 +1,6 @@
 """Block tables over one pool: what all caches have in common. How prefixes are found is the index's business."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -7,6 +8,7 @@ from typing import Protocol
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace, PrefixKeys
 from nano_inference.kv_cache.block_pool import Block, BlockPool
 from nano_inference.kv_cache.manager import CacheAllocation
+from nano_inference.kv_cache.units import UNIFORM, BlockLayout, UnitPool
 
 
 class PrefixIndex(Protocol):
@@ -17,7 +19,7 @@ class PrefixIndex(Protocol):
         ...
 
     def publish(self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range) -> None:
-        """Name these full blocks, unless their contents have a block already."""
+        """Name these full blocks, unless their contents have a block already that is not stripped."""
         ...
 
     def forget(self, block: Block) -> None:
@@ -43,11 +45,16 @@ class IndexedKVCache:
     A block is matchable from the launch of the step that fills it until it is reused. Only full blocks have a name,
     and a named block is never written again, so sharing needs no lock; a partial block shared by a fork is copied on
     the first write.
+
+    Where layers have a window, `units` knows what memory stands behind a block; otherwise a block is its memory.
     """
 
-    def __init__(self, pool: BlockPool, index: PrefixIndex, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, index: PrefixIndex, block_size: int, units: UnitPool | None = None) -> None:
         self.num_blocks = len(pool.blocks)
         self.block_size = block_size
+        self.units = units
+        self.layout = units.layout if units is not None else UNIFORM
+        self.num_units = units.num_units if units is not None else self.num_blocks
         self._pool = pool
         self._index = index
 
@@ -57,40 +64,67 @@ class IndexedKVCache:
         return self._pool.blocks
 
     def num_free_blocks(self) -> int:
-        """Blocks that can be taken now, matchable ones included."""
+        """Blocks that no table holds, matchable ones included."""
         return self._pool.num_free
+
+    def num_free_units(self) -> int:
+        """Units that no table needs, those of matchable blocks included."""
+        if self.units is None:
+            return self._pool.num_free
+        held = self.num_blocks - self._pool.num_free
+        needed = self.layout.num_full * held + self.layout.num_sliding * self.units.num_in_window
+        return self.num_units - needed
+
+    def share_in_use(self) -> float:
+        """Share of the memory that sequences hold; the rest may hold prefixes."""
+        return 1 - self.num_free_units() / self.num_units
 
     def ref_count(self, block_id: int) -> int:
         """How many block tables hold this block."""
         return self.blocks[block_id].ref_count
 
+    def num_users(self, block_id: int) -> int:
+        """How many block tables have this block in their window."""
+        return self.blocks[block_id].num_users
+
     def match(self, token_ids: Sequence[int], prefix: PrefixKeys, limit: int) -> CacheAllocation:
-        """The longest cached prefix of at most `limit` tokens, in whole blocks. Token ids are compared; no writes."""
-        block_ids = tuple(self._index.match(token_ids, prefix, min(limit, len(token_ids)) // self.block_size))
+        """The longest cached prefix of at most `limit` tokens, in whole blocks. Token ids are compared; no writes.
+
+        The blocks within the window of the token after it have all their units; blocks before those may be stripped.
+        """
+        found = self._index.match(token_ids, prefix, min(limit, len(token_ids)) // self.block_size)
+        block_ids = tuple(found[: self._usable(found)])
         return CacheAllocation(block_ids, len(block_ids) * self.block_size)
 
     def allocate(self, token_ids: Sequence[int], *, prefix: PrefixKeys | None = None) -> CacheAllocation:
         """Blocks for all of `token_ids`: cached ones first, fresh ones after them. The last token is never cached.
 
-        Raises `RuntimeError`, with nothing taken, where too few blocks are free.
+        Raises `RuntimeError`, with nothing taken, where too few blocks are free. All blocks count as within the window.
         """
         if prefix is None:
             prefix = PrefixKeys(Namespace())
             prefix.extend(token_ids, self.block_size)
         found = self.match(token_ids, prefix, len(token_ids) - 1)
-        table = list(found.block_ids)
+        table = list(itertools.takewhile(lambda block_id: not self.blocks[block_id].stripped, found.block_ids))
+        cached_length = len(table) * self.block_size
         self.adopt(table)
         fresh = -(-len(token_ids) // self.block_size) - len(table)
-        if fresh > self._pool.num_free:
+        room = min(self._pool.num_free, self.num_free_units() // self.layout.num_units)
+        if fresh > room:
             self.deallocate(table)
-            raise RuntimeError(f"{fresh} KV blocks are needed and {self._pool.num_free} are free.")
-        self.extend(table, found.cached_length, len(token_ids))
-        return CacheAllocation(tuple(table), found.cached_length)
+            raise RuntimeError(f"{fresh} KV blocks are needed and {room} are free.")
+        self.extend(table, cached_length, len(token_ids))
+        return CacheAllocation(tuple(table), cached_length)
 
-    def adopt(self, block_ids: Sequence[int]) -> None:
-        """Hold these blocks once more."""
+    def adopt(self, block_ids: Sequence[int], num_slid: int = 0) -> None:
+        """Hold these blocks once more; the first `num_slid` are outside the window of the table that does."""
         for block_id in block_ids:
             self._pool.hold(self.blocks[block_id])
+        if self.units is not None:
+            for block_id in block_ids[:num_slid]:
+                self.units.offer(self.blocks[block_id])
+            for block_id in block_ids[num_slid:]:
+                self.units.enter(self.blocks[block_id])
 
     def extend(self, table: list[int], start: int, end: int) -> tuple[tuple[int, int], ...]:
         """Make positions [start, end) writable: own the block that `start` stands in, append fresh ones up to `end`.
@@ -102,20 +136,30 @@ class IndexedKVCache:
         if index < len(table) and self.blocks[table[index]].ref_count > 1:
             target = self._take()
             copies = ((table[index], target),)
-            self._pool.release(self.blocks[table[index]])
+            self._release(self.blocks[table[index]], in_window=True)
             table[index] = target
         while len(table) * self.block_size < end:
             table.append(self._take())
         return copies
 
+    def slide(self, table: Sequence[int], start: int, end: int) -> None:
+        """The sequence goes on at position `end` instead of `start`: let go of the blocks that left its window.
+
+        What sliding-window layers stored in them stays matchable until it is taken.
+        """
+        if self.units is not None:
+            num_slid = self.layout.num_slid
+            for block_id in table[num_slid(start, self.block_size) : num_slid(end, self.block_size)]:
+                self.units.leave(self.blocks[block_id], still_held=True)
+
     def publish(self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range) -> None:
         """Make these full blocks matchable. Where the contents are already matchable elsewhere, that stays."""
         self._index.publish(table, token_ids, prefix, blocks)
 
-    def deallocate(self, block_ids: Sequence[int]) -> None:
+    def deallocate(self, block_ids: Sequence[int], num_slid: int = 0) -> None:
         """Let go of a block table, its tail first: heads of prefixes are reused last."""
-        for block_id in reversed(block_ids):
-            self._pool.release(self.blocks[block_id])
+        for place in reversed(range(len(block_ids))):
+            self._release(self.blocks[block_ids[place]], in_window=place >= num_slid)
 
     def drop_version(self, weight_set: str, version: int) -> None:
         """Forget the prefixes of a dead weight version; their free blocks are reused first."""
@@ -125,8 +169,8 @@ class IndexedKVCache:
         """Forget every prefix. Blocks in use stay in use."""
         self._index.flush()
 
-    def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert every invariant of pool, index and tables. For tests and debugging; O(blocks)."""
+    def check(self, tables: Iterable[Sequence[int]], num_slid: Iterable[int] | None = None) -> None:
+        """Assert every invariant of pool, index, units and tables. For tests and debugging; O(blocks)."""
         tables = list(tables)
         self._pool.check()
         held = Counter(block_id for table in tables for block_id in table)
@@ -135,17 +179,52 @@ class IndexedKVCache:
             nameless = block == Block(block.block_id, block.ref_count) and block.above is None
             assert nameless or block.hash != NO_PREFIX, "a block without a name has contents, or a place in a path"
         self._index.check(tables)
+        if self.units is not None:
+            outside = [0] * len(tables) if num_slid is None else num_slid
+            users = Counter(b for table, slid in zip(tables, outside, strict=True) for b in table[slid:])
+            self.units.check(self.blocks, users)
+
+    def _usable(self, found: Sequence[int]) -> int:
+        """How many of these blocks a sequence can start from: the last ones, those in its window, must be whole."""
+        count = place = len(found)
+        if self.units is not None:
+            while place > self.layout.num_slid(count * self.block_size, self.block_size):
+                place -= 1
+                if self.blocks[found[place]].stripped:
+                    count = place
+        return count
+
+    def _release(self, block: Block, in_window: bool) -> None:
+        if self.units is not None and in_window:
+            self.units.leave(block, still_held=block.ref_count > 1)
+        self._pool.release(block)
 
     def _take(self) -> int:
+        if self.units is not None:
+            while len(self.units.free) < self.layout.num_units:
+                if not self.units.reclaim():
+                    self._index.forget(self._pool.first_named())
         block = self._pool.first_free()
         if block.hash != NO_PREFIX:
             self._index.forget(block)
         self._pool.hold(block)
+        if self.units is not None:
+            self.units.assign(block)
         return block.block_id
 
 
-def new_pool(num_blocks: int, block_size: int) -> BlockPool:
-    """The pool of a cache of this size; raises `ValueError` where there is nothing to pool."""
-    if num_blocks < 1 or block_size < 1:
+def new_pools(
+    num_blocks: int, block_size: int, layout: BlockLayout, num_units: int | None
+) -> tuple[BlockPool, UnitPool | None]:
+    """The pools of a cache of this size; raises `ValueError` where there is nothing to pool.
+
+    `num_units` None: enough for all blocks to be within the window. Without a window a block is its unit.
+    """
+    if num_units is None:
+        num_units = num_blocks * layout.num_units
+    if num_blocks < 1 or block_size < 1 or num_units < 1:
         raise ValueError(f"a KV cache needs positive sizes, not {num_blocks} blocks of {block_size} tokens.")
-    return BlockPool(num_blocks)
+    if layout == UNIFORM:
+        return BlockPool(num_blocks), None
+    units = UnitPool(num_units, num_blocks, layout)
+    return BlockPool(num_blocks, units.give_back), units

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, PrefixKeys
 from nano_inference.kv_cache.block_pool import Block, BlockPool
-from nano_inference.kv_cache.indexed import IndexedKVCache, new_pool
+from nano_inference.kv_cache.indexed import IndexedKVCache, new_pools
+from nano_inference.kv_cache.units import UNIFORM, BlockLayout
 
 
 class HashIndex:
@@ -26,9 +27,12 @@ class HashIndex:
         return block_ids
 
     def publish(self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range) -> None:
-        """Name these full blocks. Where the contents are already matchable elsewhere, that stays."""
+        """Name these full blocks. Where the contents are already matchable elsewhere, that stays, unless stripped."""
         for index in blocks:
             block, name = self._pool.blocks[table[index]], prefix.hashes[index]
+            other = self.hash_to_block.get(name)
+            if other is not None and self._pool.blocks[other].stripped and not block.stripped:
+                self.forget(self._pool.blocks[other])
             if block.hash == NO_PREFIX and name not in self.hash_to_block:
                 start = index * self._block_size
                 block.hash, block.parent, block.namespace = name, prefix.parent(index), prefix.namespace
@@ -79,8 +83,10 @@ class PagedKVCache(IndexedKVCache):
     Blocks without a name are reused first, then the longest unused.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        pool = new_pool(num_blocks, block_size)
+    def __init__(
+        self, num_blocks: int, block_size: int, *, layout: BlockLayout = UNIFORM, num_units: int | None = None
+    ) -> None:
+        pool, units = new_pools(num_blocks, block_size, layout, num_units)
         index = HashIndex(pool, block_size)
-        super().__init__(pool, index, block_size)
+        super().__init__(pool, index, block_size, units)
         self.hash_to_block = index.hash_to_block

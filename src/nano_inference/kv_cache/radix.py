@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace, PrefixKeys
 from nano_inference.kv_cache.block_pool import Block, BlockPool
-from nano_inference.kv_cache.indexed import IndexedKVCache, new_pool
+from nano_inference.kv_cache.indexed import IndexedKVCache, new_pools
+from nano_inference.kv_cache.units import UNIFORM, BlockLayout
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +53,8 @@ class RadixTree:
     def publish(self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range) -> None:
         """Hang these full blocks into the tree, under the blocks before them: the table's own or their twins.
 
-        Where the contents already hang there, that stays, and the table's block remains without a name.
+        Where the contents already hang there, that stays, and the table's block remains without a name; but a stripped
+        block makes way for one that is not.
         """
         tokens = _as_list(token_ids)
         place = self._place_before(table, tokens, prefix, blocks.start)
@@ -60,6 +62,9 @@ class RadixTree:
             return
         found, node, length = self._follow(*place, tokens, blocks.start, blocks.stop)
         first = blocks.start + len(found)
+        for old, new in zip(found, table[blocks.start : first], strict=True):
+            if self._pool.blocks[old].stripped and not self._pool.blocks[new].stripped:
+                self._exchange(self._pool.blocks[old], self._pool.blocks[new])
         if first == blocks.stop:
             return
         if length < len(node.block_ids):
@@ -171,6 +176,16 @@ class RadixTree:
         child = node.children[tuple(first_block)] = Node(node.namespace, node)
         return child
 
+    def _exchange(self, old: Block, new: Block) -> None:
+        """Hang a block without a name where one with the same contents hangs."""
+        node = self._node_of.pop(old.block_id)
+        place = node.block_ids.index(old.block_id)
+        below = node.block_ids[place + 1 : place + 2] or [child.block_ids[0] for child in node.children.values()]
+        node.block_ids[place] = new.block_id
+        self._node_of[new.block_id] = node
+        new.hash, new.namespace = old.hash, old.namespace
+        self._pool.exchange(old, new, [self._pool.blocks[block_id] for block_id in below])
+
     def _split(self, node: Node, length: int) -> None:
         """Leave the first `length` blocks of a run where they are; the rest becomes its only child."""
         size = length * self._block_size
@@ -220,9 +235,11 @@ class RadixKVCache(IndexedKVCache):
     whole path, and a path stays as long as a table holds anything on it, unless nothing else is free.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        pool = new_pool(num_blocks, block_size)
-        super().__init__(pool, RadixTree(pool, block_size), block_size)
+    def __init__(
+        self, num_blocks: int, block_size: int, *, layout: BlockLayout = UNIFORM, num_units: int | None = None
+    ) -> None:
+        pool, units = new_pools(num_blocks, block_size, layout, num_units)
+        super().__init__(pool, RadixTree(pool, block_size), block_size, units)
 
 
 def _as_list(token_ids: Sequence[int]) -> list[int]:

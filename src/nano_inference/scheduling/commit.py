@@ -47,7 +47,7 @@ def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
     for admission in decision.admitted:  # all matches are held before any fresh block is taken
         seq = sequences.by_id[admission.seq_id]
         sequences.move(seq, SequenceStatus.RUNNING)
-        cache.adopt(admission.cached.block_ids)
+        cache.adopt(admission.cached.block_ids, _num_slid(admission.cached.cached_length, cache))
         seq.block_ids = list(admission.cached.block_ids)
         seq.num_computed_tokens = admission.cached.cached_length
         seq.num_published_blocks = len(seq.block_ids)
@@ -55,14 +55,20 @@ def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
             seq.cached_tokens = admission.cached.cached_length
     copies: list[tuple[int, int]] = []
     sampled: list[tuple[Sequence, int]] = []
+    moved: list[tuple[Sequence, int]] = []
+    slides = cache.layout.num_sliding > 0
     for chunk in decision.chunks():
         seq = sequences.by_id[chunk.seq_id]
         copies += cache.extend(seq.block_ids, chunk.start, chunk.start + chunk.length)
         seq.num_computed_tokens = chunk.start + chunk.length
         seq.last_step = step
         publish(seq, cache)
-        if chunk.samples:
-            sampled += [(each, seq.num_computed_tokens) for each in _fork(chunk, seq, sequences, cache)]
+        samples = _fork(chunk, seq, sequences, cache) if chunk.samples else []
+        sampled += [(each, seq.num_computed_tokens) for each in samples]
+        if slides:
+            moved += [(each, chunk.start) for each in samples or [seq]]
+    for seq, start in moved:  # only now: a later chunk of this step must not take what an earlier one still reads
+        cache.slide(seq.block_ids, start, seq.num_computed_tokens)
     return Applied(tuple(copies), tuple(sampled))
 
 
@@ -134,7 +140,8 @@ def enter(seq: Sequence, sequences: Sequences, block_size: int) -> None:
 
 def preempt(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
     """Take a running sequence's blocks away; it will recompute them (or find them cached) when it is let in again."""
-    cache.deallocate(seq.release(sequences.namespace_of(seq)))
+    num_slid = _num_slid(seq.num_computed_tokens, cache)
+    cache.deallocate(seq.release(sequences.namespace_of(seq)), num_slid)
     seq.prefix.extend(seq.token_ids, cache.block_size)
     sequences.move(seq, SequenceStatus.WAITING)
 
@@ -142,7 +149,7 @@ def preempt(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
 def retire(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
     """Remove a sequence for good. Its blocks are free at once: on one in-order stream an overrun cannot hurt."""
     sequences.remove(seq)
-    cache.deallocate(seq.block_ids)
+    cache.deallocate(seq.block_ids, _num_slid(seq.num_computed_tokens, cache))
     seq.block_ids = []
 
 
@@ -217,10 +224,14 @@ def _fork(chunk: Chunk, seq: Sequence, sequences: Sequences, cache: KVCacheManag
     """All samples of a group whose prompt this chunk completes. They share every block so far."""
     forks = [seq.fork(sequences.new_id(), index) for index in range(1, chunk.samples)]
     for fork in forks:
-        cache.adopt(fork.block_ids)
+        cache.adopt(fork.block_ids, _num_slid(chunk.start, cache))
         sequences.insert(fork)
     seq.num_samples = 1
     return [seq, *forks]
+
+
+def _num_slid(computed: int, cache: KVCacheManager) -> int:
+    return cache.layout.num_slid(computed, cache.block_size)
 
 
 def _append(seq: Sequence, row: int, sampled: SampledTokens, version: int) -> None:

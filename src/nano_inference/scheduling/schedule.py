@@ -10,6 +10,7 @@ from collections.abc import Sequence as Listed
 from nano_inference.config import SchedulerConfig
 from nano_inference.kv_cache.manager import CacheAllocation, CacheView
 from nano_inference.scheduling.decision import Admission, Chunk, SchedulerOutput
+from nano_inference.scheduling.room import Room
 from nano_inference.scheduling.sequence import Sequence
 
 NOTHING: Mapping[int, int] = {}
@@ -34,7 +35,8 @@ def schedule(
 
     Running sequences come first, those that need one token before those that need more; where the step is too small
     for all they take turns. Blocks are given in scheduling order, and where they run out the last in that order is
-    preempted. Then waiting sequences enter, in order, while they fit.
+    preempted. Then waiting sequences enter, in order, while they fit. Where layers have a window, a longer chunk is cut
+    to what fits before anybody is preempted for it.
     """
     plan = _Plan(running, cache, config, pending)
     grants = _share_budget(running, config, plan)
@@ -73,14 +75,13 @@ class _Plan:
         self.alive = list(running)
         self.num_seqs = sum(seq.width for seq in running)
         self.budget = config.max_tokens_per_batch
-        self.free = cache.num_free_blocks()
-        self.refs: dict[int, int] = {}  # reference counts that this plan changes
+        self.room, self.layout = Room(cache), cache.layout
         self.chunks: dict[int, Chunk] = {}
-        self.growth: dict[int, int] = {}  # blocks that each chunk takes from the free list
+        self.growth: dict[int, int] = {}  # fresh blocks that each chunk takes
         self.admitted: list[Admission] = []
         self.preempted: list[int] = []
         self.copied: dict[int, int] = {}  # sequence id -> shared block that its chunk copies first
-        self.promised: int | None = None  # blocks that running sequences lack for known tokens; None until asked for
+        self.promised: int | None = None  # units that running sequences lack for known tokens; None until asked for
         self.owed = 0  # the same of newcomers
         self.computing: set[int] = set()  # names of the blocks that this plan's chunks fill
 
@@ -101,13 +102,26 @@ class _Plan:
         """Give a running sequence its chunk, preempting from the end of the order until its blocks are there."""
         if seq.seq_id in self.preempted:
             return
-        while (need := self._fresh_blocks(seq, seq.num_computed_tokens, length)) > self.free:
+        start, fresh = seq.num_computed_tokens, 0
+        if start + length > self._own_blocks(seq, start) * self.cache.block_size:
+            length = self._make_way(seq, start, length)
+            if not length:
+                return
+            fresh = self._blocks(start + length) - self._own_blocks(seq, start)
+            self._own_written_block(seq, start)
+        self._add_chunk(seq, start, length, fresh)
+
+    def _make_way(self, seq: Sequence, start: int, length: int) -> int:
+        """How many of `length` tokens a running sequence computes; sequences after it make way. 0: it did so itself."""
+        least = self._least(length)
+        while (fits := self._fitting(start, length, self._own_blocks(seq, start), self.room.fresh())) < least:
             victim = self.alive[-1]
+            if victim is seq and fits and self.layout.num_sliding:
+                break  # what it computes will leave its window, so it needs no more memory to go on than for one token
             self._preempt(victim)
             if victim is seq:
-                return
-        self._own_written_block(seq, seq.num_computed_tokens)
-        self._add_chunk(seq, seq.num_computed_tokens, length, need)
+                return 0
+        return fits
 
     def admit(self, seq: Sequence) -> bool:
         """Let a waiting sequence in if it fits. False: stop here, nobody may overtake it."""
@@ -118,17 +132,19 @@ class _Plan:
             match = self.cache.match(seq.token_ids, seq.prefix, seq.num_matchable)
             if self._is_computing_next_block(seq, match):
                 return True  # a twin computes its next block in this step: it waits for that, others go on
-        length = self.chunk_length(seq.num_to_compute - match.cached_length, self.budget)
-        if not length or not self._make_room(seq, match):
+        start = match.cached_length
+        length = self.chunk_length(seq.num_to_compute - start, self.budget)
+        if not length:
             return False
-        need, pinned = self._need(seq, match)
-        fresh = self._blocks(match.cached_length + length) - len(match.block_ids)
-        self.owed += need - pinned - fresh
-        self.free -= pinned
-        self.refs.update((block_id, self._refs(block_id) + 1) for block_id in match.block_ids)
+        self.room.hold(match.block_ids, self._num_slid(start))  # what holds a prefix is free no more once it is used
+        length = self._make_room(seq, match, length)
+        if not length:
+            return False
+        fresh = self._blocks(start + length) - len(match.block_ids)
+        self.owed += max(0, self._need(seq, match, length) - fresh * self.layout.num_units)
         self.num_seqs += seq.width
         self.admitted.append(Admission(seq.seq_id, match))
-        self._add_chunk(seq, match.cached_length, length, fresh)
+        self._add_chunk(seq, start, length, fresh)
         return True
 
     def freeze(self) -> SchedulerOutput:
@@ -141,45 +157,65 @@ class _Plan:
         samples = seq.num_samples if start + length == known else 0
         self.chunks[seq.seq_id] = Chunk(seq.seq_id, start, length, samples, seq.weight_set)
         self.growth[seq.seq_id] = fresh
-        self.free -= fresh
+        if fresh:
+            self.room.take(fresh)
         self.budget -= length
         if seq.publishable:
             size = self.cache.block_size
             self.computing.update(seq.prefix.hashes[start // size : (start + length - 1) // size + 1])
 
-    def _need(self, seq: Sequence, match: CacheAllocation) -> tuple[int, int]:
-        """Blocks that a newcomer takes from the free ones for its known tokens and the next, and how many of them it
-        matches: those hold a prefix, and are free no more once it is used.
-        """
-        pinned = sum(self._refs(block_id) == 0 for block_id in match.block_ids)
-        return self._blocks(seq.num_to_compute + (seq.num_samples > 0)) - len(match.block_ids) + pinned, pinned
+    def _need(self, seq: Sequence, match: CacheAllocation, length: int) -> int:
+        """Units that a newcomer takes, beside its match, until its known tokens and the next are computed."""
+        most = self.layout.most_units(
+            seq.num_to_compute + (seq.num_samples > 0), self._least(length), self.cache.block_size
+        )
+        return max(0, most - self._units(len(match.block_ids), match.cached_length))
 
-    def _make_room(self, seq: Sequence, match: CacheAllocation) -> bool:
-        """Whether a newcomer fits; sequences of strictly lower priority make way for it."""
-        while not self._fits(seq, match):
+    def _make_room(self, seq: Sequence, match: CacheAllocation, length: int) -> int:
+        """How many of `length` tokens a newcomer computes now, or 0: sequences of strictly lower priority make way."""
+        held = len(match.block_ids)
+        while not self._fits(seq, match, length):
+            if not self.alive and not self.admitted:  # alone; that it fits was checked when it was added
+                return self._fitting(match.cached_length, length, held, self.room.fresh())
             victim = self.alive[-1] if self.alive else None
             if victim is None or victim.params.priority <= seq.params.priority:
-                return False
+                return 0
             self._preempt(victim)
-        return True
+        return self._fitting(match.cached_length, length, held, self.room.fresh(self._reserved(seq)))
 
-    def _fits(self, seq: Sequence, match: CacheAllocation) -> bool:
-        need, _ = self._need(seq, match)
-        if not self.alive and not self.admitted:
-            return need <= self.free  # alone; that it fits was checked when it was added
-        # The other samples of a group will each want a block of their own as soon as they are forked.
-        spare = need + seq.width - 1
-        return self.num_seqs + seq.width <= self.config.max_batch_size and spare <= self._room()
+    def _fits(self, seq: Sequence, match: CacheAllocation, length: int) -> bool:
+        least = self._least(length)
+        fresh = self._blocks(match.cached_length + least) - len(match.block_ids)
+        return (
+            self.num_seqs + seq.width <= self.config.max_batch_size
+            and self._need(seq, match, length) <= self.room.units - self._reserved(seq)
+            and fresh <= self.room.fresh(self._reserved(seq))
+        )
 
-    def _room(self) -> int:
-        """Free blocks, less what admitted sequences still need for tokens that they already know."""
+    def _reserved(self, seq: Sequence) -> int:
+        """Units that a newcomer leaves free: what admitted sequences still need for tokens that they already know, and
+        a block for each other sample of its group, which will want one as soon as it is forked.
+        """
         if self.promised is None:
-            self.promised = 0
-            for seq in self.alive:
-                held = len(seq.block_ids) + self.growth.get(seq.seq_id, 0)
-                known = seq.num_to_compute + self.pending.get(seq.seq_id, 0)
-                self.promised += max(0, self._blocks(known) - held)
-        return self.free - self.promised - self.owed
+            self.promised = sum(self._promise(each) for each in self.alive)
+        return self.promised + self.owed + (seq.width - 1) * self.layout.num_units
+
+    def _promise(self, seq: Sequence) -> int:
+        known = seq.num_to_compute + self.pending.get(seq.seq_id, 0)
+        length = self.chunk_length(max(1, known - seq.num_computed_tokens), self.config.max_tokens_per_batch)
+        most = self.layout.most_units(known, self._least(length or 1), self.cache.block_size)
+        fresh = self.growth.get(seq.seq_id, 0) * self.layout.num_units
+        return max(0, most - self._units(len(seq.block_ids), seq.num_computed_tokens) - fresh)
+
+    def _fitting(self, start: int, length: int, held: int, fresh: int) -> int:
+        """How many of `length` tokens from `start` on fit into blocks that are held already, and so many fresh ones."""
+        fits = max(0, min(length, (held + fresh) * self.cache.block_size - start))
+        return fits if fits == length or self.config.enable_chunked_prefill else 0
+
+    def _least(self, length: int) -> int:
+        """The part of a chunk that is worth another sequence's blocks: a longer one costs more than it will keep."""
+        divisible = self.layout.num_sliding and self.config.enable_chunked_prefill
+        return min(length, self.layout.window) if divisible else length
 
     def _preempt(self, victim: Sequence) -> None:
         self.alive.remove(victim)
@@ -189,34 +225,36 @@ class _Plan:
         chunk = self.chunks.pop(victim.seq_id, None)
         if chunk is not None:  # undo it: only a newcomer of higher priority comes this late
             self.budget += chunk.length
-            self.free += self.growth.pop(victim.seq_id)
+            self.room.take(-self.growth.pop(victim.seq_id))
             if victim.seq_id in self.copied:
-                self.refs[self.copied.pop(victim.seq_id)] += 1
-        for block_id in victim.block_ids:
-            self.refs[block_id] = self._refs(block_id) - 1
-            self.free += self.refs[block_id] == 0
+                self.room.hold([self.copied.pop(victim.seq_id)], 0)
+        self.room.let_go(victim.block_ids, self._num_slid(victim.num_computed_tokens))
 
     def _is_computing_next_block(self, seq: Sequence, match: CacheAllocation) -> bool:
         index = len(match.block_ids)
         usable = (index + 1) * self.cache.block_size <= seq.num_matchable
         return usable and index < len(seq.prefix.hashes) and seq.prefix.hashes[index] in self.computing
 
-    def _fresh_blocks(self, seq: Sequence, start: int, length: int) -> int:
-        copied = self._written_block_is_shared(seq, start)
-        return self._blocks(start + length) - len(seq.block_ids) + copied
+    def _own_blocks(self, seq: Sequence, start: int) -> int:
+        """Blocks of a running sequence that it may go on with: the one it writes to is copied if others hold it too."""
+        return len(seq.block_ids) - self._written_block_is_shared(seq, start)
 
     def _written_block_is_shared(self, seq: Sequence, start: int) -> bool:
         index = start // self.cache.block_size
-        return index < len(seq.block_ids) and self._refs(seq.block_ids[index]) > 1
+        return index < len(seq.block_ids) and self.room.refs(seq.block_ids[index]) > 1
 
     def _own_written_block(self, seq: Sequence, start: int) -> None:
         if self._written_block_is_shared(seq, start):
             shared = seq.block_ids[start // self.cache.block_size]
-            self.refs[shared] = self._refs(shared) - 1
+            self.room.let_go([shared], 0)
             self.copied[seq.seq_id] = shared
 
-    def _refs(self, block_id: int) -> int:
-        return self.refs.get(block_id, self.cache.ref_count(block_id))
+    def _units(self, num_blocks: int, computed: int) -> int:
+        """Units of a table at rest."""
+        return self.layout.num_units * num_blocks - self.layout.num_sliding * self._num_slid(computed)
+
+    def _num_slid(self, computed: int) -> int:
+        return self.layout.num_slid(computed, self.cache.block_size)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.cache.block_size)

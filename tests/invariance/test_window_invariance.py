@@ -1,0 +1,91 @@
+"""The law where layers have a window: what left it is taken by others, and no bit changes.
+
+As in `test_schedule_invariance`, on a model whose layers all have a window and on one where some have; memory is often
+just enough for the longest request, so blocks are stripped, prefixes are found stripped, and chunks are cut.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from nano_inference import SamplingParams, TrainingSample
+from nano_inference.engine.storage import common_layout, layers_of_a_unit
+from nano_inference.models.loading import load_spec
+from nano_inference.models.spec import ModelSpec
+from tests.invariance.scenario import Request, Schedule, run, same_bits
+from tests.invariance.test_schedule_invariance import requests, schedules
+from tests.models.tiny import tiny_model
+
+FAMILIES = ["mistral", "gemma3"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: tiny_model(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+def bytes_of_a_unit_token(spec: ModelSpec) -> int:
+    layout = common_layout([spec], spec.max_position)
+    return 2 * layers_of_a_unit(spec, layout) * spec.num_kv_heads * spec.head_dim * torch.float32.itemsize
+
+
+def fitted(schedule: Schedule, work: list[Request], spec: ModelSpec) -> Schedule:
+    """Here `num_blocks` counts units: what the longest request needs alone, and little more."""
+    if schedule.num_blocks is None:
+        return schedule
+    layout = common_layout([spec], spec.max_position)
+    longest = max(len(request.prompt) + request.params.max_tokens for request in work)
+    least = layout.most_units(longest, 1, schedule.block_size)
+    fields = {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
+    return Schedule(**{**fields, "num_blocks": least + layout.num_units})
+
+
+@cache
+def alone(model: Path, request: Request) -> dict[tuple[int, int], TrainingSample]:
+    lonely = Request(request.prompt, request.params, request.num_samples)
+    samples, _ = run(model, "float32", [lonely], Schedule(), bytes_of_a_unit_token(load_spec(model)))
+    assert all(sample.finish_reason != "abort" for sample in samples.values()), "even alone it reads what it may not"
+    return samples
+
+
+def check(model: Path, work: list[Request], schedule: Schedule) -> int:
+    spec = load_spec(model)
+    together, preemptions = run(model, "float32", work, fitted(schedule, work, spec), bytes_of_a_unit_token(spec))
+    for place, request in enumerate(work):
+        for (_, index), expected in alone(model, request).items():
+            got = together.get((place, index))
+            assert got is not None, "a sample is lost"
+            aborted = got.finish_reason == "abort"
+            assert not aborted or (request.aborted is not None and got.stop_reason is None), "it read what it may not"
+            assert same_bits(got, expected), f"request {place}, sample {index}: other bits"
+    return preemptions
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(work=requests(), schedule=schedules)
+def test_same_bits_under_any_schedule(
+    models: dict[str, Path], family: str, work: list[Request], schedule: Schedule
+) -> None:
+    check(models[family], work, schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(work=requests(), schedule=schedules)
+def test_same_bits_under_many_schedules(
+    models: dict[str, Path], family: str, work: list[Request], schedule: Schedule
+) -> None:
+    check(models[family], work, schedule)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cache_type", ["paged", "radix"])
+def test_tight_caches_do_preempt(models: dict[str, Path], family: str, cache_type: str) -> None:
+    work = [Request(tuple(range(3, 90 + i)), SamplingParams(max_tokens=30, seed=i), 3) for i in range(4)]
+    schedule = Schedule(block_size=4, num_blocks=1, max_chunk_tokens=40, cache_type=cache_type)  # pyright: ignore[reportArgumentType]
+    assert check(models[family], work, schedule) > 0
