@@ -15,6 +15,7 @@ from pathlib import Path
 CACHES = "tests/kv_cache/test_cache_stateful.py"
 INVARIANCE = "tests/invariance/test_schedule_invariance.py"
 SCHEDULE = "tests/scheduling/test_schedule.py"
+OPERATIONS = "tests/ops/test_reference.py"
 SIMULATION = "tests/simulation/test_simulation.py"
 WINDOW_CACHES = "tests/kv_cache/test_window_cache.py"
 CATCHES = {
@@ -33,6 +34,8 @@ CATCHES = {
     "window_left_one_block_early": SIMULATION,
     "window_moves_before_the_step": SIMULATION,
     "stripped_block_matches": WINDOW_CACHES,
+    "window_one_too_wide": OPERATIONS,
+    "scored_rows_from_the_cache": SIMULATION,
 }
 SECONDS = 400  # for one fault; a run that does not end is red too
 RED = 1  # pytest's exit code for failed tests; others mean that the tests did not run
