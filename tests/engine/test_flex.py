@@ -9,9 +9,10 @@ import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from tests.models.tiny import tiny_model
+from tests.ops.compiler import NEEDS_COMPILER
 
 # torch's compiler itself still touches what torch deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"), NEEDS_COMPILER]
 
 
 def config(model: Path, attention: str, **options: Any) -> EngineConfig:

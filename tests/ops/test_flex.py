@@ -24,9 +24,10 @@ from nano_inference.ops import flex, reference_attention
 from nano_inference.ops.backend import Ops
 from nano_inference.ops.flex import HeadShape, flex_ops, require_flex
 from nano_inference.ops.reference import reference_ops
+from tests.ops.compiler import NEEDS_COMPILER
 
 # torch's compiler itself still touches what torch deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"), NEEDS_COMPILER]
 
 CPU = torch.device("cpu")
 # What every test can live with, lest each compiles kernels of its own: seconds apiece.
