@@ -60,6 +60,13 @@ def settle(engine: InferenceEngine) -> None:
         time.sleep(0.01)
 
 
+async def underway(engine: InferenceEngine) -> None:
+    """Wait until a few steps have run."""
+    first = engine.loop.num_steps
+    while engine.loop.num_steps < first + 3:
+        await asyncio.sleep(0.001)
+
+
 async def collect(deltas: Any) -> list[Delta]:
     return [delta async for delta in deltas]
 
@@ -156,8 +163,8 @@ def test_leaving_a_stream_aborts_it(engine: InferenceEngine) -> None:
 def test_weights_change_between_two_awaited_samples(engine: InferenceEngine) -> None:
     async def main() -> tuple[list[TrainingSample], int, list[TrainingSample]]:
         async with AsyncInferenceEngine(engine) as a:
-            before = asyncio.create_task(a.generate([5, 6], params(1, max_tokens=60)))
-            await asyncio.sleep(0.1)
+            before = asyncio.create_task(a.generate([5, 6], params(1, max_tokens=200)))
+            await underway(engine)
             version = await a.update_weights({"model.norm.weight": torch.full((64,), 0.5)}, version=7)
             return await before, version, await a.generate([5, 6], params(1))
 
@@ -187,7 +194,7 @@ def test_a_failing_step_reaches_everybody_who_awaits(engine: InferenceEngine, mo
     async def main() -> list[Any]:
         async with AsyncInferenceEngine(engine) as a:
             tasks = [asyncio.create_task(a.generate(prompt(i), params(i, max_tokens=100))) for i in range(5)]
-            await asyncio.sleep(0.05)
+            await underway(engine)
             monkeypatch.setattr(engine.runner, "forward", broken)
             results = await asyncio.gather(*tasks, return_exceptions=True)
             with pytest.raises(EngineDead):
@@ -201,7 +208,7 @@ def test_stopping_wakes_those_who_wait(engine: InferenceEngine) -> None:
     async def main() -> Any:
         a = AsyncInferenceEngine(engine)
         task = asyncio.create_task(a.generate([5], params(1, max_tokens=200)))
-        await asyncio.sleep(0.05)
+        await underway(engine)
         await asyncio.to_thread(a.stop)
         return (await asyncio.gather(task, return_exceptions=True))[0]
 
