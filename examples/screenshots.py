@@ -1,4 +1,4 @@
-"""The pictures of docs/cli.md: runs each command in a terminal of its own and saves what it shows as SVG.
+"""The pictures of the documents: runs each command in a terminal of its own and saves what it shows as SVG.
 
 Needs the embedded model `smollm2-135m`, and a system with pseudo-terminals (Linux, macOS).
 """
@@ -41,20 +41,24 @@ PICTURES: dict[str, tuple[list[str], list[str]]] = {
 
 def main() -> None:
     for name, (arguments, lines) in PICTURES.items():
-        shown = screen(run(arguments, lines))
-        path = DOCS / f"cli-{name}.svg"
-        path.write_text(svg(f"$ nano-inference {' '.join(map(quoted, arguments))}", shown), encoding="utf-8")
-        print(f"{path.name}: {len(shown.splitlines())} lines")
+        save(f"cli-{name}", f"nano-inference {' '.join(map(quoted, arguments))}", run([*COMMAND, *arguments], lines))
+    save("demo", "make demo", run([sys.executable, str(DOCS.parent / "examples" / "demo.py")], []))
 
 
-def run(arguments: list[str], lines: list[str]) -> str:
+def save(name: str, command: str, written: str) -> None:
+    shown = screen(written)
+    (DOCS / f"{name}.svg").write_text(svg(f"$ {command}", shown), encoding="utf-8")
+    print(f"{name}.svg: {len(shown.splitlines())} lines")
+
+
+def run(command: list[str], lines: list[str]) -> str:
     """All that a command writes to a terminal of WIDTH columns. Lines are typed when it asks for them."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
     unset = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
     environment = {key: value for key, value in os.environ.items() if key not in unset} | {"TERM": "xterm-256color"}
     with subprocess.Popen(
-        [*COMMAND, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
     ) as process:
         os.close(theirs)
         seen = b""
@@ -66,7 +70,7 @@ def run(arguments: list[str], lines: list[str]) -> str:
                 typed += 1
     os.close(ours)
     if process.returncode:
-        raise SystemExit(f"{arguments[0]} failed: {seen.decode(errors='replace')}")
+        raise SystemExit(f"{' '.join(command)} failed: {seen.decode(errors='replace')}")
     return seen.decode()
 
 
