@@ -1,6 +1,7 @@
 """Strings and chats in, text out; stop strings; streams."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -159,3 +160,31 @@ def test_what_is_no_text_and_no_chat_is_refused(engine: InferenceEngine) -> None
         engine.generate_text([1, 2, 3], GREEDY)
     with pytest.raises(InvalidRequest, match="string or a list of strings"):
         engine.generate_text([PROMPT, [1]], GREEDY, stream=True)
+
+
+def test_pieces_know_their_prompt_whichever_comes_first(engine: InferenceEngine) -> None:
+    """Most of the first prompt's text is held back, so the second one's comes before it."""
+    whole = plain(engine)
+    held = SamplingParams(0, max_tokens=24, stop=whole[:20] + "never")
+    parts = list(engine.generate_text([PROMPT, "Two and two"], held, stream=True))
+    assert parts[0][0] == 1
+    assert "".join(text for place, text in parts if place == 0) == whole
+
+
+def test_a_stream_that_breaks_repeats_no_token(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = engine.generate(PROMPT, GREEDY, stream=True)
+    first = next(stream)
+    forward = engine.runner.forward
+
+    def broken(*arguments: Any) -> Any:
+        result = forward(*arguments)
+        return result._replace(logits=result.logits * float("nan"))
+
+    monkeypatch.setattr(engine.runner, "forward", broken)
+    rest = list(stream)
+    sample = rest[-1].finished
+    assert sample is not None
+    assert sample.finish_reason == "abort"
+    assert tuple(token for delta in [first, *rest] for token in delta.token_ids) == sample.completion_tokens
+    assert tuple(value for delta in [first, *rest] for value in delta.logprobs) == sample.logprobs
+    assert "".join(delta.text or "" for delta in [first, *rest]) == sample.text

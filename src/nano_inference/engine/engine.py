@@ -115,10 +115,7 @@ class InferenceEngine:
         Samples of requests that others added are kept, and returned by the next `step()`. Raises `InvalidRequest` or
         `RequestTooLarge` before anything is added, and `EngineDead`.
         """
-        self._require_alive()
-        many = many_prompts(prompts)
-        pairs = list(zip(many, params_for(sampling_params, len(many)), strict=True))
-        requests = [self._new_sequence(prompt, params, num_samples_per_prompt, stream) for prompt, params in pairs]
+        requests = self._requests(prompts, sampling_params, num_samples_per_prompt, stream)
         deltas = self._run(requests, progress)
         if stream:
             return deltas
@@ -134,8 +131,10 @@ class InferenceEngine:
         if not isinstance(prompt, str) and not all(isinstance(each, str) for each in prompt):
             raise InvalidRequest("generate_text takes a string or a list of strings; generate takes all other prompts.")
         if stream:
-            deltas = self.generate(prompt, params, stream=True)
-            return _pieces(deltas, single=isinstance(prompt, str))
+            requests = self._requests(prompt, params, 1, stream=True)
+            places = {request.request_id: place for place, request in enumerate(requests)}
+            pieces = ((places[delta.request_id], delta.text) for delta in self._run(requests, False) if delta.text)
+            return (text for _, text in pieces) if isinstance(prompt, str) else pieces
         texts = [sample.text for sample in self.generate(prompt, params)]
         return texts[0] if isinstance(prompt, str) else texts
 
@@ -289,6 +288,13 @@ class InferenceEngine:
 
         return AsyncInferenceEngine(self)
 
+    def _requests(self, prompts: Any, sampling_params: Params, num_samples: int, stream: bool) -> list[Sequence]:
+        """One checked request a prompt; none is added."""
+        self._require_alive()
+        many = many_prompts(prompts)
+        pairs = zip(many, params_for(sampling_params, len(many)), strict=True)
+        return [self._new_sequence(prompt, params, num_samples, stream) for prompt, params in pairs]
+
     def _run(self, requests: list[Sequence], progress: Progress) -> Iterator[Delta]:
         """Add requests and step until they have ended, yielding their deltas. Closing it aborts what is left."""
         left = sum(request.num_samples for request in requests)
@@ -369,10 +375,3 @@ def _request_ids(request_ids: int | Iterable[int] | None) -> frozenset[int] | No
     if request_ids is None:
         return None
     return frozenset([request_ids] if isinstance(request_ids, int) else request_ids)
-
-
-def _pieces(deltas: Iterator[Delta], single: bool) -> Iterator[Any]:
-    places: dict[int, int] = {}
-    for delta in deltas:
-        if delta.text:
-            yield delta.text if single else (places.setdefault(delta.request_id, len(places)), delta.text)

@@ -113,7 +113,6 @@ class EngineLoop:
     def step(self) -> list[TrainingSample]:
         """Plan a step, launch it, and retire older steps while the device works. Returns what finished."""
         lap = self.clock.lap
-        self.clock.start()
         finished = self.handle()
         lap("handle")
         live, pending = self.sequences, self._pending()
@@ -140,6 +139,7 @@ class EngineLoop:
 
     def handle(self) -> list[TrainingSample]:
         """Take in the messages. Part of every step; callable between steps."""
+        self.clock.start()
         finished: list[TrainingSample] = []
         while self.inbox:
             match self.inbox.popleft():
@@ -170,13 +170,16 @@ class EngineLoop:
             flight = self.in_flight.popleft()
             tokens = flight.tokens.wait()
             self.clock.lap("wait")
-            self.num_completion_tokens += sum(seq.status is not SequenceStatus.FINISHED for seq, _ in flight.sampled)
             samples += commit_scores(flight.scored, tokens.scores, self.sequences, self.cache)
-            owners = [seq for seq, _ in flight.sampled if seq.status is not SequenceStatus.FINISHED]
+            # Length before: a sample whose logits were not finite ends without another token.
+            known = [
+                (seq, len(seq.token_ids)) for seq, _ in flight.sampled if seq.status is not SequenceStatus.FINISHED
+            ]
+            self.num_completion_tokens += len(known)
             ends = commit([seq for seq, _ in flight.sampled], tokens, self.sequences, self.cache)
-            for seq in owners:
+            for seq, before in known:
                 if seq.streaming:
-                    self._stream(seq, seq.token_ids[-1:], seq.output_logprobs[-1:])
+                    self._stream(seq, seq.token_ids[before:], seq.output_logprobs[before - seq.num_prompt_tokens :])
             for seq, finish in ends:
                 ended = self._samples(seq, finish)
                 if finish.reason != "abort" and REFERENCE in self.sequences.versions:

@@ -13,7 +13,7 @@ class StepClock:
         self._last = 0
 
     def start(self) -> None:
-        """A step begins."""
+        """A step begins, or what is done between two of them."""
         self._last = time.perf_counter_ns()
 
     def lap(self, phase: str) -> None:
