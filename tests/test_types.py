@@ -27,7 +27,7 @@ NAN, INF = math.nan, math.inf
         *(("min_tokens", value, "at least 0") for value in (-1, 0.5, "5", None, True)),
         *(("presence_penalty", value, r"\[-2, 2\]") for value in (-2.1, 2.1, NAN, "1", None, True)),
         *(("frequency_penalty", value, r"\[-2, 2\]") for value in (-2.1, 2.1, NAN, "1", None, True)),
-        *(("repetition_penalty", value, "") for value in (0.0, -1.0, NAN, INF, "1", None, True)),
+        *(("repetition_penalty", value, "above 0") for value in (0.0, -1.0, NAN, INF, "1", None, True)),
         *(("top_logprobs", value, "at least 0") for value in (-1, 0.5, "5", None, True)),
         *(("priority", value, r"\[-2147483648, 2147483648\)") for value in (-(2**31) - 1, 2**31, 0.5, None, True)),
         *(("seed", value, r"\[0, 18446744073709551616\)") for value in (-1, 2**64, 1.0, "1", True)),
