@@ -264,7 +264,9 @@ class EngineStats:
 def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not low <= value <= high or (open_low and value == low):
-        bounds = f"in {'(' if open_low else '['}{low:g}, {high:g}]" if math.isfinite(high) else f"{'above' if open_low else 'at least'} {low:g}"
+        bounds = f"{'above' if open_low else 'at least'} {low:g}"
+        if math.isfinite(high):
+            bounds = f"in {'(' if open_low else '['}{low:g}, {high:g}]"
         raise InvalidRequest(f"{name}={value!r} must be a finite number {bounds}.")
 
 
