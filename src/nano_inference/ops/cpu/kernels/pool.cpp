@@ -1,0 +1,116 @@
+#include "pool.h"
+
+#include <unistd.h>
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "simd.h"
+
+namespace nano {
+namespace {
+
+// How often a waiting thread looks before it lets others have the core. One look takes about 40 ns: the gap between two
+// steps of a decode is bridged, and a thread that waits for a core that something else took does not burn its own.
+constexpr int LOOKS_IN_TEAM = 4000, LOOKS_FOR_WORK = 4000;
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class Pool {
+ public:
+  void run(int size, Work work, void* context) {
+    std::lock_guard<std::mutex> one_at_a_time(running_);
+    arrived_.store(0, std::memory_order_relaxed);
+    left_.store(size - 1, std::memory_order_relaxed);
+    while (int(threads_.size()) < size - 1) {
+      int index = int(threads_.size()) + 1;
+      threads_.emplace_back([this, index] { serve(index); });
+    }
+    if (size > 1) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      size_ = size, work_ = work, context_ = context;
+      job_.fetch_add(1, std::memory_order_release);
+    }
+    if (size > 1 && sleeping_.load() > 0) wake_.notify_all();
+    perform(0, size, work, context);
+    for (int looks = 0; left_.load(std::memory_order_acquire) > 0; looks++)
+      looks < LOOKS_IN_TEAM ? pause() : std::this_thread::yield();
+  }
+
+ private:
+  void serve(int index) {
+    int seen = 0;
+    while (true) {
+      for (int looks = 0; looks < LOOKS_FOR_WORK && job_.load(std::memory_order_acquire) == seen; looks++) pause();
+      int size;
+      Work work;
+      void* context;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        sleeping_++;
+        wake_.wait(lock, [&] { return job_.load() != seen; });
+        sleeping_--;
+        seen = job_.load(), size = size_, work = work_, context = context_;
+      }
+      if (index >= size) continue;
+      perform(index, size, work, context);
+      left_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  void perform(int index, int size, Work work, void* context) {
+    FlushDenormals mode;
+    Team team(index, size, arrived_, round_);
+    work(team, context);
+  }
+
+  std::mutex running_, mutex_;
+  std::condition_variable wake_;
+  std::vector<std::thread> threads_;  // they live as long as the process
+  alignas(64) std::atomic<int> job_{0};
+  alignas(64) std::atomic<int> left_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<int> round_{0};
+  std::atomic<int> sleeping_{0};
+  int size_ = 0;
+  Work work_ = nullptr;
+  void* context_ = nullptr;
+};
+
+}  // namespace
+
+void Team::wait() {
+  if (size == 1) return;
+  int round = round_.load(std::memory_order_acquire);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
+    arrived_.store(0, std::memory_order_relaxed);
+    round_.store(round + 1, std::memory_order_release);
+    return;
+  }
+  for (int looks = 0; round_.load(std::memory_order_acquire) == round; looks++)
+    looks < LOOKS_IN_TEAM ? pause() : std::this_thread::yield();
+}
+
+void run_team(int num_threads, Work work, void* context) {
+  // Threads do not survive a fork: the child gets a pool of its own. A pool is never destroyed, since its threads may
+  // outlive static objects at exit.
+  static std::mutex choosing;
+  static Pool* pool = nullptr;
+  static pid_t owner = 0;
+  {
+    std::lock_guard<std::mutex> lock(choosing);
+    if (owner != getpid()) pool = new Pool, owner = getpid();
+  }
+  pool->run(num_threads, work, context);
+}
+
+}  // namespace nano

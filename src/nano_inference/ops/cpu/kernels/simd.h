@@ -1,0 +1,131 @@
+// Sixteen float lanes, the same bits on every machine: the vocabulary that all kernels are written in.
+//
+// A build flag picks one of three implementations: NANO_AVX512 (with NANO_BF16 where the machine multiplies bf16
+// itself), NANO_AVX2, or neither: portable C++. Each function below rounds once per operation named, to nearest even,
+// and flushes denormals (FlushDenormals), so all give the same bits. Compile with -ffp-contract=off.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace nano {
+
+using bf16 = uint16_t;
+using Mask = uint32_t;  // bit i: lane i
+constexpr int LANES = 16;
+
+inline float widen1(bf16 x) {
+  uint32_t bits = uint32_t(x) << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+// To nearest even; denormals become zero and a NaN stays one, as vcvtneps2bf16 does it.
+inline bf16 narrow1(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return bf16((bits >> 16) | 0x40);
+  if ((bits & 0x7f800000) == 0) return bf16((bits >> 16) & 0x8000);
+  return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline Mask first_lanes(int n) { return n >= LANES ? 0xffffu : n <= 0 ? 0u : (1u << n) - 1; }
+
+}  // namespace nano
+
+// Vec: 16 floats.  IVec: 16 32-bit integers.  Pairs: 16 pairs of bf16.
+//
+//   Vec   vset(x)  vload(p)  vload_n(p, n)  vstore(p, v)  vstore_n(p, v, n)      _n: first n lanes only, the rest is
+//         0 and its memory is not touched; pointers need no alignment
+//   Vec   vadd vsub vmul vdiv  vfma(a, b, c) = a * b + c  vmax(a, b) = a > b ? a : b  vmin likewise
+//   Vec   vround(a) to the nearest integer  vscale(a, n) = a * 2^n  vsqrt
+//   float vsum(a)  halves added to halves: lane i + lane i + 8, then + 4, + 2, + 1    vhighest(a) the largest lane
+//   Mask  vgt(a, b)  vge(a, b)  veq(a, b)  vnan(a)      Vec vselect(mask, a, b): a where the mask is set
+//   IVec  iset iload istore iadd isub imul ixor iand ior  ishl<n> ishr<n> (logical)  igt(a, b) signed, a Mask
+//   Vec   vfrom_int(i)  vbits(i)      IVec ito_int(v)  ibits(v)      IVec ilanes() = 0 .. 15
+//   Pairs bload(p)  bdup(p): one pair in all lanes  bdup_first(p): (p[0], 0)  bfirst(b): the second of each pair is 0
+//   Vec   vdot(acc, a, b) = fma(a.first, b.first, fma(a.second, b.second, acc))      the definition of vdpbf16ps
+//   Vec   vwiden(p) of 16 bf16     vnarrow(p, v)  vnarrow_n(p, v, n)  vnarrow2(p, a, b): 32 bf16
+//   void  fetch(p) into the first cache, fetch2(p) into the second
+#if defined(NANO_AVX512)
+#include "simd_avx512.h"
+#elif defined(NANO_AVX2)
+#include "simd_avx2.h"
+#else
+#include "simd_portable.h"
+#endif
+
+namespace nano {
+
+inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+inline void fetch2(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// Denormals count as zero while one of these lives, in this thread, as vdpbf16ps has it; the old mode comes back after.
+class FlushDenormals {
+ public:
+#if defined(__x86_64__)
+  FlushDenormals() : mode_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(mode_ | 0x8040); }
+  ~FlushDenormals() { __builtin_ia32_ldmxcsr(mode_); }
+
+ private:
+  unsigned mode_;
+#elif defined(__aarch64__)
+  FlushDenormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(mode_));
+    asm volatile("msr fpcr, %0" ::"r"(mode_ | (1ull << 24)));
+  }
+  ~FlushDenormals() { asm volatile("msr fpcr, %0" ::"r"(mode_)); }
+
+ private:
+  uint64_t mode_;
+#else
+  FlushDenormals() {}
+#endif
+  FlushDenormals(const FlushDenormals&) = delete;
+};
+
+// The coefficients are the minimax polynomial of 2^x on [-1/2, 1/2]; relative error below 2^-28 before rounding.
+inline Vec vexp2(Vec x) {
+  Vec whole = vround(x), part = vsub(x, whole), p = vset(1.535336189e-4f);
+  p = vfma(p, part, vset(1.339887442e-3f));
+  p = vfma(p, part, vset(9.618437358e-3f));
+  p = vfma(p, part, vset(5.550332471e-2f));
+  p = vfma(p, part, vset(2.402264791e-1f));
+  p = vfma(p, part, vset(6.931472029e-1f));
+  p = vfma(p, part, vset(1.0f));
+  return vscale(p, whole);
+}
+constexpr float LOG2E = 1.44269504f;
+
+// e^x in two steps of reduction, so that a large |x| costs no digits. Error below 1 ulp.
+inline Vec vexp(Vec x) {
+  Vec whole = vround(vmul(x, vset(LOG2E)));
+  Vec part = vfma(whole, vset(-0.693359375f), x);
+  part = vfma(whole, vset(2.12194440e-4f), part);
+  Vec p = vset(1.381453999e-3f);
+  p = vfma(p, part, vset(8.368745116e-3f));
+  p = vfma(p, part, vset(4.166839079e-2f));
+  p = vfma(p, part, vset(1.666652040e-1f));
+  p = vfma(p, part, vset(4.999999343e-1f));
+  p = vfma(p, part, vset(1.0f));
+  p = vfma(p, part, vset(1.0f));
+  return vscale(p, whole);
+}
+inline float exp2_1(float x) { return vfirst(vexp2(vset(x))); }
+
+// log of a positive normal number, in double and by our own series: a library's log may change with its version.
+inline double log1(double x) {
+  uint64_t bits;
+  memcpy(&bits, &x, 8);
+  int exponent = int(bits >> 52) - 1023;
+  bits = (bits & 0xfffffffffffffull) | 0x3ff0000000000000ull;
+  double m;
+  memcpy(&m, &bits, 8);
+  if (m > 1.4142135623730951) m *= 0.5, exponent++;
+  double s = (m - 1) / (m + 1), t = s * s, p = 1.0 / 19;
+  for (int k = 17; k >= 1; k -= 2) p = p * t + 1.0 / k;
+  return 2 * s * p + exponent * 0.6931471805599453;
+}
+
+}  // namespace nano
