@@ -18,12 +18,48 @@ struct Matrix {
   const T* panel(int64_t index) const { return data + index * panel_size(); }
 };
 
+// What becomes of the sums. SILU and GELU: the weight holds gate rows, then as many up rows; activation(gate) * up is
+// stored as T. Nothing is rounded before.
+enum class Finish : int32_t { STORE = 0, ADD = 1, SILU = 2, GELU = 3 };
+
+template <class T>
+struct Linear {
+  const T* x;  // rows, ldx apart
+  int64_t ldx;
+  Matrix<T> w;
+  const T* bias;  // [w.rows], or null; not with a gate
+  Finish finish;
+  float scale;  // ADD: out += scale * sums
+  void* out;    // float rows, T rows for a gate; ldo apart
+  int64_t ldo;
+  bool padded;  // out has room for whole panels
+
+  bool gated() const { return finish == Finish::SILU || finish == Finish::GELU; }
+  int64_t num_panels() const { return gated() ? w.rows / 2 / LANES : w.num_panels(); }  // of the output
+};
+
+// Rows [row, end_row) and output panels [panel, end_panel) of a product. `next`: the weights that this thread reads
+// afterwards, fetched ahead; may be null. A gate needs w.rows to be a multiple of 32.
+void linear(const Linear<bf16>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, const void* next);
+void linear(const Linear<float>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, const void* next);
+
 // out[i][16 * j ...] = x[i] . rows of panel first + j, for num_rows rows of x (columns apart by ldx) and panels [first,
-// last). Whole panels are stored: out needs 16 * (last - first) columns, ldo apart. `next`: where this thread reads
-// weights afterwards, fetched ahead; may be null.
-void products(const bf16* x, int64_t ldx, int64_t num_rows, Matrix<bf16> w, int64_t first, int64_t last, float* out,
-              int64_t ldo, const bf16* next);
-void products(const float* x, int64_t ldx, int64_t num_rows, Matrix<float> w, int64_t first, int64_t last, float* out,
-              int64_t ldo, const float* next);
+// last). Whole panels are stored: out needs 16 * (last - first) columns, ldo apart.
+template <class T>
+void products(const T* x, int64_t ldx, int64_t num_rows, Matrix<T> w, int64_t first, int64_t last, float* out,
+              int64_t ldo, const T* next) {
+  Matrix<T> part{w.panel(first), (last - first) * LANES, w.columns};
+  linear({x, ldx, part, nullptr, Finish::STORE, 1.f, out, ldo, true}, 0, num_rows, 0, last - first, next);
+}
+
+// activation(gate) * up
+Vec gated(Vec gate, Vec up, bool gelu);
+
+// Rows [start, start + count) of a weight [*, columns] take the values of `source` [count, columns], bf16 or float.
+template <class T, class S>
+void pack(const S* source, T* packed, int64_t start, int64_t count, int64_t columns);
+// The other way round.
+template <class T>
+void unpack(const T* packed, T* out, int64_t start, int64_t count, int64_t columns);
 
 }  // namespace nano

@@ -1,5 +1,9 @@
 // Vec, IVec, Pairs on AVX-512; the list of functions is in simd.h.
 #pragma once
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own headers: "_mm512_undefined" is meant
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 
 namespace nano {

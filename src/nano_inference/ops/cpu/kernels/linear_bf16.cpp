@@ -1,0 +1,9 @@
+#include "linear_tiles.h"
+
+namespace nano {
+
+void linear(const Linear<bf16>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, const void* next) {
+  walk(job, row, end_row, panel, end_panel, next);
+}
+
+}  // namespace nano

@@ -1,0 +1,209 @@
+// The register tiles of `linear`, for both kinds of numbers.
+#pragma once
+#include "linear.h"
+
+namespace nano {
+namespace {
+
+// A tile is up to ROWS rows by up to WIDE panels: as many sums as fit into registers, with few loads for each product.
+// 4 x 6 makes 24 sums from 10 loads. A gate takes half of its panels from the gate and half from up.
+#if defined(NANO_AVX512)
+constexpr int ROWS = 4, WIDE = 6;
+#else
+constexpr int ROWS = 3, WIDE = 2;
+#endif
+constexpr int AHEAD = 48;  // steps of k that a panel is fetched before it is used
+
+template <class T>
+struct Steps;
+template <>
+struct Steps<bf16> {  // a step is a pair of columns
+  using Wide = Pairs;
+  static int64_t count(int64_t columns) { return columns / 2; }
+  static Wide weights(const bf16* w, int64_t k) { return bload(w + k * 2 * LANES); }
+  static Wide value(const bf16* x, int64_t k) { return bdup(x + 2 * k); }
+  static Vec add(Vec sum, Wide x, Wide w) { return vdot(sum, x, w); }
+  static constexpr int SIZE = 2 * LANES;
+};
+template <>
+struct Steps<float> {
+  using Wide = Vec;
+  static int64_t count(int64_t columns) { return columns; }
+  static Wide weights(const float* w, int64_t k) { return vload(w + k * LANES); }
+  static Wide value(const float* x, int64_t k) { return vset(x[k]); }
+  static Vec add(Vec sum, Wide x, Wide w) { return vfma(x, w, sum); }
+  static constexpr int SIZE = LANES;
+};
+
+enum class Fetch { NONE, STREAMS, PANEL };  // nothing; ahead in every panel of this tile; one panel of the next tile
+
+template <class T>
+struct Panels {
+  const T *low, *high;  // the first half of a tile's panels, and the second
+  int64_t size;
+
+  template <int WIDTH>
+  const T* at(int j) const {
+    constexpr int half = (WIDTH + 1) / 2;
+    return j < half ? low + j * size : high + (j - half) * size;
+  }
+};
+
+template <class T, int HEIGHT, int WIDTH, Fetch FETCH>
+inline void tile(const T* x, int64_t ldx, Panels<T> w, int64_t columns, Panels<T> next, int next_panel, float* sums) {
+  using S = Steps<T>;
+  Vec acc[HEIGHT][WIDTH];
+  for (int i = 0; i < HEIGHT; i++)
+    for (int j = 0; j < WIDTH; j++) acc[i][j] = vset(0.f);
+  const int64_t count = S::count(columns);
+  auto span = [&](int64_t from, int64_t to, Panels<T> ahead) {
+    for (int64_t k = from; k < to; k++) {
+      typename S::Wide b[WIDTH];
+      for (int j = 0; j < WIDTH; j++) {
+        b[j] = S::weights(w.template at<WIDTH>(j), k);
+        if (FETCH == Fetch::STREAMS) fetch(ahead.template at<WIDTH>(j) + (k - from) * S::SIZE);
+      }
+      if (FETCH == Fetch::PANEL) fetch2(next.template at<WIDTH>(next_panel) + k * S::SIZE);
+      for (int i = 0; i < HEIGHT; i++) {
+        auto a = S::value(x + i * ldx, k);
+        for (int j = 0; j < WIDTH; j++) acc[i][j] = S::add(acc[i][j], a, b[j]);
+      }
+    }
+  };
+  if (FETCH == Fetch::STREAMS) {
+    const int64_t distance = AHEAD < count ? AHEAD : count;
+    span(0, count - distance, {w.low + distance * S::SIZE, w.high + distance * S::SIZE, w.size});
+    span(count - distance, count, next);
+  } else {
+    span(0, count, next);
+  }
+  if constexpr (sizeof(T) == 2) {
+    if (columns & 1)
+      for (int i = 0; i < HEIGHT; i++)
+        for (int j = 0; j < WIDTH; j++)
+          acc[i][j] = vdot(acc[i][j], bdup_first(x + i * ldx + columns - 1), S::weights(w.template at<WIDTH>(j), count));
+  }
+  for (int i = 0; i < HEIGHT; i++)
+    for (int j = 0; j < WIDTH; j++) vstore(sums + (i * WIDTH + j) * LANES, acc[i][j]);
+}
+
+template <class T>
+inline Vec load_as_float(const T* p, int n) {
+  if constexpr (sizeof(T) == 4) {
+    return vload_n(p, n);
+  } else {
+    if (n >= LANES) return vwiden(p);
+    bf16 some[LANES] = {};
+    memcpy(some, p, 2 * size_t(n));
+    return vwiden(some);
+  }
+}
+
+template <class T>
+inline void finish_tile(const Linear<T>& job, int64_t row, int height, int64_t panel, int width, const float* sums) {
+  if (job.gated()) {
+    const int half = width / 2;
+    for (int i = 0; i < height; i++)
+      for (int j = 0; j < half; j++) {
+        const float* s = sums + (i * width + j) * LANES;
+        Vec v = gated(vload(s), vload(s + half * LANES), job.finish == Finish::GELU);
+        T* out = static_cast<T*>(job.out) + (row + i) * job.ldo + (panel + j) * LANES;
+        if constexpr (sizeof(T) == 2)
+          vnarrow(out, v);
+        else
+          vstore(out, v);
+      }
+    return;
+  }
+  for (int i = 0; i < height; i++)
+    for (int j = 0; j < width; j++) {
+      const int64_t column = (panel + j) * LANES;
+      const int n = job.padded || job.w.rows - column >= LANES ? LANES : int(job.w.rows - column);
+      float* out = static_cast<float*>(job.out) + (row + i) * job.ldo + column;
+      Vec v = vload(sums + (i * width + j) * LANES);
+      if (job.bias) v = vadd(v, load_as_float(job.bias + column, n));
+      if (job.finish == Finish::ADD) v = vfma(v, vset(job.scale), vload_n(out, n));
+      vstore_n(out, v, n);
+    }
+}
+
+template <class T, int WIDTH, Fetch FETCH>
+inline void tile_of(const Linear<T>& job, int64_t row, int height, int64_t panel, Panels<T> w, Panels<T> next,
+                    int next_panel) {
+  alignas(64) float sums[ROWS * WIDE * LANES];
+  const T* x = job.x + row * job.ldx;
+  const int64_t columns = job.w.columns;
+  switch (height) {
+    case 1: tile<T, 1, WIDTH, FETCH>(x, job.ldx, w, columns, next, next_panel, sums); break;
+    case 2: tile<T, 2, WIDTH, FETCH>(x, job.ldx, w, columns, next, next_panel, sums); break;
+    case 3: tile<T, 3, WIDTH, FETCH>(x, job.ldx, w, columns, next, next_panel, sums); break;
+#if defined(NANO_AVX512)
+    case 4: tile<T, 4, WIDTH, FETCH>(x, job.ldx, w, columns, next, next_panel, sums); break;
+#endif
+  }
+  finish_tile(job, row, height, panel, WIDTH, sums);
+}
+
+// All rows of one tile's panels. Few rows wait for memory, so they fetch ahead; the last of many rows fetch what comes.
+template <class T, int WIDTH>
+inline void column_of_tiles(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, Panels<T> w,
+                            Panels<T> next, bool more) {
+  const int64_t num_rows = end_row - row, num_tiles = (num_rows + ROWS - 1) / ROWS;
+  for (int64_t t = 0; t < num_tiles; t++) {
+    const int64_t from = row + num_rows * t / num_tiles, to = row + num_rows * (t + 1) / num_tiles;
+    const int height = int(to - from);
+    const int64_t next_panel = t - (num_tiles - WIDTH);
+    if (num_tiles < WIDTH && t == 0)
+      tile_of<T, WIDTH, Fetch::STREAMS>(job, from, height, panel, w, next, 0);
+    else if (num_tiles >= WIDTH && next_panel >= 0 && more)
+      tile_of<T, WIDTH, Fetch::PANEL>(job, from, height, panel, w, next, int(next_panel));
+    else
+      tile_of<T, WIDTH, Fetch::NONE>(job, from, height, panel, w, next, 0);
+  }
+}
+
+template <class T>
+class Walk {
+ public:
+  Walk(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, const void* after)
+      : job_(job), row_(row), end_row_(end_row), panel_(panel), end_(end_panel), after_(static_cast<const T*>(after)) {}
+
+  template <int WIDTH>
+  void run() {  // panels in tiles of this width, as many as there are
+    const int step = job_.gated() ? WIDTH / 2 : WIDTH;
+    for (; panel_ + step <= end_; panel_ += step) {
+      const bool more = panel_ + 2 * step <= end_;
+      const Panels<T> w = panels<WIDTH>(panel_), after{after_, after_, 0};
+      column_of_tiles<T, WIDTH>(job_, row_, end_row_, panel_, w, more ? panels<WIDTH>(panel_ + step) : after_ ? after : w,
+                                more || after_);
+    }
+  }
+
+ private:
+  template <int WIDTH>
+  Panels<T> panels(int64_t index) const {
+    const int64_t other = job_.gated() ? index + job_.num_panels() : index + (WIDTH + 1) / 2;
+    return {job_.w.panel(index), job_.w.panel(other), job_.w.panel_size()};
+  }
+
+  const Linear<T>& job_;
+  const int64_t row_, end_row_;
+  int64_t panel_;
+  const int64_t end_;
+  const T* after_;
+};
+
+template <class T>
+void walk(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, const void* next) {
+  if (row >= end_row || panel >= end_panel) return;
+  Walk<T> walk(job, row, end_row, panel, end_panel, next);
+#if defined(NANO_AVX512)
+  walk.template run<6>();
+  walk.template run<4>();
+#endif
+  walk.template run<2>();
+  if (!job.gated()) walk.template run<1>();
+}
+
+}  // namespace
+}  // namespace nano

@@ -1,0 +1,268 @@
+#include "program.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "pool.h"
+
+namespace nano {
+namespace {
+
+constexpr int64_t ROWS_OF_A_THREAD = 32;  // from here on a thread keeps its rows from operation to operation
+constexpr int64_t BLOCK_OF_ROWS = 256;    // rows that go through a layer together: what lies between stays in cache
+constexpr double UNEVEN = 1.08;           // how much more than its share a thread may get to own whole sequences
+
+enum Problem { NONE = 0, BAD_TOKEN = 1, BAD_POSITION = 2, BAD_SLOT = 3, BAD_TABLE = 4, BAD_LENGTHS = 5 };
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+// How threads share a step. COLUMNS: each product is cut by columns, with a barrier after every operation. ROWS: a
+// thread has the same rows in every operation, with barriers around attention. SEQUENCES: rows of whole sequences, so
+// that nobody waits for anybody.
+enum class Sharing { COLUMNS, ROWS, SEQUENCES };
+
+}  // namespace
+
+// A recorded step. Not re-entrant: one call at a time.
+class Program {
+ public:
+  explicit Program(const ProgramSpec& spec)
+      : spec_(spec), ops_(spec.ops, spec.ops + spec.num_ops), layers_(spec.layers, spec.layers + spec.num_layers),
+        windows_(spec.windows, spec.windows + spec.num_windows), plans_(spec.num_windows),
+        taken_(new std::atomic<int64_t>[size_t(spec.num_ops)]) {
+    spec_.ops = nullptr, spec_.layers = nullptr, spec_.windows = nullptr;
+  }
+
+  int run(const Step& step) {
+    if (int problem = check(step)) return problem;
+    step_ = &step;
+    share();
+    for (int64_t w = 0; w < spec_.num_windows; w++) {
+      AttentionShape shape{spec_.num_heads, spec_.num_kv_heads, spec_.head_dim, spec_.block_size, windows_[w].size,
+                           windows_[w].scale};
+      plans_[w].build(step.rows, shape, int(step.num_threads), sharing_ == Sharing::SEQUENCES ? cuts_.data() : nullptr);
+    }
+    for (int64_t i = 0; i < spec_.num_ops; i++) taken_[i].store(0, std::memory_order_relaxed);
+    auto work = [this](Team& team) { spec_.is_bf16 ? perform<bf16>(team) : perform<float>(team); };
+    run_team(int(step.num_threads), work);
+    return NONE;
+  }
+
+ private:
+  int check(const Step& step) const {
+    const BatchRows& b = step.rows;
+    const int64_t slots = spec_.num_blocks * spec_.block_size;
+    if (spec_.num_windows || spec_.num_layers) {
+      for (int64_t i = 0; i < b.num_rows; i++) {
+        if (b.positions[i] < 0 || b.positions[i] >= spec_.num_positions) return BAD_POSITION;
+        if (b.slots[i] < 0 || b.slots[i] >= slots) return BAD_SLOT;
+      }
+    }
+    if (spec_.num_windows) {
+      if (b.num_chunks < 1 || b.cu_seqlens[0] != 0 || b.cu_seqlens[b.num_chunks] != b.num_rows) return BAD_LENGTHS;
+      for (int64_t c = 0; c < b.num_chunks; c++) {
+        const int64_t length = b.cu_seqlens[c + 1] - b.cu_seqlens[c], context = b.seq_lens[c];
+        if (length < 1 || context < length || context > b.table_stride * spec_.block_size) return BAD_LENGTHS;
+        if (b.positions[b.cu_seqlens[c]] != context - length) return BAD_LENGTHS;
+        for (int64_t i = 0; i * spec_.block_size < context; i++) {
+          const int64_t block = b.tables[c * b.table_stride + i];
+          if (block < 0 || block >= spec_.num_blocks) return BAD_TABLE;
+        }
+      }
+    }
+    for (const Op& op : ops_)
+      if (op.kind == Kind::EMBED)
+        for (int64_t i = 0; i < b.num_rows; i++)
+          if (step.input_ids[i] < 0 || step.input_ids[i] >= op.rows) return BAD_TOKEN;
+    return NONE;
+  }
+
+  // Choose how to share, and the rows of each thread.
+  void share() {
+    const int64_t n = step_->rows.num_rows, threads = step_->num_threads;
+    cuts_.assign(size_t(threads) + 1, 0);
+    if (threads > 1 && n < ROWS_OF_A_THREAD * threads) {
+      sharing_ = Sharing::COLUMNS;
+      return;
+    }
+    // Cut where sequences begin, each cut next to its share of the rows.
+    const int64_t* starts = step_->rows.cu_seqlens;
+    const int64_t chunks = spec_.num_windows ? step_->rows.num_chunks : 0;
+    bool even = chunks > 0;
+    for (int64_t t = 1; t <= threads && even; t++) {
+      const int64_t wanted = n * t / threads;
+      const int64_t* after = std::lower_bound(starts, starts + chunks, wanted);
+      if (after != starts && wanted - after[-1] < *after - wanted) after--;
+      cuts_[t] = t == threads ? n : *after;
+      even = cuts_[t] > cuts_[t - 1] && double(cuts_[t] - cuts_[t - 1]) * double(threads) <= UNEVEN * double(n);
+    }
+    sharing_ = even || threads == 1 ? Sharing::SEQUENCES : Sharing::ROWS;
+    if (threads == 1) cuts_[1] = n;
+    if (sharing_ == Sharing::ROWS)
+      for (int64_t t = 0; t <= threads; t++) cuts_[t] = n * t / threads;
+  }
+
+  template <class T>
+  void perform(Team& team) {
+    Clock clock(team.thread == 0 ? step_->seconds : nullptr);
+    if (sharing_ == Sharing::COLUMNS) {
+      const int64_t n = step_->rows.num_rows;
+      for (size_t i = 0; i < ops_.size(); i++) {
+        if (ops_[i].kind == Kind::ATTENTION) attend<T>(i, team);
+        else if (ops_[i].kind == Kind::LINEAR) product<T>(i, 0, n, team.thread, team.size);
+        else by_rows<T>(ops_[i], team.begin(n), team.end(n));
+        team.wait();
+        clock.lap(i);
+      }
+      return;
+    }
+    const int64_t row = cuts_[team.thread], end_row = cuts_[team.thread + 1];
+    for (size_t i = 0; i < ops_.size();) {
+      size_t end = i;
+      while (end < ops_.size() && ops_[end].kind != Kind::ATTENTION) end++;
+      for (int64_t from = row; from < end_row; from += BLOCK_OF_ROWS)
+        for (size_t k = i; k < end; k++) {
+          const int64_t to = std::min(from + BLOCK_OF_ROWS, end_row);
+          if (ops_[k].kind == Kind::LINEAR) product<T>(k, from, to, 0, 1);
+          else by_rows<T>(ops_[k], from, to);
+          clock.lap(k);
+        }
+      if (end < ops_.size()) {
+        if (sharing_ == Sharing::ROWS) team.wait();
+        attend<T>(end, team);
+        if (sharing_ == Sharing::ROWS) team.wait();
+        clock.lap(end);
+      }
+      i = end + 1;
+    }
+  }
+
+  struct Clock {
+    explicit Clock(double* seconds) : seconds(seconds), last(seconds ? now() : 0) {}
+    void lap(size_t op) {
+      if (!seconds) return;
+      const double time = now();
+      seconds[op] += time - last, last = time;
+    }
+    double *seconds, last;
+  };
+
+  template <class T>
+  T* at(int32_t buffer, int64_t row) const {
+    return reinterpret_cast<T*>(static_cast<char*>(step_->buffers[buffer]) + row * step_->row_bytes[buffer]);
+  }
+  template <class T>
+  int64_t stride(int32_t buffer) const { return step_->row_bytes[buffer] / int64_t(sizeof(T)); }
+
+  template <class T>
+  Linear<T> linear_of(const Op& op) const {
+    const bool gates = op.finish == Finish::SILU || op.finish == Finish::GELU;
+    const int64_t ldo = gates ? stride<T>(op.out) : stride<float>(op.out);
+    return {at<const T>(op.in, 0), stride<T>(op.in), {static_cast<const T*>(op.weight), op.rows, op.columns},
+            static_cast<const T*>(op.bias), op.finish, op.scale, at<void>(op.out, 0), ldo, false};
+  }
+
+  template <class T>
+  void product(size_t index, int64_t row, int64_t end_row, int part, int parts) const {
+    const Linear<T> job = linear_of<T>(ops_[index]);
+    const int64_t panels = job.num_panels();
+    linear(job, row, end_row, panels * part / parts, panels * (part + 1) / parts, next_weights<T>(index, part, parts));
+  }
+
+  // What this thread reads after operation `index`: its first panel of the next product.
+  template <class T>
+  const void* next_weights(size_t index, int part, int parts) const {
+    for (size_t k = index + 1; k < ops_.size(); k++)
+      if (ops_[k].kind == Kind::LINEAR) {
+        const Linear<T> job = linear_of<T>(ops_[k]);
+        return job.w.panel(job.num_panels() * part / parts);
+      }
+    return nullptr;
+  }
+
+  template <class T>
+  void attend(size_t index, Team& team) {
+    const Op& op = ops_[index];
+    AttentionPlan& plan = plans_[size_t(op.plan)];
+    const KvLayer<T> layer = layer_of<T>(op.layer);
+    static thread_local AttentionScratch scratch;
+    auto one = [&](int64_t item) {
+      run_item<T>(plan, item, at<const T>(op.in, 0), stride<T>(op.in), layer, at<T>(op.out, 0), stride<T>(op.out), scratch);
+    };
+    if (sharing_ == Sharing::SEQUENCES) {
+      for (int64_t item = plan.begin_of_cut(team.thread); item < plan.end_of_cut(team.thread); item++) one(item);
+    } else {
+      const int64_t count = plan.num_items();
+      for (int64_t item; (item = taken_[index].fetch_add(1, std::memory_order_relaxed)) < count;) one(item);
+    }
+  }
+
+  template <class T>
+  KvLayer<T> layer_of(int32_t index) const {
+    const Layer& layer = layers_[size_t(index)];
+    return {static_cast<T*>(layer.keys), static_cast<T*>(layer.values), spec_.num_units, layer.units};
+  }
+
+  // Operations that take one row after another.
+  template <class T>
+  void by_rows(const Op& op, int64_t row, int64_t end_row) const {
+    for (int64_t i = row; i < end_row; i++) {
+      const float* in = op.in >= 0 ? at<const float>(op.in, i) : nullptr;
+      switch (op.kind) {
+        case Kind::EMBED:
+          embed<T>({static_cast<const T*>(op.weight), op.rows, op.columns}, step_->input_ids[i], op.scale,
+                   at<float>(op.out, i));
+          break;
+        case Kind::NORM:
+          if (op.wide) rms_norm<T>(in, op.scale, at<float>(op.residual, i), op.norm, op.columns, at<float>(op.out, i));
+          else rms_norm<T>(in, op.scale, at<float>(op.residual, i), op.norm, op.columns, at<T>(op.out, i));
+          break;
+        case Kind::ROPE_AND_STORE: rope_and_store<T>(op, i); break;
+        case Kind::GATE: gate<T>(in, op.rows, op.wide, at<T>(op.out, i)); break;
+        default: break;
+      }
+    }
+  }
+
+  template <class T>
+  void rope_and_store(const Op& op, int64_t row) const {
+    const int64_t heads = spec_.num_heads, kv_heads = spec_.num_kv_heads, size = spec_.head_dim;
+    float *query = at<float>(op.in, row), *key = query + heads * size, *value = key + kv_heads * size;
+    if (op.norm.data) {
+      norm_heads<T>(query, heads * size / op.norm.size, op.norm);
+      norm_heads<T>(key, kv_heads * size / op.key_norm.size, op.key_norm);
+    }
+    const int64_t position = step_->rows.positions[row];
+    const float *cos = op.cos + position * (size / 2), *sin = op.sin + position * (size / 2);
+    T* out = at<T>(op.out, row);
+    for (int64_t h = 0; h < heads; h++) rope<T>(query + h * size, cos, sin, size, out + h * size);
+    alignas(64) T k[MOST_HEAD_DIM], v[MOST_HEAD_DIM];
+    for (int64_t h = 0; h < kv_heads; h++) {
+      rope<T>(key + h * size, cos, sin, size, k);
+      round_row<T>(value + h * size, size, v);
+      store_kv<T>(layer_of<T>(op.layer), h, step_->rows.slots[row], spec_.block_size, size, k, v);
+    }
+  }
+
+  ProgramSpec spec_;
+  std::vector<Op> ops_;
+  std::vector<Layer> layers_;
+  std::vector<Window> windows_;
+  std::vector<AttentionPlan> plans_;
+  std::unique_ptr<std::atomic<int64_t>[]> taken_;  // items of each attention that threads have taken
+  std::vector<int64_t> cuts_;                      // first row of each thread, and N
+  Sharing sharing_ = Sharing::COLUMNS;
+  const Step* step_ = nullptr;
+};
+
+}  // namespace nano
+
+extern "C" {
+void* nano_program_new(const nano::ProgramSpec* spec) { return new nano::Program(*spec); }
+void nano_program_free(void* program) { delete static_cast<nano::Program*>(program); }
+int nano_program_run(void* program, const nano::Step* step) { return static_cast<nano::Program*>(program)->run(*step); }
+}

@@ -1,0 +1,59 @@
+// A decoder step as a list of operations on numbered buffers, run in one call. Python records the list once (see
+// ops/cpu/recorder.py) and runs it with every batch.
+#pragma once
+#include <cstdint>
+
+#include "attention.h"
+#include "linear.h"
+#include "rows.h"
+
+namespace nano {
+
+enum class Kind : int32_t { EMBED = 0, LINEAR = 1, NORM = 2, ROPE_AND_STORE = 3, ATTENTION = 4, GATE = 5 };
+
+// One operation. Mirrored by ctypes in ops/cpu/library.py: keep both in step.
+struct Op {
+  Kind kind;
+  Finish finish;        // LINEAR
+  int32_t in, out;      // buffers, -1 for none
+  int32_t residual;     // buffer: NORM
+  int32_t layer, plan;  // ROPE_AND_STORE, ATTENTION
+  int32_t wide;         // NORM: out is float32. GATE: it is GELU
+  float scale;          // EMBED; NORM and ADD: of what is added
+  int32_t unused;
+  const void *weight, *bias;  // EMBED, LINEAR
+  int64_t rows, columns;      // of the weight; NORM: columns of the row; GATE: rows is the width of the output
+  NormWeight norm, key_norm;  // NORM; ROPE_AND_STORE: of queries and of keys, data null for none
+  const float *cos, *sin;     // ROPE_AND_STORE: [positions, head_dim / 2]
+};
+
+struct Layer {
+  void *keys, *values;   // [kv heads][units][block_size * head_dim]
+  const int64_t* units;  // block -> unit, or null
+};
+
+struct Window {
+  int64_t size;  // 0: none
+  float scale;
+  int32_t unused;
+};
+
+struct ProgramSpec {
+  int64_t num_ops, num_layers, num_windows;
+  const Op* ops;
+  const Layer* layers;
+  const Window* windows;
+  int64_t is_bf16;
+  int64_t num_heads, num_kv_heads, head_dim, block_size, num_units, num_blocks, num_positions;
+};
+
+struct Step {
+  BatchRows rows;
+  const int64_t* input_ids;  // [N]
+  void* const* buffers;      // each with room for N rows
+  const int64_t* row_bytes;  // of each buffer
+  int64_t num_threads;
+  double* seconds;  // [num_ops] time of each operation as the first thread sees it, added up; or null
+};
+
+}  // namespace nano

@@ -1,0 +1,127 @@
+#include "rows.h"
+
+#include <cmath>
+
+namespace nano {
+namespace {
+
+inline int left(int64_t size, int64_t at) { return size - at >= LANES ? LANES : int(size - at); }
+
+template <class T>
+inline void store_as(T* p, Vec v, int n) {
+  if constexpr (sizeof(T) == 2) n == LANES ? vnarrow(p, v) : vnarrow_n(p, v, n);
+  else vstore_n(p, v, n);
+}
+
+inline Vec weight_at(const NormWeight& norm, int64_t i, int n) {
+  Vec w;
+  if (norm.is_float) {
+    w = vload_n(static_cast<const float*>(norm.data) + i, n);
+  } else {
+    bf16 some[LANES] = {};
+    memcpy(some, static_cast<const bf16*>(norm.data) + i, 2 * size_t(n));
+    w = vwiden(some);
+  }
+  return vadd(vset(norm.offset), w);
+}
+
+// 1 / rms of a row: sixteen lanes of squares, folded once.
+inline float inverse_rms(const float* x, int64_t size, float eps) {
+  Vec even = vset(0.f), odd = even;
+  int64_t i = 0;
+  for (; i + 2 * LANES <= size; i += 2 * LANES) {
+    Vec a = vload(x + i), b = vload(x + i + LANES);
+    even = vfma(a, a, even), odd = vfma(b, b, odd);
+  }
+  for (; i < size; i += LANES) {
+    Vec a = vload_n(x + i, left(size, i));
+    even = vfma(a, a, even);
+  }
+  return 1.f / std::sqrt(vsum(vadd(even, odd)) / float(size) + eps);
+}
+
+}  // namespace
+
+Vec gated(Vec gate, Vec up, bool gelu) {
+  // Both activations are x * sigmoid(y); GELU with tanh (arXiv:1606.08415) has y = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+  Vec y = gate;
+  if (gelu) {
+    Vec cubic = vfma(vmul(vmul(gate, gate), vset(0.044715f)), gate, gate);
+    y = vmul(cubic, vset(1.5957691216f));
+  }
+  Vec e = vexp(vmax(vset(-100.f), vmin(vset(88.f), vsub(vset(0.f), y))));
+  return vmul(vdiv(gate, vadd(vset(1.f), e)), up);
+}
+
+template <class T>
+void embed(Matrix<T> w, int64_t id, float scale, float* out) {
+  const T* p = w.panel(id / LANES) + id % LANES * (sizeof(T) == 2 ? 2 : 1);
+  for (int64_t k = 0; k < w.columns; k++) {
+    if constexpr (sizeof(T) == 2) out[k] = widen1(p[k / 2 * 2 * LANES + k % 2]) * scale;
+    else out[k] = p[k * LANES] * scale;
+  }
+}
+
+template <class T, class Out>
+void rms_norm(const float* x, float scale, float* residual, const NormWeight& norm, int64_t size, Out* out) {
+  if (x)
+    for (int64_t i = 0; i < size; i += LANES) {
+      const int n = left(size, i);
+      vstore_n(residual + i, vfma(vload_n(x + i, n), vset(scale), vload_n(residual + i, n)), n);
+    }
+  if (!norm.data) return round_row(residual, size, out);
+  const Vec r = vset(inverse_rms(residual, size, norm.eps));
+  for (int64_t i = 0; i < size; i += LANES) {
+    const int n = left(size, i);
+    store_as(out + i, vmul(vmul(vload_n(residual + i, n), r), weight_at(norm, i, n)), n);
+  }
+}
+
+template <class T>
+void norm_heads(float* x, int64_t num_runs, const NormWeight& norm) {
+  for (int64_t run = 0; run < num_runs; run++, x += norm.size) {
+    const Vec r = vset(inverse_rms(x, norm.size, norm.eps));
+    for (int64_t i = 0; i < norm.size; i += LANES) {
+      const int n = left(norm.size, i);
+      vstore_n(x + i, vmul(vmul(vload_n(x + i, n), r), weight_at(norm, i, n)), n);
+    }
+  }
+}
+
+template <class T>
+void rope(const float* x, const float* cos, const float* sin, int64_t head_dim, T* out) {
+  const int64_t half = head_dim / 2;
+  for (int64_t i = 0; i < half; i += LANES) {
+    const int n = left(half, i);
+    Vec a = vload_n(x + i, n), b = vload_n(x + half + i, n), c = vload_n(cos + i, n), s = vload_n(sin + i, n);
+    store_as(out + i, vsub(vmul(a, c), vmul(b, s)), n);
+    store_as(out + half + i, vadd(vmul(b, c), vmul(a, s)), n);
+  }
+}
+
+template <class T>
+void gate(const float* x, int64_t size, bool gelu, T* out) {
+  for (int64_t i = 0; i < size; i += LANES) {
+    const int n = left(size, i);
+    store_as(out + i, gated(vload_n(x + i, n), vload_n(x + size + i, n), gelu), n);
+  }
+}
+
+template <class T>
+void round_row(const float* x, int64_t size, T* out) {
+  for (int64_t i = 0; i < size; i += LANES) store_as(out + i, vload_n(x + i, left(size, i)), left(size, i));
+}
+
+#define NANO_ROWS(T)                                                                          \
+  template void embed(Matrix<T>, int64_t, float, float*);                                     \
+  template void norm_heads<T>(float*, int64_t, const NormWeight&);                            \
+  template void rope(const float*, const float*, const float*, int64_t, T*);                  \
+  template void gate(const float*, int64_t, bool, T*);                                        \
+  template void rms_norm<T, T>(const float*, float, float*, const NormWeight&, int64_t, T*);
+NANO_ROWS(bf16)
+NANO_ROWS(float)
+template void rms_norm<bf16, float>(const float*, float, float*, const NormWeight&, int64_t, float*);
+template void round_row(const float*, int64_t, bf16*);
+template void round_row(const float*, int64_t, float*);
+
+}  // namespace nano

@@ -1,0 +1,41 @@
+// What is done row by row: embedding, RMS norm, rotary embedding, gate.
+#pragma once
+#include "linear.h"
+#include "simd.h"
+
+namespace nano {
+
+// A weight of a norm, in the model's dtype or in float32.
+struct NormWeight {
+  const void* data;
+  int64_t size;
+  bool is_float;
+  float eps, offset;
+};
+
+// out = row `id` of a packed weight, times scale
+template <class T>
+void embed(Matrix<T> w, int64_t id, float scale, float* out);
+
+// residual += scale * x where x is given; out = residual / rms(residual) * (offset + weight), as Out. Without a weight
+// out is the residual itself, rounded.
+template <class T, class Out>
+void rms_norm(const float* x, float scale, float* residual, const NormWeight& norm, int64_t size, Out* out);
+
+// x / rms(x) * (offset + weight), in place, for each run of norm.size numbers
+template <class T>
+void norm_heads(float* x, int64_t num_runs, const NormWeight& norm);
+
+// Rotate one head: x and its second half are the two coordinates (arXiv:2104.09864); out rounded to T.
+template <class T>
+void rope(const float* x, const float* cos, const float* sin, int64_t head_dim, T* out);
+
+// out = activation(x[i]) * x[size + i]
+template <class T>
+void gate(const float* x, int64_t size, bool gelu, T* out);
+
+// out = x, rounded to T
+template <class T>
+void round_row(const float* x, int64_t size, T* out);
+
+}  // namespace nano
