@@ -226,12 +226,12 @@ class Head {
     for (int64_t i = view.first; i >= 0; i = plan_.samples[size_t(i)].next) {
       const Sample& sample = plan_.samples[size_t(i)];
       Best& best = s.best[size_t(i)];
-      if (sample.kind == Kind::draw) {
+      if (sample.choice == Choice::draw) {
         race(runners, sample.key, best);
-      } else if (sample.kind == Kind::greedy) {
+      } else if (sample.choice == Choice::greedy) {
         int64_t j = highest >= best.high || best.id < 0 ? std::find(z, z + count, highest) - z : count;
         if (j < count) best.offer({highest, 0, highest, raw[j], start + j});
-      } else if (sample.kind == Kind::score && sample.target >= start && sample.target < start + count) {
+      } else if (sample.choice == Choice::score && sample.target >= start && sample.target < start + count) {
         best.logit = raw[sample.target - start], best.id = sample.target;
       }
     }
@@ -275,7 +275,7 @@ class Head {
   void finish(const HeadInput& input, const DrawBatch& b, int64_t i, Scratch& s) {
     const Sample& sample = plan_.samples[size_t(i)];
     const View& view = plan_.views[size_t(sample.view)];
-    bool greedy = sample.kind == Kind::greedy, filtered = sample.kind == Kind::filter;
+    bool greedy = sample.choice == Choice::greedy, filtered = sample.choice == Choice::filter;
     Total all = total(sample.view), raw = sample.raw >= 0 ? total(sample.raw) : all;
     Best best = filtered ? Best() : winner(i);
     double log_sum = all.log_sum, mass = 0;
@@ -317,9 +317,9 @@ class Head {
   void show_mask(const HeadInput& input, const DrawBatch& b, int64_t i, bool sound, Scratch& s) {
     uint8_t* kept = b.kept + i * input.vocab;
     const Sample& sample = plan_.samples[size_t(i)];
-    if (sample.kind == Kind::greedy || !sound) {
+    if (sample.choice == Choice::greedy || !sound) {
       std::fill(kept, kept + input.vocab, uint8_t(1));
-    } else if (sample.kind == Kind::filter) {
+    } else if (sample.choice == Choice::filter) {
       std::fill(kept, kept + input.vocab, uint8_t(0));
       for (int64_t j = 0; j < s.ranking.size(); j++) kept[s.ranking.ids()[j]] = 1;
     } else {

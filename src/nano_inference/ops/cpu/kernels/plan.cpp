@@ -56,7 +56,7 @@ HeadError Plan::make(const HeadInput& input, const DrawBatch& b) {
     float inv_t = greedy ? 1.f : inverse(b.temperature[i]);
     for (const auto& starts : starts_) count += starts[i + 1] - starts[i];
     Sample s;
-    s.kind = greedy ? Kind::greedy : is_filtered(b, i, input.vocab) ? Kind::filter : Kind::draw;
+    s.choice = greedy ? Choice::greedy : is_filtered(b, i, input.vocab) ? Choice::filter : Choice::draw;
     s.raw = greedy || b.wants_raw ? view_of(row, 1) : -1;
     s.key = {uint32_t(b.noise_keys[2 * i]), uint32_t(b.noise_keys[2 * i + 1])};
     s.target = -1;
@@ -86,7 +86,7 @@ HeadError Plan::make(const HeadInput& input, const ScoreBatch& b) {
     if (b.rows[i] < 0 || b.rows[i] >= input.num_rows) return HEAD_BAD_ROW;
     if (b.token_ids[i] < 0 || b.token_ids[i] >= input.vocab) return HEAD_BAD_ID;
     int64_t view = view_of(b.rows[i], inv_t);
-    samples.push_back({Kind::score, view, view, views[view].first, b.token_ids[i], {}});
+    samples.push_back({Choice::score, view, view, views[view].first, b.token_ids[i], {}});
     views[view].first = i;
   }
   return HEAD_OK;
@@ -99,11 +99,11 @@ void Plan::keep_rows(const DrawBatch& b) {
     if (slot < 0) slot = num_slots++;
   };
   for (const Sample& s : samples) {
-    if (s.kind == Kind::greedy) {
+    if (s.choice == Choice::greedy) {
       if (b.num_top > 0) keep(s.raw);
-    } else if (s.kind == Kind::filter || b.num_top > 0 || b.kept) {
+    } else if (s.choice == Choice::filter || b.num_top > 0 || b.kept) {
       keep(s.view);
-      if (s.kind == Kind::filter && s.raw >= 0) keep(s.raw);
+      if (s.choice == Choice::filter && s.raw >= 0) keep(s.raw);
     }
   }
 }

@@ -8,7 +8,7 @@
 
 namespace nano {
 
-enum class Kind : uint8_t { draw, filter, greedy, score };
+enum class Choice : uint8_t { draw, filter, greedy, score };
 
 // One distribution over the vocabulary: a row of logits, edited for one sample or not at all, at one temperature.
 struct View {
@@ -21,7 +21,7 @@ struct View {
 };
 
 struct Sample {
-  Kind kind;
+  Choice choice;
   int64_t view, raw;  // raw: the view at temperature 1 without edits, or -1
   int64_t next;       // of the view, or -1
   int64_t target;     // of a score
