@@ -1,0 +1,67 @@
+// The end of a step: logits, and the tokens drawn from them without storing the logits.
+//
+// A row's statistics have one definition wherever they are needed: the vocabulary is cut into blocks of VOCAB_BLOCK; in
+// each block exp((z - block maximum) / T) is added up in 16 lanes; the blocks are added up in 16 lanes as well. So the
+// logprobs of a draw, of a greedy choice and of scoring agree to the bit.
+#pragma once
+#include <cstdint>
+
+namespace nano {
+
+constexpr int VOCAB_BLOCK = 384;
+
+// Rows of logits: products of hidden rows with a packed weight, or `logits` where that is not null.
+struct HeadInput {
+  const void* hidden;     // [num_rows, columns], bf16 or float
+  const void* weight;     // packed as linear.h says, of the same type
+  const float* logits;    // [num_rows, vocab]
+  int64_t hidden_stride;  // from row to row
+  int64_t logits_stride;
+  int64_t num_rows, vocab, columns;
+  int64_t element_size;  // of hidden and weight: 2 or 4
+  int64_t num_threads;
+  float divisor;  // of the products; `logits` are divided already
+};
+
+// Single entries of a matrix [num_samples, vocab]; rows rise, ids of a row come in any order, each once.
+struct Entries {
+  const int64_t *rows, *ids;
+  const float* values;
+  int64_t count;
+};
+
+// The tensors of `SamplingBatch`, and those of `Draw` to be filled.
+struct DrawBatch {
+  int64_t num_samples;
+  const int64_t* rows;
+  const double* temperature;
+  const int64_t* top_k;
+  const float *top_p, *min_p, *presence, *frequency, *repetition;
+  const int64_t* noise_keys;  // [num_samples, 2]
+  Entries bias, allowed, counts;
+  const uint8_t* restricted;
+  int64_t wants_raw;  // for all samples; greedy ones have it anyway
+  int64_t num_top;
+  int64_t* token_ids;
+  float *logprobs, *raw_logprobs, *log_kept_mass;
+  uint8_t* kept;  // [num_samples, vocab] or null
+  int64_t* top_ids;
+  float* top_logprobs;
+};
+
+// Targets to be scored under softmax(logits / temperature).
+struct ScoreBatch {
+  int64_t num_samples;
+  const int64_t *rows, *token_ids;
+  double temperature;
+  float* logprobs;
+};
+
+enum HeadError { HEAD_OK = 0, HEAD_NO_MEMORY = 1, HEAD_BAD_ROW = 2, HEAD_BAD_ID = 3 };
+
+}  // namespace nano
+
+// Each returns a HeadError. A row that is not finite gives token 0 and logprob NaN.
+extern "C" int nano_draw(const nano::HeadInput* input, const nano::DrawBatch* batch);
+extern "C" int nano_score(const nano::HeadInput* input, const nano::ScoreBatch* batch);
+extern "C" int nano_logits(const nano::HeadInput* input, float* out);  // out: [num_rows, vocab]

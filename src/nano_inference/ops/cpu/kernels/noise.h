@@ -1,0 +1,105 @@
+// The exponential race with the noise of sampling/noise.py: a pure function of a sample's key and the token id.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "simd.h"
+
+namespace nano {
+
+template <int n>
+inline IVec xorshift(IVec x) { return ixor(x, ishr<n>(x)); }
+
+// The 32-bit mixer after its first step, which is xorshift<16>.
+inline IVec mix_rest(IVec x) {
+  x = xorshift<15>(imul(x, iset(0x21F0AAAD)));
+  return xorshift<15>(imul(x, iset(0xD35A2D97)));
+}
+
+// What all samples share of the hash: the ids mixed, and the first step of the next mixing.
+inline IVec stir(IVec ids) { return xorshift<16>(mix_rest(xorshift<16>(ids))); }
+
+struct NoiseKey {
+  NoiseKey() = default;
+  NoiseKey(uint32_t first, uint32_t second) : first(first ^ first >> 16), second(second) {}
+  uint32_t first = 0, second = 0;  // `first` has gone through the step that `stir` ends with
+};
+
+// 31 bits for each of 16 stirred ids.
+inline IVec noise_bits(IVec stirred, NoiseKey key) {
+  IVec x = ixor(mix_rest(ixor(stirred, iset(key.first))), iset(key.second));
+  return iand(mix_rest(xorshift<16>(x)), iset(0x7fffffff));
+}
+
+// log of the exponential noise that these bits stand for. -log(1 - v) is 2 atanh(v / (2 - v)): no digits lost for small v.
+inline double log_noise(uint32_t bits) {
+  float v = (float(bits < 0x7fffff80u ? bits : 0x7fffff80u) + 0.5f) * 0x1p-31f;
+  if (v > 0.25f) return log1(-log1(1.0 - double(v)));
+  double s = double(v) / (2 - double(v)), t = s * s, p = 1.0 / 15;
+  for (int k = 13; k >= 1; k -= 2) p = p * t + 1.0 / k;
+  return log1(2 * s * p);
+}
+
+// A token that leads. Tokens are compared by logit / temperature - log(noise), kept exactly as the sum high + low, then
+// by the lower id: the winner depends neither on the order in which tokens come nor on who compares them.
+struct Best {
+  double high = -std::numeric_limits<double>::infinity(), low = 0;
+  float logit = 0, raw = 0;
+  int64_t id = -1;
+
+  void offer(const Best& other) {
+    if (other.id < 0) return;
+    bool more = other.high > high || (other.high == high && other.low > low);
+    bool same = other.high == high && other.low == low;
+    if (id < 0 || more || (same && other.id < id)) *this = other;
+  }
+};
+
+// Tokens that race together: exp((logit - base) * inv_t), 0 beyond the last one, in whole vectors.
+struct Runners {
+  const float *odds, *logits, *raw;  // raw: before bias and penalties
+  const uint32_t* stirred;
+  const int32_t* ids;  // null: they count from `first`
+  int64_t first;
+  int count;
+  float base, inv_t;
+};
+
+// Tokens win where noise < odds * this / 2^31, at the most: noise >= v, v = (bits + 1/2) / 2^31, and the odds are good to
+// 2e-5. Too generous costs time; what counts is decided by `offer`.
+inline float reach_of(const Best& best, const Runners& r) {
+  if (best.id < 0) return std::numeric_limits<float>::infinity();
+  double x = double(r.base) * r.inv_t - best.high;
+  return vfirst(vexp(vset(float(x > -80 ? x < 100 ? x : 100 : -80)))) * 2147700000.f;
+}
+
+inline void run_exactly(const Runners& r, int j, uint32_t bits, Best& best) {
+  double scaled = double(r.logits[j]) * r.inv_t, log_of_noise = log_noise(bits);  // the product is exact
+  Best other;
+  other.high = scaled - log_of_noise;
+  double back = other.high - scaled;
+  other.low = (scaled - (other.high - back)) - (log_of_noise + back);
+  other.logit = r.logits[j], other.raw = r.raw[j], other.id = r.ids ? r.ids[j] : r.first + j;
+  best.offer(other);
+}
+
+inline void race(const Runners& r, NoiseKey key, Best& best) {
+  float reach = reach_of(best, r);
+  if (reach <= 0.5f) return;  // not even the best odds with the smallest noise
+  for (int j = 0; j < r.count; j += LANES) {
+    IVec bits = noise_bits(iload(r.stirred + j), key);
+    Mask hopeful = vgt(vmul(vload(r.odds + j), vset(reach)), vfrom_int(bits));
+    if (!hopeful) continue;
+    uint32_t all[LANES];
+    istore(all, bits);
+    for (; hopeful; hopeful &= hopeful - 1) {
+      int lane = __builtin_ctz(hopeful);
+      if (!(r.odds[j + lane] * reach > float(all[lane]))) continue;
+      run_exactly(r, j + lane, all[lane], best);
+      reach = reach_of(best, r);
+    }
+  }
+}
+
+}  // namespace nano

@@ -1,0 +1,150 @@
+#include "plan.h"
+
+#include <algorithm>
+
+namespace nano {
+namespace {
+
+// 1 / temperature as float32 can hold it: 0 times -inf and infinity times 0 would be NaN.
+float inverse(double temperature) {
+  double inverse = 1 / temperature;
+  constexpr double low = std::numeric_limits<float>::min(), high = std::numeric_limits<float>::max();
+  return float(inverse > low ? inverse < high ? inverse : high : low);
+}
+
+}  // namespace
+
+void Plan::start(const HeadInput& input, int64_t num_samples) {
+  vocab_ = input.vocab, num_blocks = (input.vocab + VOCAB_BLOCK - 1) / VOCAB_BLOCK, num_slots = 0;
+  views.clear(), samples.clear(), edited_.clear(), edits_.clear();
+  samples.reserve(size_t(num_samples));
+  first_plain.assign(size_t(input.num_rows), -1);
+  first_edited.assign(size_t(input.num_rows), -1);
+  row_slot.assign(size_t(input.num_rows), -1);
+}
+
+int64_t Plan::view_of(int64_t row, float inv_t) {
+  for (int64_t v = first_plain[row]; v >= 0; v = views[v].next)
+    if (views[v].inv_t == inv_t) return v;
+  views.push_back({row, inv_t, -1, -1, first_plain[row], -1});
+  return first_plain[row] = int64_t(views.size()) - 1;
+}
+
+HeadError Plan::entry_bounds(const HeadInput& input, const Entries& entries, int64_t num_samples,
+                             std::vector<int64_t>& out) {
+  out.assign(size_t(num_samples) + 1, 0);
+  for (int64_t e = 0; e < entries.count; e++) {
+    if (entries.rows[e] < (e ? entries.rows[e - 1] : 0) || entries.rows[e] >= num_samples) return HEAD_BAD_ROW;
+    if (entries.ids[e] < 0 || entries.ids[e] >= input.vocab) return HEAD_BAD_ID;
+    out[entries.rows[e] + 1]++;
+  }
+  for (int64_t i = 0; i < num_samples; i++) out[i + 1] += out[i];
+  return HEAD_OK;
+}
+
+HeadError Plan::make(const HeadInput& input, const DrawBatch& b) {
+  start(input, b.num_samples);
+  const Entries* all[3] = {&b.allowed, &b.bias, &b.counts};
+  for (int kind = 0; kind < 3; kind++)
+    if (HeadError error = entry_bounds(input, *all[kind], b.num_samples, starts_[kind])) return error;
+  first_edit_.clear();
+  int64_t num_edits = 0;
+  for (int64_t i = 0; i < b.num_samples; i++) {
+    int64_t row = b.rows[i], count = 0;
+    if (row < 0 || row >= input.num_rows) return HEAD_BAD_ROW;
+    bool greedy = b.temperature[i] == 0;
+    float inv_t = greedy ? 1.f : inverse(b.temperature[i]);
+    for (const auto& starts : starts_) count += starts[i + 1] - starts[i];
+    Sample s;
+    s.choice = greedy ? Choice::greedy : is_filtered(b, i, input.vocab) ? Choice::filter : Choice::draw;
+    s.raw = greedy || b.wants_raw ? view_of(row, 1) : -1;
+    s.key = {uint32_t(b.noise_keys[2 * i]), uint32_t(b.noise_keys[2 * i + 1])};
+    s.target = -1;
+    if (count > 0 || b.restricted[i]) {
+      views.push_back({row, inv_t, num_edited(), -1, first_edited[row], -1});
+      s.view = first_edited[row] = int64_t(views.size()) - 1;
+      edited_.push_back(i);
+      first_edit_.push_back(num_edits);
+      num_edits += count;
+    } else {
+      s.view = view_of(row, inv_t);
+    }
+    s.next = views[s.view].first;
+    views[s.view].first = i;
+    samples.push_back(s);
+  }
+  edits_.resize(size_t(num_edits));
+  bounds_.assign(size_t(num_edited() * (num_blocks + 1)), 0);
+  keep_rows(b);
+  return HEAD_OK;
+}
+
+HeadError Plan::make(const HeadInput& input, const ScoreBatch& b) {
+  start(input, b.num_samples);
+  float inv_t = inverse(b.temperature);
+  for (int64_t i = 0; i < b.num_samples; i++) {
+    if (b.rows[i] < 0 || b.rows[i] >= input.num_rows) return HEAD_BAD_ROW;
+    if (b.token_ids[i] < 0 || b.token_ids[i] >= input.vocab) return HEAD_BAD_ID;
+    int64_t view = view_of(b.rows[i], inv_t);
+    samples.push_back({Choice::score, view, view, views[view].first, b.token_ids[i], {}});
+    views[view].first = i;
+  }
+  return HEAD_OK;
+}
+
+// Logits are kept only where filters, best tokens or masks look at all of them together.
+void Plan::keep_rows(const DrawBatch& b) {
+  auto keep = [&](int64_t view) {
+    int64_t& slot = views[view].edits < 0 ? row_slot[views[view].row] : views[view].slot;
+    if (slot < 0) slot = num_slots++;
+  };
+  for (const Sample& s : samples) {
+    if (s.choice == Choice::greedy) {
+      if (b.num_top > 0) keep(s.raw);
+    } else if (s.choice == Choice::filter || b.num_top > 0 || b.kept) {
+      keep(s.view);
+      if (s.choice == Choice::filter && s.raw >= 0) keep(s.raw);
+    }
+  }
+}
+
+void Plan::sort_edits(const DrawBatch& b, int64_t index) {
+  const Entries* all[3] = {&b.allowed, &b.bias, &b.counts};
+  int64_t sample = edited_[index], *bounds = &bounds_[index * (num_blocks + 1)];
+  for (int kind = 0; kind < 3; kind++)
+    for (int64_t e = starts_[kind][sample]; e < starts_[kind][sample + 1]; e++)
+      bounds[all[kind]->ids[e] / VOCAB_BLOCK]++;
+  int64_t end = first_edit_[index];
+  for (int64_t block = 0; block < num_blocks; block++) bounds[block] = end += bounds[block];
+  bounds[num_blocks] = end;
+  // Filled from the back, the bounds end where their blocks begin.
+  for (int kind = 2; kind >= 0; kind--)
+    for (int64_t e = starts_[kind][sample + 1] - 1; e >= starts_[kind][sample]; e--) {
+      int64_t id = all[kind]->ids[e];
+      edits_[--bounds[id / VOCAB_BLOCK]] = {int32_t(id % VOCAB_BLOCK), Edit::Type(kind), all[kind]->values[e]};
+    }
+}
+
+void Plan::edit(const DrawBatch& b, int64_t index, int64_t block, const float* raw, int num_columns, float* out) const {
+  int64_t i = edited_[index];
+  if (b.restricted[i]) {
+    std::fill(out, out + num_columns, -std::numeric_limits<float>::infinity());
+  } else {
+    std::copy(raw, raw + num_columns, out);
+  }
+  const int64_t* bounds = &bounds_[index * (num_blocks + 1) + block];
+  for (int64_t e = bounds[0]; e < bounds[1]; e++) {
+    const Edit& edit = edits_[e];
+    float& z = out[edit.column];
+    if (edit.type == Edit::allow) {
+      if (b.restricted[i]) z = raw[edit.column] + edit.value;
+    } else if (edit.type == Edit::bias) {
+      z += edit.value;
+    } else {
+      z = z > 0 ? z / b.repetition[i] : z * b.repetition[i];
+      z -= b.frequency[i] * edit.value + (edit.value > 0 ? b.presence[i] : 0.f);
+    }
+  }
+}
+
+}  // namespace nano

@@ -1,0 +1,72 @@
+// What a call of the head has to compute: which views of which rows, for which samples, with which edits.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "head.h"
+#include "noise.h"
+
+namespace nano {
+
+enum class Choice : uint8_t { draw, filter, greedy, score };
+
+// One distribution over the vocabulary: a row of logits, edited for one sample or not at all, at one temperature.
+struct View {
+  int64_t row;
+  float inv_t;
+  int64_t edits;  // index into the edits, or -1
+  int64_t slot;   // where its edited logits are kept, or -1; without edits the row's slot counts
+  int64_t next;   // of the row, or -1
+  int64_t first;  // sample, or -1
+};
+
+struct Sample {
+  Choice choice;
+  int64_t view, raw;  // raw: the view at temperature 1 without edits, or -1
+  int64_t next;       // of the view, or -1
+  int64_t target;     // of a score
+  NoiseKey key;
+};
+
+struct Edit {
+  enum Type : int32_t { allow, bias, penalty };
+  int32_t column;  // in the block
+  Type type;
+  float value;
+};
+
+class Plan {
+ public:
+  HeadError make(const HeadInput& input, const DrawBatch& batch);
+  HeadError make(const HeadInput& input, const ScoreBatch& batch);
+
+  int64_t num_edited() const { return int64_t(edited_.size()); }
+  // Put the entries of edited sample `index` in the order of blocks; of a block: allowed ids, then bias, then penalties.
+  void sort_edits(const DrawBatch& batch, int64_t index);
+  // One block of a view with edits. [num_columns]
+  void edit(const DrawBatch& batch, int64_t index, int64_t block, const float* raw, int num_columns, float* out) const;
+
+  std::vector<View> views;
+  std::vector<Sample> samples;
+  std::vector<int64_t> first_plain, first_edited;  // views of each row without and with edits, or -1
+  std::vector<int64_t> row_slot;                   // where a row's logits are kept, or -1
+  int64_t num_slots = 0, num_blocks = 0;
+
+ private:
+  void start(const HeadInput& input, int64_t num_samples);
+  int64_t view_of(int64_t row, float inv_t);
+  HeadError entry_bounds(const HeadInput& input, const Entries& entries, int64_t num_samples, std::vector<int64_t>& out);
+  void keep_rows(const DrawBatch& batch);
+
+  std::vector<int64_t> edited_;               // samples
+  std::vector<int64_t> starts_[3];            // of allowed, bias, counts: [num_samples + 1]
+  std::vector<int64_t> first_edit_, bounds_;  // of each edited sample; of each block of it: [num_edited, num_blocks + 1]
+  std::vector<Edit> edits_;
+  int64_t vocab_ = 0;
+};
+
+inline bool is_filtered(const DrawBatch& b, int64_t i, int64_t vocab) {
+  return (b.top_k[i] > 0 && b.top_k[i] < vocab) || b.top_p[i] < 1 || b.min_p[i] > 0;
+}
+
+}  // namespace nano
