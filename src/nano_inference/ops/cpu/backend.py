@@ -1,6 +1,7 @@
 """The CPU backend as a value: operations one by one on tensors, and whole decoders recorded and replayed."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -8,10 +9,12 @@ from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.ops.backend import KvcacheView, Norm, Ops
-from nano_inference.ops.cpu import head
+from nano_inference.ops.cpu import head, library
 from nano_inference.ops.cpu.program import Program, run_once
 from nano_inference.ops.cpu.recorder import Heads, Recorder
-from nano_inference.ops.cpu.weights import PackedWeight
+from nano_inference.ops.cpu.weights import PackedWeight, as_packed
+from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.sampling_batch import SamplingBatch
 
 VERSION = 1  # counted up whenever any bit may change
 DTYPES = (torch.bfloat16, torch.float32)
@@ -22,6 +25,7 @@ class CpuOps:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
+        self.kernels = library.load().c
 
     def embed(self, input_ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
         return self._run(lambda r: r.embed(input_ids, weight, scale), dtype=weight.dtype, input_ids=input_ids)[0]
@@ -84,7 +88,20 @@ class CpuOps:
         return self._run(lambda r, x: r.gate(x, activation), x.float(), dtype=dtype or x.dtype)[0]
 
     def logits(self, hidden: Tensor, weight: Any, divisor: float = 1.0) -> Tensor:
-        return head.logits(hidden, weight, divisor, self.num_threads)
+        return head.logits(self.kernels, hidden, as_packed(weight), divisor, self.num_threads)
+
+    def sample(self, hidden: Tensor, weight: Any, divisor: float, batch: SamplingBatch) -> Draw:
+        return head.draw(self.kernels, hidden, as_packed(weight), divisor, batch, self.num_threads)
+
+    def sample_logits(self, logits: Tensor, batch: SamplingBatch) -> Draw:
+        return head.draw_logits(self.kernels, logits, batch, self.num_threads)
+
+    def gather_logprobs(self, hidden: Tensor, weight: Any, divisor: float, token_ids: Tensor) -> Tensor:
+        return head.score(self.kernels, hidden, as_packed(weight), divisor, token_ids, self.num_threads)
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> PackedWeight:
+        rows, columns = shape
+        return PackedWeight(rows, columns, dtype, self.num_threads)
 
     def compile(self, trunk: Callable[..., Any], batch: ForwardBatch, view: KvcacheView, dtype: torch.dtype) -> Any:
         """Record what `trunk` calls; returns a function of a batch that replays it."""
@@ -107,3 +124,11 @@ class Replay:
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """What the last norm gives, [N, H]; good until the next call."""
         return self.program.run(len(batch.input_ids), batch=batch)[0]
+
+
+def cpu_ops(num_threads: int) -> Ops:
+    """The backend as a value. Raises `KernelsUnavailable` where its kernels cannot be built."""
+    ops = CpuOps(num_threads)
+    names = (field.name for field in fields(Ops))
+    found = {name: getattr(ops, name) for name in names if hasattr(ops, name)}
+    return Ops(name="cpu", version=VERSION, schedule_invariant=True, **found)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from nano_inference.ops.cpu import head
 from nano_inference.ops.cpu.build import KernelsUnavailable, best_instruction_set, build
 
 
@@ -99,6 +100,7 @@ class Library:
         c.nano_read_rate.argtypes = [c_void_p, c_int64, c_int64]
         c.nano_pack.argtypes = [c_void_p, c_int64, c_void_p, *[c_int64] * 5]
         c.nano_unpack.argtypes = [c_void_p, c_void_p, *[c_int64] * 4]
+        head.declare(c)
 
     def ping(self, rounds: int = 20000) -> float:
         """Seconds for one barrier of two threads: how far apart their cores are."""
