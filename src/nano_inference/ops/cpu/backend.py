@@ -23,9 +23,9 @@ DTYPES = (torch.bfloat16, torch.float32)
 class CpuOps:
     """The operations on tensors, each one call. See `Ops` for what they do."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, instruction_set: str | None = None) -> None:
         self.num_threads = num_threads
-        self.kernels = library.load().c
+        self.kernels = library.load(instruction_set).c
 
     def embed(self, input_ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
         return self._run(lambda r: r.embed(input_ids, weight, scale), dtype=weight.dtype, input_ids=input_ids)[0]
@@ -108,11 +108,11 @@ class CpuOps:
         storage: Any = view.storage
         recorder = Recorder(dtype)
         hidden = trunk(recorder, batch, view)
-        program = Program(recorder, (), (hidden,), storage, self.num_threads)
+        program = Program(recorder, (), (hidden,), storage, self.num_threads, self.kernels)
         return Replay(program)
 
     def _run(self, record: Callable[..., Any], *inputs: Tensor | None, **options: Any) -> list[Tensor]:
-        return run_once(record, *inputs, num_threads=self.num_threads, **options)
+        return run_once(record, *inputs, num_threads=self.num_threads, kernels=self.kernels, **options)
 
 
 class Replay:
@@ -126,9 +126,9 @@ class Replay:
         return self.program.run(len(batch.input_ids), batch=batch)[0]
 
 
-def cpu_ops(num_threads: int) -> Ops:
+def cpu_ops(num_threads: int, instruction_set: str | None = None) -> Ops:
     """The backend as a value. Raises `KernelsUnavailable` where its kernels cannot be built."""
-    ops = CpuOps(num_threads)
+    ops = CpuOps(num_threads, instruction_set)
     names = (field.name for field in fields(Ops))
     found = {name: getattr(ops, name) for name in names if hasattr(ops, name)}
     return Ops(name="cpu", version=VERSION, schedule_invariant=True, **found)

@@ -30,6 +30,7 @@ class Program:
         outputs: buffers whose contents are wanted afterwards.
         storage: the KV storage that attention reads; None without attention.
         num_threads: that run it.
+        kernels: the library's functions.
     """
 
     def __init__(
@@ -39,13 +40,14 @@ class Program:
         outputs: Sequence[Buffer],
         storage: Any,
         num_threads: int,
+        kernels: ctypes.CDLL,
     ) -> None:
         self.operations = recorder.joined()
         self.num_threads = num_threads
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
         self._places, self._sizes = place_buffers(self.operations, (*inputs, *outputs))
         self._storage = storage
-        self._c = library.load().c
+        self._c = kernels
         self._program = self._c.nano_program_new(ctypes.byref(self._spec(recorder, storage)))
         self._row_bytes = (ctypes.c_int64 * len(self._sizes))(*self._sizes)
         self._pointers = (ctypes.c_void_p * len(self._sizes))()
@@ -65,7 +67,7 @@ class Program:
 
         Raises ValueError for tensors that do not fit; nothing has been read or written then.
         """
-        self._grow(num_rows)
+        self._grow(max(num_rows, 1))
         for buffer, tensor in zip(self._inputs, inputs, strict=True):
             expected = (num_rows, buffer.columns)
             if tuple(tensor.shape) != expected or tensor.dtype != buffer.dtype or not tensor.is_contiguous():
@@ -169,7 +171,13 @@ def _describe_storage(spec: library.ProgramSpec, storage: Any, recorder: Recorde
 
 
 def run_once(
-    record: Callable[..., Any], *inputs: Tensor | None, dtype: torch.dtype, num_threads: int, storage: Any = None, **rows: Any
+    record: Callable[..., Any],
+    *inputs: Tensor | None,
+    dtype: torch.dtype,
+    num_threads: int,
+    kernels: ctypes.CDLL,
+    storage: Any = None,
+    **rows: Any,
 ) -> list[Tensor]:
     """One operation by itself: record it on buffers that stand for `inputs`, run it, and return its outputs."""
     recorder = Recorder(dtype)
@@ -178,6 +186,6 @@ def run_once(
     outputs = record(recorder, *buffers)
     outputs = outputs if isinstance(outputs, tuple) and not isinstance(outputs, Buffer) else (outputs,)
     brought = [buffer for buffer in buffers if buffer is not None]
-    program = Program(recorder, brought, [out for out in outputs if out not in brought], storage, num_threads)
+    program = Program(recorder, brought, [out for out in outputs if out not in brought], storage, num_threads, kernels)
     num_rows = len(given[0]) if given else len(next(iter(rows.values())))
     return [out.clone() for out in program.run(num_rows, given, **rows)]

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -13,9 +14,14 @@
 namespace nano {
 namespace {
 
-// How often a waiting thread looks before it lets others have the core. One look takes about 40 ns: the gap between two
-// steps of a decode is bridged, and a thread that waits for a core that something else took does not burn its own.
-constexpr int LOOKS_IN_TEAM = 4000, LOOKS_FOR_WORK = 4000;
+// How long a waiting thread looks before it lets others have its core. Waking one that sleeps takes a tenth of a
+// millisecond and more, so what is looked for is the next call of the same step, or the next step.
+constexpr int LOOKS_IN_TEAM = 4000;
+constexpr double SECONDS_FOR_WORK = 2e-3;
+
+inline double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -50,7 +56,11 @@ class Pool {
   void serve(int index) {
     int seen = 0;
     while (true) {
-      for (int looks = 0; looks < LOOKS_FOR_WORK && job_.load(std::memory_order_acquire) == seen; looks++) pause();
+      const double until = now() + SECONDS_FOR_WORK;
+      for (int looks = 1; job_.load(std::memory_order_acquire) == seen; looks++) {
+        pause();
+        if (looks % 256 == 0 && now() > until) break;
+      }
       int size;
       Work work;
       void* context;

@@ -1,0 +1,221 @@
+// Random decoder steps through the kernels, without Python: for the sanitizers (`make sanitize`).
+//
+// Each round draws a shape, cuts the same token ids into other chunks for 1, 2 and 3 threads, and compares the bits of
+// the hidden rows and of the tokens drawn. All memory is of exact size, and what may not be read is NaN.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "head.h"
+#include "linear.h"
+#include "program.h"
+
+extern "C" {
+void* nano_program_new(const nano::ProgramSpec* spec);
+void nano_program_free(void* program);
+int nano_program_run(void* program, const nano::Step* step);
+}
+
+namespace {
+
+using namespace nano;
+std::mt19937 random_bits(1);
+
+int64_t pick(std::initializer_list<int64_t> choices) { return *(choices.begin() + random_bits() % choices.size()); }
+float uniform() { return float(random_bits() % 2001) / 1000.f - 1.f; }
+
+template <class T>
+T number(float x) {
+  if constexpr (sizeof(T) == 2) return narrow1(x);
+  else return x;
+}
+
+template <class T>
+std::vector<T> packed(int64_t rows, int64_t columns) {
+  std::vector<T> plain(size_t(rows * columns));
+  for (auto& v : plain) v = number<T>(uniform() * 0.2f);
+  Matrix<T> m{nullptr, rows, columns};
+  std::vector<T> out(size_t(m.num_panels() * m.panel_size()));
+  pack(plain.data(), out.data(), 0, rows, columns);
+  return out;
+}
+
+struct Sizes {
+  int64_t heads, kv_heads, head_dim, hidden, inner, vocab, block_size, window, layers;
+};
+
+struct Result {
+  std::vector<char> hidden;
+  std::vector<int64_t> tokens;
+  std::vector<float> logprobs;
+};
+
+template <class T>
+class Model {
+ public:
+  explicit Model(const Sizes& s) : s(s), embedding(packed<T>(s.vocab, s.hidden)), positions(200) {
+    const int64_t qkv = (s.heads + 2 * s.kv_heads) * s.head_dim;
+    for (int64_t l = 0; l < s.layers; l++) {
+      weights.push_back(packed<T>(qkv, s.hidden));
+      weights.push_back(packed<T>(s.hidden, s.heads * s.head_dim));
+      weights.push_back(packed<T>(2 * s.inner, s.hidden));
+      weights.push_back(packed<T>(s.hidden, s.inner));
+    }
+    norm.assign(size_t(s.hidden), number<T>(1.f));
+    head_norm.assign(size_t(s.head_dim), number<T>(0.9f));
+    cos.resize(size_t(positions * s.head_dim / 2)), sin.resize(cos.size());
+    for (size_t i = 0; i < cos.size(); i++) cos[i] = std::cos(float(i)), sin[i] = std::sin(float(i));
+  }
+
+  // The token ids in chunks of such lengths, sequence 0 beside a copy of itself; draws from every last row.
+  Result run(const std::vector<int64_t>& ids, const std::vector<int64_t>& chunks, int64_t threads) {
+    const int64_t blocks_of_one = (int64_t(ids.size()) + s.block_size - 1) / s.block_size, num_blocks = 2 * blocks_of_one + 1;
+    const size_t kv_size = size_t(s.layers * s.kv_heads * num_blocks * s.block_size * s.head_dim);
+    std::vector<T> keys(kv_size, number<T>(NAN)), values(kv_size, number<T>(NAN));
+    std::vector<Layer> layers;
+    for (int64_t l = 0; l < s.layers; l++) {
+      const size_t at = kv_size / size_t(s.layers) * size_t(l);
+      layers.push_back({keys.data() + at, values.data() + at, nullptr});
+    }
+    const std::vector<int64_t> row_bytes = {s.hidden * 4, s.hidden * int64_t(sizeof(T)),
+                                            (s.heads + 2 * s.kv_heads) * s.head_dim * 4,
+                                            s.heads * s.head_dim * int64_t(sizeof(T)),
+                                            s.heads * s.head_dim * int64_t(sizeof(T)), s.inner * int64_t(sizeof(T)),
+                                            2 * s.inner * 4};
+    const std::vector<Op> ops = operations();
+    const Window window{s.window, 1.f / std::sqrt(float(s.head_dim)), 0};
+    const ProgramSpec spec{int64_t(ops.size()), s.layers, 1, ops.data(), layers.data(), &window, sizeof(T) == 2, s.heads,
+                           s.kv_heads, s.head_dim, s.block_size, num_blocks, num_blocks, positions};
+    void* program = nano_program_new(&spec);
+    Result result;
+    int64_t start = 0;
+    for (int64_t length : chunks) {
+      const int64_t copies = 2, n = copies * length;
+      std::vector<int64_t> at, slots, row_chunks, starts{0}, lens, tables, tokens;
+      for (int64_t c = 0; c < copies; c++) {
+        for (int64_t b = 0; b < blocks_of_one; b++) tables.push_back(1 + c + copies * (blocks_of_one - 1 - b));
+        for (int64_t i = start; i < start + length; i++) {
+          at.push_back(i), row_chunks.push_back(c), tokens.push_back(ids[size_t(i)]);
+          slots.push_back(tables[size_t(c * blocks_of_one + i / s.block_size)] * s.block_size + i % s.block_size);
+        }
+        starts.push_back(int64_t(at.size())), lens.push_back(start + length);
+      }
+      std::vector<std::vector<char>> memory;
+      std::vector<void*> buffers;
+      for (int64_t bytes : row_bytes) memory.emplace_back(size_t(bytes * n)), buffers.push_back(memory.back().data());
+      Step step{{n, copies, at.data(), slots.data(), row_chunks.data(), starts.data(), lens.data(), tables.data(), blocks_of_one},
+                tokens.data(), buffers.data(), row_bytes.data(), threads, nullptr};
+      if (int problem = nano_program_run(program, &step)) std::printf("problem %d\n", problem), std::exit(1);
+      result.hidden.insert(result.hidden.end(), memory[1].begin(), memory[1].begin() + row_bytes[1] * length);
+      draw(memory[1].data(), n, length - 1, threads, start + length, result);
+      start += length;
+    }
+    nano_program_free(program);
+    return result;
+  }
+
+  const Sizes s;
+
+ private:
+  std::vector<Op> operations() const {
+    std::vector<Op> ops;
+    auto add = [&](Kind kind, int32_t in, int32_t out, int32_t residual = -1) -> Op& {
+      ops.push_back({});
+      Op& op = ops.back();
+      op.kind = kind, op.in = in, op.out = out, op.residual = residual, op.scale = 1.f;
+      return op;
+    };
+    auto product = [&](const std::vector<T>& w, int64_t rows, int64_t columns, int32_t in, int32_t out, Finish finish) {
+      Op& op = add(Kind::LINEAR, in, out);
+      op.weight = w.data(), op.rows = rows, op.columns = columns, op.finish = finish;
+    };
+    auto normed = [&] {
+      Op& op = add(Kind::NORM, -1, 1, 0);
+      op.columns = s.hidden, op.norm = {norm.data(), s.hidden, sizeof(T) == 4, 1e-5f, 0.f};
+    };
+    Op& first = add(Kind::EMBED, -1, 0);
+    first.weight = embedding.data(), first.rows = s.vocab, first.columns = s.hidden;
+    for (int64_t l = 0; l < s.layers; l++) {
+      const auto* w = &weights[size_t(4 * l)];
+      normed();
+      product(w[0], (s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden, 1, 2, Finish::STORE);
+      Op& rope = add(Kind::ROPE_AND_STORE, 2, 3);
+      rope.layer = int32_t(l), rope.cos = cos.data(), rope.sin = sin.data();
+      rope.norm = rope.key_norm = {head_norm.data(), s.head_dim, sizeof(T) == 4, 1e-5f, 0.f};
+      add(Kind::ATTENTION, 3, 4).layer = int32_t(l);
+      product(w[1], s.hidden, s.heads * s.head_dim, 4, 0, Finish::ADD);
+      normed();
+      if (s.inner % 16 == 0) {
+        product(w[2], 2 * s.inner, s.hidden, 1, 5, Finish::SILU);
+      } else {
+        product(w[2], 2 * s.inner, s.hidden, 1, 6, Finish::STORE);
+        add(Kind::GATE, 6, 5).rows = s.inner;
+      }
+      product(w[3], s.hidden, s.inner, 5, 0, Finish::ADD);
+    }
+    normed();
+    return ops;
+  }
+
+  void draw(const void* hidden, int64_t n, int64_t row, int64_t threads, int64_t position, Result& result) const {
+    const HeadInput input{hidden, embedding.data(), nullptr, s.hidden, 0, n, s.vocab, s.hidden, sizeof(T), threads, 1.f};
+    constexpr int64_t R = 5;
+    std::vector<int64_t> rows(R, row), top_k{0, 0, 5, 0, 3}, keys, entry_rows{1, 3}, entry_ids{7, s.vocab - 1}, tokens(R), top(2 * R);
+    std::vector<double> temperature{1, 0, 1, 0.7, 2};
+    std::vector<float> top_p{1, 1, 1, 0.9f, 0.8f}, zero(R, 0.f), one(R, 1.f), values{3, -2}, logprobs(R), raw(R), mass(R), best(2 * R);
+    std::vector<uint8_t> restricted(R, 0), kept(size_t(R * s.vocab));
+    for (int64_t i = 0; i < 2 * R; i++) keys.push_back((position * 7919 + i * 104729) & 0xffffffff);
+    const Entries some{entry_rows.data(), entry_ids.data(), values.data(), 2}, none{nullptr, nullptr, nullptr, 0};
+    const DrawBatch batch{R, rows.data(), temperature.data(), top_k.data(), top_p.data(), zero.data(), zero.data(), zero.data(),
+                          one.data(), keys.data(), some, none, none, restricted.data(), 1, 2, tokens.data(), logprobs.data(),
+                          raw.data(), mass.data(), kept.data(), top.data(), best.data()};
+    if (int problem = nano_draw(&input, &batch)) std::printf("draw %d\n", problem), std::exit(1);
+    for (int64_t token : tokens)
+      if (token < 0 || token >= s.vocab) std::printf("token %ld\n", long(token)), std::exit(1);
+    result.tokens = tokens, result.logprobs = logprobs;
+  }
+
+  std::vector<T> embedding, norm, head_norm;
+  std::vector<std::vector<T>> weights;
+  std::vector<float> cos, sin;
+  const int64_t positions;
+};
+
+template <class T>
+void round() {
+  const int64_t kv_heads = pick({1, 2, 3});
+  const Sizes s{kv_heads * pick({1, 2, 3}), kv_heads, pick({16, 32, 64}), pick({32, 48, 50, 96}), pick({32, 40, 64}),
+                pick({100, 385, 800}), pick({1, 4, 16, 24, 64}), pick({0, 0, 5, 64}), pick({1, 2})};
+  Model<T> model(s);
+  std::vector<int64_t> ids(size_t(pick({1, 17, 70, 150})));
+  for (auto& id : ids) id = int64_t(random_bits() % unsigned(s.vocab));
+  const int64_t n = int64_t(ids.size());
+  const Result whole = model.run(ids, {n}, 1);
+  for (int64_t threads : {1, 2, 3}) {
+    std::vector<int64_t> chunks;
+    for (int64_t left = n; left;) {
+      const int64_t length = std::min(left, pick({1, 1, 7, 33, 64, 100}));
+      chunks.push_back(length), left -= length;
+    }
+    const Result other = model.run(ids, chunks, threads);
+    if (other.hidden != whole.hidden || other.tokens != whole.tokens || other.logprobs != whole.logprobs) {
+      std::printf("%ld tokens in %zu chunks on %ld threads: other bits\n", long(n), chunks.size(), long(threads));
+      std::exit(1);
+    }
+    for (float x : other.logprobs)
+      if (!std::isfinite(x)) std::printf("logprob %g\n", x), std::exit(1);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int rounds = argc > 1 ? std::atoi(argv[1]) : 20;
+  for (int i = 0; i < rounds; i++) {
+    round<bf16>();
+    round<float>();
+  }
+  std::printf("%d rounds of both dtypes: the same bits under every schedule\n", rounds);
+}

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# The kernels under address, undefined-behaviour and thread sanitizers: tests/sanitize/driver.cpp on its own.
+set -euo pipefail
+cd "$(dirname "$0")"
+kernels=../../src/nano_inference/ops/cpu/kernels
+compiler=${CXX:-g++}
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+
+flags=(-std=c++17 -O1 -g -fno-omit-frame-pointer -pthread -ffp-contract=off -w -I"$kernels")
+if grep -q avx512_bf16 /proc/cpuinfo 2>/dev/null; then
+    flags+=(-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma -DNANO_AVX512 -DNANO_BF16)
+elif grep -q avx2 /proc/cpuinfo 2>/dev/null; then
+    flags+=(-mavx2 -mfma -DNANO_AVX2)
+fi
+for kind in address,undefined thread; do
+    echo "== $kind"
+    for source in "$kernels"/*.cpp driver.cpp; do
+        "$compiler" "${flags[@]}" -fsanitize="$kind" -fno-sanitize-recover=all -c "$source" -o "$folder/$(basename "$source").o" &
+        [ "$(jobs -rp | wc -l)" -lt "$(nproc)" ] || wait -n
+    done
+    wait
+    "$compiler" -fsanitize="$kind" -pthread "$folder"/*.o -o "$folder/driver"
+    "$folder/driver" "${1:-20}"
+done
