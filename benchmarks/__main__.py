@@ -1,5 +1,6 @@
 """`python -m benchmarks COMMAND`: measure the engine. Run it on a quiet machine; every report says what it ran on."""
 
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -140,6 +141,7 @@ def peers(
     """Ours and the installed peers in turns; ratios to each peer's best setting."""
     from benchmarks.peers import compare, install, llama_cpp, vllm_cpu
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the engines are stopped on the way out
     options = Options(model, dtype, backend, threads, repeats)
     choice = compare.Choice(
         engines=names(engines, ("nano-inference", "vllm", "llama.cpp")),

@@ -45,7 +45,7 @@ def kernels() -> Kernels | None:
         from nano_inference.ops.cpu import library  # pyright: ignore
 
         return library.load()
-    except (ImportError, AttributeError, OSError, NanoInferenceError):
+    except (ImportError, AttributeError, OSError, RuntimeError, NanoInferenceError):
         return None
 
 

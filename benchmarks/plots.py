@@ -20,10 +20,10 @@ PUBLISHED = {
     # https://lmsys.org/blog/2025-09-22-sglang-deterministic
     "SGLang": 0.3435,
     # The same place, of https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/
-    "Thinking Machines": 0.615,
+    "Thinking\nMachines": 0.615,
     # "2.4x slower", a whole RL run with TorchTitan, on GPUs:
     # https://blog.vllm.ai/2025/11/10/bitwise-consistent-train-inference.html
-    "vLLM + TorchTitan\n(whole RL run)": 1.4,
+    "TorchTitan\nand vLLM, RL": 1.4,
 }
 
 
@@ -74,10 +74,12 @@ def bars(axis: Any, labels: list[str], spreads: list[dict[str, Any]], colors: li
     ]
     axis.bar(labels, middles, color=colors, yerr=reach, ecolor="#222222", capsize=2, width=0.7)
     for place, each in enumerate(spreads):
-        axis.annotate(
-            form.format(each["median"]), (place, each["max"]), xytext=(0, 2), textcoords="offset points", ha="center"
-        )
+        up = each["median"] >= 0
+        text, end = form.format(each["median"]), each["max"] if up else each["min"]
+        aligned = {"ha": "center", "va": "bottom" if up else "top"}
+        axis.annotate(text, (place, end), xytext=(0, 2 if up else -2), textcoords="offset points", **aligned)
     axis.margins(y=0.15)
+    axis.tick_params(axis="x", labelsize=7.5)
 
 
 def peers(results: Path, report: str = "peers") -> Any:
@@ -147,7 +149,6 @@ def exactness(results: Path) -> Any:
     colors = [WARM] * len(PUBLISHED) + [COLORS[OURS]] * len(own)
     bars(axis, list(costs), spreads, colors, "{:+.0f} %")
     axis.axhline(0, color="#222222", linewidth=1)
-    axis.tick_params(axis="x", labelsize=7)
     axis.set_ylabel("extra time, %")
     axis.set_title("What exactness costs: as published (GPUs), and here against what is not exact (CPU)", fontsize=9)
     return figure

@@ -91,11 +91,16 @@ class LlamaServer:
         self.processes.wake()
         try:
             with ThreadPoolExecutor(len(bodies)) as senders:
-                began = time.perf_counter()
-                answers = list(senders.map(self._post, bodies))
-                seconds = time.perf_counter() - began
+                try:
+                    began = time.perf_counter()
+                    answers = list(senders.map(self._post, bodies))
+                    seconds = time.perf_counter() - began
+                except BaseException:  # else the senders would be waited for, which wait for the server
+                    self.stop()
+                    raise
         finally:
-            self.processes.sleep()
+            if self.processes is not None:
+                self.processes.sleep()
         tokens = sum(tokens_in(answer) for answer in answers)
         if tokens != load.output_tokens:
             raise PeerFailed(f"llama-server made {tokens} tokens of {load.output_tokens} in {load.name}.")
@@ -141,7 +146,7 @@ def body(prompt: tuple[int, ...], max_tokens: int, n: int, sampling: Any) -> dic
         "presence_penalty": sampling.get("presence_penalty", 0.0),
         "frequency_penalty": sampling.get("frequency_penalty", 0.0),
         "repeat_penalty": sampling.get("repetition_penalty", 1.0),
-        "repeat_last_n": -1,
+        "repeat_last_n": len(prompt) + max_tokens,  # all of them
     }
     asks = any(name.endswith("penalty") for name in sampling)
     filters = [name for name in ("top_k", "top_p") if name in sampling]
