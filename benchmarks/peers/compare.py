@@ -95,52 +95,50 @@ class Choice:
 
 
 def measure(options: Options, workloads: Sequence[str], choice: Choice) -> list[Row]:
+    """All workloads. Where several settings of a peer are asked for, one pass for each: two vLLMs fill the memory."""
     options = replace(options, threads=options.threads or psutil.cpu_count(logical=False) or 1)
     rows: list[Row] = []
-    with ExitStack() as running:
-        loaded: dict[tuple[str, str], Engine] = {}
-        for name in workloads:
-            engines = [
-                engine for key in wanted(name, choice) if (engine := opened(key, options, choice, loaded, running))
-            ]
-            rows += compete(name, engines, options.repeats, choice.limit)
+    for number in range(max(len(choice.vllm), len(choice.llama), 1)):
+        with ExitStack() as running:
+            loaded: dict[tuple[str, str], Engine | None] = {}
+            for name in workloads:
+                keys = wanted(name, choice, number)
+                engines = [opened(key, options, choice.cache, loaded, running) for key in keys]
+                rows += compete(name, [engine for engine in engines if engine], options.repeats, choice.limit)
     show(f"peers, {options.model}: median [min..max] of rounds, {options.threads} threads", COLUMNS, rows)
     for line in ratios(rows):
         console.print(line, markup=False)
     return rows
 
 
-def wanted(name: str, choice: Choice) -> list[tuple[str, str]]:
-    """(engine, setting) pairs for a workload."""
-    pairs: list[tuple[str, str]] = []
-    if OURS in choice.engines:
-        pairs.append((OURS, "default"))
+def wanted(name: str, choice: Choice, number: int) -> list[tuple[str, str]]:
+    """(engine, setting) pairs for a workload in a pass. Ours takes part in the first one."""
+    pairs = [(OURS, "default")] if OURS in choice.engines and number == 0 else []
     for peer, asked, table in (("vllm", choice.vllm, vllm_cpu), ("llama.cpp", choice.llama, llama_cpp)):
-        if peer in choice.engines:
-            default = table.DEFAULTS.get(name, next(iter(table.SETTINGS)))
-            pairs += [(peer, setting) for setting in asked or (default,)]
+        default = table.DEFAULTS.get(name, next(iter(table.SETTINGS)))
+        settings = (asked or (default,))[number : number + 1]
+        pairs += [(peer, setting) for setting in settings if peer in choice.engines]
     return pairs
 
 
 def opened(
     key: tuple[str, str],
     options: Options,
-    choice: Choice,
-    loaded: dict[tuple[str, str], Engine],
+    cache: Path,
+    loaded: dict[tuple[str, str], Engine | None],
     running: ExitStack,
 ) -> Engine | None:
     """The engine, started when it is first asked for; None, with a line that says why, where it cannot be had."""
     if key not in loaded:
         name, setting = key
-        if name != OURS and install.installed(choice.cache, name) is None:
-            console.print(f"{name} is not installed and left out; `make peers` installs it.")
-            return None
         try:
-            loaded[key] = start(name, setting, options, choice.cache)
+            if name != OURS and install.installed(cache, name) is None:
+                raise PeerFailed("it is not installed; `make peers` does that.")
+            engine = loaded[key] = start(name, setting, options, cache)
+            running.callback(engine.stop)
         except PeerFailed as why:
+            loaded[key] = None
             console.print(f"{name} ({setting}) is left out: {why}", markup=False)
-            return None
-        running.callback(loaded[key].stop)
     return loaded[key]
 
 

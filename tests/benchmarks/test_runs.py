@@ -11,7 +11,8 @@ import torch
 from benchmarks import latency, prefill, throughput
 from benchmarks.machine import ROOT
 from benchmarks.ours import Options, opened
-from benchmarks.peers.compare import OURS, best, compete, ratio
+from benchmarks.peers import compare
+from benchmarks.peers.compare import OURS, Choice, best, compete, ratio, wanted
 from benchmarks.peers.process import PeerFailed, Worker
 from benchmarks.workloads import workload
 from tests.models.tiny import tiny_llama
@@ -86,3 +87,17 @@ def test_the_best_setting_counts_and_rounds_are_paired() -> None:
     assert peer["setting"] == "fast"
     assert ratio(ours, peer)["runs"] == [3.0, 2.0, 2.0]
     assert best(rows, "W1", "llama.cpp") is None
+
+
+def test_settings_of_a_peer_take_one_pass_each() -> None:
+    choice = Choice(vllm=("compiled", "eager"))
+    assert wanted("W1", choice, 0) == [(OURS, "default"), ("vllm", "compiled"), ("llama.cpp", "unified KV")]
+    assert wanted("W1", choice, 1) == [("vllm", "eager")]
+    assert wanted("W2", Choice(engines=("llama.cpp",)), 0) == [("llama.cpp", "own KV")]
+
+
+def test_a_peer_that_is_not_installed_is_left_out(
+    options: Options, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert compare.measure(options, ["W1"], Choice(engines=("vllm",), cache=tmp_path)) == []
+    assert "make peers" in capsys.readouterr().out
