@@ -1,0 +1,178 @@
+"""`python -m benchmarks COMMAND`: measure the engine. Run it on a quiet machine; every report says what it ran on."""
+
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.measure import write
+from benchmarks.ours import Options
+from benchmarks.workloads import BASE, NAMES
+
+app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+ALL, THE_SIX = ",".join(NAMES), ",".join(BASE)
+Model = Annotated[str, typer.Option(help="a path or name that the engine takes, or qwen3-0.6b-random")]
+Workloads = Annotated[str, typer.Option(help=f"of {', '.join(NAMES)}; separated by commas")]
+Repeats = Annotated[int, typer.Option(help="timed runs of each", min=1)]
+Threads = Annotated[int | None, typer.Option(help="of the engine; not given: its own choice", min=1)]
+Backend = Annotated[str, typer.Option(help="of the engine")]
+DType = Annotated[str, typer.Option(help="of weights and KV cache")]
+Out = Annotated[Path | None, typer.Option(help="the report; not given: benchmarks/results/COMMAND[-MODEL].json")]
+
+
+def names(text: str, known: tuple[str, ...], separator: str = ",") -> tuple[str, ...]:
+    """Names, each of which must be known."""
+    found = tuple(name.strip() for name in text.split(separator) if name.strip())
+    unknown = [name for name in found if name not in known]
+    if unknown or not found:
+        raise typer.BadParameter(f"{text!r} names {unknown or 'nothing'}; known are: {'; '.join(known)}.")
+    return found
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(",") if number.strip())
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers separated by commas.") from None
+
+
+@app.command()
+def throughput(
+    model: Model = "smollm2-135m",
+    workloads: Workloads = ALL,
+    repeats: Repeats = 3,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    out: Out = None,
+) -> None:
+    """Tokens a second on the workloads; W1 and W2 also with one thread."""
+    from benchmarks.throughput import measure
+
+    options = Options(model, dtype, backend, threads, repeats)
+    write("throughput", measure(options, names(workloads, NAMES)), asdict(options), out, model)
+
+
+@app.command()
+def latency(
+    model: Model = "smollm2-135m",
+    workloads: Workloads = "W1,W3",
+    repeats: Repeats = 3,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    out: Out = None,
+) -> None:
+    """First token, gaps between tokens, cold start, memory."""
+    from benchmarks.latency import measure
+
+    options = Options(model, dtype, backend, threads, repeats)
+    write("latency", measure(options, names(workloads, NAMES)), asdict(options), out, model)
+
+
+@app.command()
+def prefill(
+    model: Model = "smollm2-135m",
+    workloads: Workloads = "W5",
+    lengths: Annotated[str, typer.Option(help="prompt tokens; W4 is 4096")] = "128,512,1024,2048,4096",
+    chunks: Annotated[str, typer.Option(help="chunk sizes for the longest prompt")] = "128,256,512,1024,2048",
+    repeats: Repeats = 3,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    out: Out = None,
+) -> None:
+    """Prompts by length and by chunk size; a shared prefix."""
+    from benchmarks.prefill import measure
+
+    options = Options(model, dtype, backend, threads, repeats)
+    rows = measure(options, numbers(lengths), numbers(chunks), names(workloads, NAMES) if workloads else ())
+    write("prefill", rows, asdict(options), out, model)
+
+
+@app.command()
+def host(out: Out = None) -> None:
+    """What a step costs on the host, with a model that does nothing."""
+    from benchmarks import host as null_model  # pyright: ignore
+
+    rows = null_model.measure()
+    print(null_model.table(rows))
+    named = [{"name": f"{row.case}, {row.running} sequences"} | asdict(row) for row in rows]
+    write("host", named, {"block_size": null_model.BLOCK_SIZE, "prompt_tokens": null_model.PROMPT}, out)
+
+
+@app.command()
+def roofline(
+    model: Model = "smollm2-135m",
+    workloads: Workloads = THE_SIX,
+    repeats: Repeats = 3,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    run: Annotated[bool, typer.Option(help="also time the workloads, for their share of the bound")] = True,
+    out: Out = None,
+) -> None:
+    """The least time that each workload can take at this machine's rates, and our share of it."""
+    from benchmarks.roofline import measure
+
+    options = Options(model, dtype, backend, threads, repeats)
+    write("roofline", measure(options, names(workloads, NAMES), run=run), asdict(options), out, model)
+
+
+@app.command()
+def peers(
+    model: Model = "smollm2-135m",
+    workloads: Workloads = "W1,W2,W3,W4,W5",
+    repeats: Annotated[int, typer.Option("--repeats", "--rounds", help="rounds of each engine once", min=1)] = 3,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    engines: Annotated[str, typer.Option(help="who takes part")] = "nano-inference,vllm,llama.cpp",
+    vllm: Annotated[str, typer.Option(help="settings of vLLM by name, separated by semicolons; or all")] = "",
+    llama: Annotated[str, typer.Option(help="settings of llama.cpp by name, separated by semicolons; or all")] = "",
+    limit: Annotated[float, typer.Option(help="seconds; who takes longer in a round sits out the rest")] = 60.0,
+    cache: Annotated[Path | None, typer.Option(help="where `make peers` put them")] = None,
+    out: Out = None,
+) -> None:
+    """Ours and the installed peers in turns; ratios to each peer's best setting."""
+    from benchmarks.peers import compare, install, llama_cpp, vllm_cpu
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the engines are stopped on the way out
+    options = Options(model, dtype, backend, threads, repeats)
+    choice = compare.Choice(
+        engines=names(engines, ("nano-inference", "vllm", "llama.cpp")),
+        vllm=settings(vllm, tuple(vllm_cpu.SETTINGS)),
+        llama=settings(llama, tuple(llama_cpp.SETTINGS)),
+        limit=limit,
+        cache=cache or install.CACHE,
+    )
+    rows = compare.measure(options, names(workloads, NAMES), choice)
+    write("peers", rows, asdict(options), out, model)
+
+
+def settings(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Settings by name, separated by semicolons (names hold commas); `all` for all, nothing for the defaults."""
+    if text in ("", "all"):
+        return known if text else ()
+    return names(text, known, ";")
+
+
+@app.command()
+def plots(
+    results: Annotated[Path | None, typer.Option(help="folder of the reports")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder of the pictures; not given: docs/")] = None,
+) -> None:
+    """Draw the reports as PNG pictures for the documents (needs matplotlib)."""
+    from benchmarks.plots import draw
+
+    for path in draw(results, out):
+        print(path)
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore (a long run is watched through a pipe)
+    app()

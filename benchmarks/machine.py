@@ -1,0 +1,121 @@
+"""What a figure was measured on: processor, versions, commit, and where the cores sit while it is measured.
+
+On a virtual machine the host may move the cores between core complexes. Then a hand-over between two threads takes
+300 ns instead of 50, single streams become faster and shared activations slower, so every timing says which it was.
+"""
+
+import functools
+import importlib.metadata
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from nano_inference.errors import NanoInferenceError
+
+ROOT = Path(__file__).parents[1]
+HANDOVERS = 20_000  # 1 to 7 ms
+FAR_NS = 200.0  # 33 to 104 ns was seen where both cores share a cache, 300 to 330 where they do not
+
+
+class Kernels(Protocol):
+    """The part of the CPU backend's library that measures the machine."""
+
+    def ping(self, n: int) -> float:
+        """Seconds for one of n hand-overs between two threads."""
+        ...
+
+    def read_rate(self, num_bytes: int, num_threads: int) -> float:
+        """Bytes a second that the threads read together."""
+        ...
+
+    def product_rate(self, num_threads: int) -> float:
+        """Floating-point operations a second in bfloat16 products."""
+        ...
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """The library of the CPU backend; None where it cannot be built or is not there."""
+    try:
+        from nano_inference.ops.cpu import library  # pyright: ignore
+
+        return library.load()
+    except (ImportError, AttributeError, OSError, RuntimeError, NanoInferenceError):
+        return None
+
+
+def handover_ns() -> float | None:
+    """Nanoseconds of one hand-over between two cores, now; None where it cannot be measured."""
+    library = kernels()
+    if library is None or not hasattr(library, "ping") or available_cores() < 2:
+        return None
+    return round(library.ping(HANDOVERS) * 1e9, 1)
+
+
+def placement(handovers: list[tuple[float | None, float | None]]) -> str:
+    """`"near"`, `"far"`, or `"moved"` where the (before, after) pairs do not agree; `"unknown"` without figures."""
+    seen = [each for pair in handovers for each in pair if each is not None]
+    if not seen:
+        return "unknown"
+    far = sum(each > FAR_NS for each in seen)
+    return "near" if far == 0 else "far" if far == len(seen) else "moved"
+
+
+def available_cores() -> int:
+    return len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
+
+
+def others_load(seconds: float = 0.2) -> float:
+    """Cores that are busy while this thread sleeps: other programs, and threads of ours that spin."""
+    psutil.cpu_percent()
+    time.sleep(seconds)
+    return round(psutil.cpu_percent() / 100 * (psutil.cpu_count() or 1), 2)
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "processor": processor(),
+        "cores": available_cores(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "not set"),
+        "busy_cores_before": others_load(),
+        "handover_ns": handover_ns(),
+    }
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("nano-inference", "torch", "numpy", "tokenizers"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "from source"
+    return found
+
+
+def commit() -> str:
+    """The commit of this tree, with "-dirty" where files differ from it; "unknown" outside of git."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude", "*"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()

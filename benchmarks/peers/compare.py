@@ -1,0 +1,205 @@
+"""Ours against the peers that are installed, in turns: a round times each engine once, and the rounds repeat.
+
+One engine computes at a time; the others are stopped. Of each peer the best of the settings tried counts, workload by
+workload. Peers are not asked for logprobs, ours always returns them. Round k uses the ids of variant k, so that no
+engine finds a prompt of an earlier run.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import machine, models
+from benchmarks.measure import Row, Stopwatch, cell, console, show, spread
+from benchmarks.ours import Options, figures
+from benchmarks.peers import install, llama_cpp, vllm_cpu
+from benchmarks.peers.process import Engine, PeerFailed, Worker
+from benchmarks.workloads import warm_up, workload
+
+OURS = "nano-inference"
+FIRST_TOKEN_VARIANT = 500  # the run for the first token alone has ids of its own
+COLUMNS: dict[str, Callable[[Row], Any]] = {
+    "workload": lambda row: row["workload"],
+    "engine": lambda row: row["engine"],
+    "setting": lambda row: row["setting"],
+    "seconds": lambda row: row["seconds"],
+    "output tok/s": lambda row: row["output_tokens_per_s"],
+    "prompt tok/s": lambda row: row.get("prompt_tokens_per_s"),
+    "decode tok/s": lambda row: row.get("decode_tokens_per_s"),
+    "first token, s": lambda row: row.get("first_token_s"),
+    "memory, MiB": lambda row: row["memory_mib"],
+    "cores": lambda row: row["placement"],
+}
+
+
+@dataclass
+class Entrant:
+    """An engine in one setting, and its times on the workload that is being run."""
+
+    engine: Engine
+    whole: Stopwatch = field(default_factory=Stopwatch)
+    first: Stopwatch = field(default_factory=Stopwatch)
+    memory: int = 0
+
+    @property
+    def label(self) -> str:
+        return f"{self.engine.name} ({self.engine.setting})"
+
+    def warm_up(self, name: str) -> None:
+        self.engine.prepare(workload(name))
+        self.engine.run(warm_up(name))
+
+    def race(self, name: str, number: int) -> None:
+        """Run one round of a workload."""
+        if name == "W1":
+            before = machine.handover_ns()
+            self.first.add(self.engine.run(workload(name, FIRST_TOKEN_VARIANT + number).cut(1)), before)
+        before = machine.handover_ns()
+        self.whole.add(self.engine.run(workload(name, number)), before)
+        self.memory = self.engine.memory()
+
+    def row(self, name: str) -> Row:
+        engine = self.engine
+        return self.whole.row(
+            name=f"{name}, {engine.name}, {engine.setting}",
+            engine=engine.name,
+            setting=engine.setting,
+            config=engine.config,
+            memory_mib=round(self.memory / 2**20),
+            **figures(workload(name), self.whole.seconds, self.first.seconds),
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which engines take part. Empty settings: the default one of each workload.
+
+    Attributes:
+        engines: names, of "nano-inference", "vllm", "llama.cpp".
+        vllm, llama: settings by name; a name that is not known is an error.
+        limit: seconds; an engine that took longer in one round is left out of the rest.
+    """
+
+    engines: tuple[str, ...] = (OURS, "vllm", "llama.cpp")
+    vllm: tuple[str, ...] = ()
+    llama: tuple[str, ...] = ()
+    limit: float = 60.0
+    cache: Path = install.CACHE
+
+
+def measure(options: Options, workloads: Sequence[str], choice: Choice) -> list[Row]:
+    """All workloads. Where several settings of a peer are asked for, one pass for each: two vLLMs fill the memory."""
+    options = replace(options, threads=options.threads or psutil.cpu_count(logical=False) or 1)
+    rows: list[Row] = []
+    for number in range(max(len(choice.vllm), len(choice.llama), 1)):
+        with ExitStack() as running:
+            loaded: dict[tuple[str, str], Engine | None] = {}
+            for name in workloads:
+                keys = wanted(name, choice, number)
+                engines = [opened(key, options, choice.cache, loaded, running) for key in keys]
+                rows += compete(name, [engine for engine in engines if engine], options.repeats, choice.limit)
+    show(f"peers, {options.model}: median [min..max] of rounds, {options.threads} threads", COLUMNS, rows)
+    for line in ratios(rows):
+        console.print(line, markup=False)
+    return rows
+
+
+def wanted(name: str, choice: Choice, number: int) -> list[tuple[str, str]]:
+    """(engine, setting) pairs for a workload in a pass. Ours takes part in the first one."""
+    pairs = [(OURS, "default")] if OURS in choice.engines and number == 0 else []
+    for peer, asked, table in (("vllm", choice.vllm, vllm_cpu), ("llama.cpp", choice.llama, llama_cpp)):
+        default = table.DEFAULTS.get(name, next(iter(table.SETTINGS)))
+        settings = (asked or (default,))[number : number + 1]
+        pairs += [(peer, setting) for setting in settings if peer in choice.engines]
+    return pairs
+
+
+def opened(
+    key: tuple[str, str],
+    options: Options,
+    cache: Path,
+    loaded: dict[tuple[str, str], Engine | None],
+    running: ExitStack,
+) -> Engine | None:
+    """The engine, started when it is first asked for; None, with a line that says why, where it cannot be had."""
+    if key not in loaded:
+        name, setting = key
+        try:
+            if name != OURS and install.installed(cache, name) is None:
+                raise PeerFailed("it is not installed; `make peers` does that.")
+            engine = loaded[key] = start(name, setting, options, cache)
+            running.callback(engine.stop)
+        except PeerFailed as why:
+            loaded[key] = None
+            console.print(f"{name} ({setting}) is left out: {why}", markup=False)
+    return loaded[key]
+
+
+def start(name: str, setting: str, options: Options, cache: Path) -> Engine:
+    log, folder, threads = cache / "logs" / f"{name}.log", models.model_path(options.model), options.threads or 1
+    if name == "vllm":
+        return vllm_cpu.vllm_worker(setting, folder, options.dtype, threads, cache, log)
+    if name == "llama.cpp":
+        return llama_cpp.LlamaServer(setting, llama_cpp.gguf_of(folder, cache), threads, cache, log)
+    command = [sys.executable, "-m", "benchmarks.peers.ours_worker", json.dumps(options.as_dict())]
+    return Worker(OURS, setting, command, os.environ, log, "")
+
+
+def compete(name: str, engines: Sequence[Engine], rounds: int, limit: float) -> list[Row]:
+    """Rounds of one workload; who starts moves on by one each round."""
+    entrants: list[Entrant] = []
+    for engine in engines:
+        entrant = Entrant(engine)
+        if attempt(entrant, lambda entrant=entrant: entrant.warm_up(name)):
+            entrants.append(entrant)
+    for number in range(rounds):
+        shift = number % max(len(entrants), 1)
+        for entrant in entrants[shift:] + entrants[:shift]:
+            slow = entrant.whole.seconds and entrant.whole.seconds[-1] > limit
+            if not slow and attempt(entrant, lambda entrant=entrant, number=number: entrant.race(name, number)):
+                console.print(f"{name} round {number + 1}: {entrant.label} {entrant.whole.seconds[-1]:.2f} s")
+    rows = [entrant.row(name) for entrant in entrants if entrant.whole.seconds]
+    for engine in engines:
+        if isinstance(engine, llama_cpp.LlamaServer):  # it is sized for one workload
+            engine.stop()
+    return rows
+
+
+def attempt(entrant: Entrant, run: Callable[[], None]) -> bool:
+    try:
+        run()
+    except (PeerFailed, OSError) as why:
+        console.print(f"{entrant.label} failed: {why}", markup=False)
+        return False
+    return True
+
+
+def best(rows: Sequence[Row], name: str, engine: str) -> Row | None:
+    """The row of an engine's fastest setting on a workload."""
+    of_engine = [row for row in rows if row["workload"] == name and row["engine"] == engine]
+    return min(of_engine, key=lambda row: row["seconds"]["median"], default=None)
+
+
+def ratio(ours: Row, peer: Row) -> dict[str, Any]:
+    """How many times as fast ours is, round by round: both ran in the same round."""
+    pairs = list(zip(ours["seconds"]["runs"], peer["seconds"]["runs"], strict=False))
+    return spread(theirs / own for own, theirs in pairs)
+
+
+def ratios(rows: Sequence[Row]) -> list[str]:
+    """One line a workload: ours against the best setting of each peer."""
+    lines: list[str] = []
+    for name in dict.fromkeys(row["workload"] for row in rows):
+        ours = best(rows, name, OURS)
+        found = {peer: best(rows, name, peer) for peer in ("vllm", "llama.cpp")}
+        parts = [f"{cell(ratio(ours, row))} x {peer} ({row['setting']})" for peer, row in found.items() if ours and row]
+        if parts:
+            lines.append(f"{name}: ours is {', '.join(parts)}")
+    return lines

