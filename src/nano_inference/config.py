@@ -7,6 +7,7 @@ from nano_inference.errors import ConfigError
 from nano_inference.options import strict_options
 
 CacheType = Literal["paged", "radix"]
+Backend = Literal["auto", "reference", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -84,7 +85,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     dtype: DType = "auto"
     device: str = "auto"
-    backend: Literal["auto", "reference", "cpu"] = "auto"
+    backend: Backend = "auto"
     attention: Literal["auto", "reference", "cpu", "flex"] = "auto"
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True

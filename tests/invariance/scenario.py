@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.config import CacheType
+from nano_inference.config import Backend, CacheType
 from nano_inference.kv_cache.block_hash import NO_PREFIX
 
 MOST_STEPS = 5000  # a scenario takes a few hundred
@@ -38,6 +38,7 @@ class Schedule:
     num_threads: int = 2
     num_blocks: int | None = None  # None: plenty
     cache_type: CacheType = "paged"
+    backend: Backend = "cpu"  # the one thing here that does change bits: the same in all runs that are compared
 
     def config(self, model: Path, dtype: str, bytes_per_token: int) -> EngineConfig:
         """The engine configuration that makes this schedule."""
@@ -47,6 +48,7 @@ class Schedule:
             dtype=dtype,  # pyright: ignore[reportArgumentType]
             device="cpu",
             cache_type=self.cache_type,
+            backend=self.backend,
             block_size=self.block_size,
             max_batch_size=self.max_batch_size,
             max_tokens_per_batch=self.max_tokens_per_batch,

@@ -4,6 +4,7 @@ Each drawn scenario runs its requests together under a drawn schedule, and each 
 tokens, logprobs and masses must be equal to the bit. Memory that may not be read is NaN.
 """
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nano_inference import SamplingParams, TrainingSample
+from nano_inference.config import Backend
 from tests.invariance.scenario import Request, Schedule, run, same_bits
 from tests.models.tiny import tiny_llama
 
 DTYPES = {"float32": 4, "bfloat16": 2}
+BACKENDS: tuple[Backend, ...] = ("cpu", "reference")
 VALUES_PER_TOKEN = 2 * 2 * 2 * 16  # keys and values, layers, kv heads, head_dim of the tiny model
 
 params = st.builds(
@@ -83,14 +86,13 @@ def fitted(schedule: Schedule, work: list[Request]) -> Schedule:
     if schedule.num_blocks is None:
         return schedule
     longest = max(len(request.prompt) + request.params.max_tokens for request in work)
-    fields = {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
-    return Schedule(**{**fields, "num_blocks": -(-longest // schedule.block_size) + 2})
+    return replace(schedule, num_blocks=-(-longest // schedule.block_size) + 2)
 
 
 @cache
-def alone(model: Path, dtype: str, request: Request) -> dict[tuple[int, int], TrainingSample]:
+def alone(model: Path, dtype: str, request: Request, backend: Backend) -> dict[tuple[int, int], TrainingSample]:
     lonely = Request(request.prompt, request.params, request.num_samples)
-    samples, _ = run(model, dtype, [lonely], Schedule(), VALUES_PER_TOKEN * DTYPES[dtype])
+    samples, _ = run(model, dtype, [lonely], Schedule(backend=backend), VALUES_PER_TOKEN * DTYPES[dtype])
     assert all(sample.finish_reason != "abort" for sample in samples.values()), "even alone it reads what it may not"
     return samples
 
@@ -98,7 +100,7 @@ def alone(model: Path, dtype: str, request: Request) -> dict[tuple[int, int], Tr
 def check(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> None:
     together, _ = run(model, dtype, work, fitted(schedule, work), VALUES_PER_TOKEN * DTYPES[dtype])
     for place, request in enumerate(work):
-        for (_, index), expected in alone(model, dtype, request).items():
+        for (_, index), expected in alone(model, dtype, request, schedule.backend).items():
             got = together.get((place, index))
             assert got is not None, "a sample is lost"
             aborted = got.finish_reason == "abort"
@@ -106,19 +108,25 @@ def check(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> N
             assert same_bits(got, expected), f"request {place}, sample {index}: other bits"
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(work=requests(), schedule=schedules)
-def test_same_bits_under_any_schedule(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> None:
-    check(model, dtype, work, schedule)
+def test_same_bits_under_any_schedule(
+    model: Path, dtype: str, backend: Backend, work: list[Request], schedule: Schedule
+) -> None:
+    check(model, dtype, work, replace(schedule, backend=backend))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(work=requests(), schedule=schedules)
-def test_same_bits_under_many_schedules(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> None:
-    check(model, dtype, work, schedule)
+def test_same_bits_under_many_schedules(
+    model: Path, dtype: str, backend: Backend, work: list[Request], schedule: Schedule
+) -> None:
+    check(model, dtype, work, replace(schedule, backend=backend))
 
 
 def test_tight_caches_do_preempt(model: Path) -> None:
@@ -129,5 +137,5 @@ def test_tight_caches_do_preempt(model: Path) -> None:
     assert all(
         same_bits(together[place, index], sample)
         for place, request in enumerate(work)
-        for (_, index), sample in alone(model, "float32", request).items()
+        for (_, index), sample in alone(model, "float32", request, "cpu").items()
     )

@@ -4,6 +4,7 @@ As in `test_schedule_invariance`, on a model whose layers all have a window and 
 just enough for the longest request, so blocks are stripped, prefixes are found stripped, and chunks are cut.
 """
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from nano_inference import SamplingParams, TrainingSample
+from nano_inference.config import Backend
 from nano_inference.engine.storage import common_layout, layers_of_a_unit
 from nano_inference.models.loading import load_spec
 from nano_inference.models.spec import ModelSpec
 from tests.invariance.scenario import Request, Schedule, run, same_bits
-from tests.invariance.test_schedule_invariance import requests, schedules
+from tests.invariance.test_schedule_invariance import BACKENDS, requests, schedules
 from tests.models.tiny import tiny_model
 
 FAMILIES = ["mistral", "gemma3"]
@@ -39,14 +41,13 @@ def fitted(schedule: Schedule, work: list[Request], spec: ModelSpec) -> Schedule
     layout = common_layout([spec], spec.max_position)
     longest = max(len(request.prompt) + request.params.max_tokens for request in work)
     least = layout.most_units(longest, 1, schedule.block_size)
-    fields = {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
-    return Schedule(**{**fields, "num_blocks": least + layout.num_units})
+    return replace(schedule, num_blocks=least + layout.num_units)
 
 
 @cache
-def alone(model: Path, request: Request) -> dict[tuple[int, int], TrainingSample]:
+def alone(model: Path, request: Request, backend: Backend) -> dict[tuple[int, int], TrainingSample]:
     lonely = Request(request.prompt, request.params, request.num_samples)
-    samples, _ = run(model, "float32", [lonely], Schedule(), bytes_of_a_unit_token(load_spec(model)))
+    samples, _ = run(model, "float32", [lonely], Schedule(backend=backend), bytes_of_a_unit_token(load_spec(model)))
     assert all(sample.finish_reason != "abort" for sample in samples.values()), "even alone it reads what it may not"
     return samples
 
@@ -55,7 +56,7 @@ def check(model: Path, work: list[Request], schedule: Schedule) -> int:
     spec = load_spec(model)
     together, preemptions = run(model, "float32", work, fitted(schedule, work, spec), bytes_of_a_unit_token(spec))
     for place, request in enumerate(work):
-        for (_, index), expected in alone(model, request).items():
+        for (_, index), expected in alone(model, request, schedule.backend).items():
             got = together.get((place, index))
             assert got is not None, "a sample is lost"
             aborted = got.finish_reason == "abort"
@@ -64,23 +65,25 @@ def check(model: Path, work: list[Request], schedule: Schedule) -> int:
     return preemptions
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(work=requests(), schedule=schedules)
 def test_same_bits_under_any_schedule(
-    models: dict[str, Path], family: str, work: list[Request], schedule: Schedule
+    models: dict[str, Path], family: str, backend: Backend, work: list[Request], schedule: Schedule
 ) -> None:
-    check(models[family], work, schedule)
+    check(models[family], work, replace(schedule, backend=backend))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(work=requests(), schedule=schedules)
 def test_same_bits_under_many_schedules(
-    models: dict[str, Path], family: str, work: list[Request], schedule: Schedule
+    models: dict[str, Path], family: str, backend: Backend, work: list[Request], schedule: Schedule
 ) -> None:
-    check(models[family], work, schedule)
+    check(models[family], work, replace(schedule, backend=backend))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
