@@ -5,10 +5,10 @@
 namespace nano {
 namespace {
 
-// 1 / temperature as float32 can hold it: 0 times -inf and infinity times 0 would be NaN.
+// 1 / temperature as float32 can hold it, with room for log2(e): 0 times -inf and infinity times 0 would be NaN.
 float inverse(double temperature) {
   double inverse = 1 / temperature;
-  constexpr double low = std::numeric_limits<float>::min(), high = std::numeric_limits<float>::max();
+  constexpr double low = std::numeric_limits<float>::min(), high = std::numeric_limits<float>::max() / 2;
   return float(inverse > low ? inverse < high ? inverse : high : low);
 }
 
