@@ -349,11 +349,12 @@ class Head {
 };
 
 // Kept from call to call for its memory; each calling thread has its own.
+thread_local Head own_head;
+
 template <class F>
 int with_head(F call) {
-  static thread_local Head head;
   try {
-    return call(head);
+    return call(own_head);
   } catch (const std::bad_alloc&) {
     return HEAD_NO_MEMORY;
   }
