@@ -57,15 +57,17 @@ class EngineConfig:
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's; for GGUF bfloat16 where this
             machine multiplies it natively, else float32.
         device: `"cpu"`, `"cuda"`, `"cuda:1"` …, or `"auto"`: cuda if there is one, else cpu.
-        backend: which operations run; `"reference"` is plain torch, `"auto"` the best that this machine has.
-        attention: the attention of the backend (`"auto"`) or another one by name. `"flex"`: torch's flex_attention,
+        backend: which operations run. `"cpu"`: kernels in C++, built on first use (seconds; it needs a C++ compiler);
+            `"reference"`: plain torch; `"auto"`: the best that this machine and the other options allow.
+        attention: the attention of the backend (`"auto"`) or one by name; `"reference"` and `"flex"` belong to the
+            reference backend, `"cpu"` to the CPU's. `"flex"`: torch's flex_attention,
             compiled for a handful of shapes as they come up (seconds each; on a CPU it needs a C++ compiler). It does
             not keep schedule invariance.
         enable_prefix_caching: let a new sequence start from blocks that an earlier one computed.
         enable_chunked_prefill: let a prompt be computed over several steps.
         lookahead: steps planned before the last one's tokens are known: 0 or 1. None: 0 on a CPU, 1 on CUDA.
-        num_threads: threads of torch's CPU operations; None: the physical cores. It is torch's own setting and so
-            holds for the whole process.
+        num_threads: threads of the CPU kernels and of torch's CPU operations; None: the physical cores. For torch's
+            it holds for the whole process.
         seed: where fresh request seeds come from; None: the operating system's entropy.
     """
 
@@ -82,8 +84,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     dtype: DType = "auto"
     device: str = "auto"
-    backend: Literal["auto", "reference"] = "auto"
-    attention: Literal["auto", "reference", "flex"] = "auto"
+    backend: Literal["auto", "reference", "cpu"] = "auto"
+    attention: Literal["auto", "reference", "cpu", "flex"] = "auto"
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     lookahead: int | None = None
@@ -94,6 +96,10 @@ class EngineConfig:
         _check_text(self)
         _check_choices(self)
         _check_numbers(self)
+        if self.backend == "cpu" and self.attention in ("reference", "flex"):
+            raise ConfigError(f"attention={self.attention!r} belongs to backend='reference', not to 'cpu'.")
+        if self.backend == "reference" and self.attention == "cpu":
+            raise ConfigError("attention='cpu' belongs to backend='cpu', not to 'reference'.")
         if self.max_chunk_tokens is not None and not self.enable_chunked_prefill:
             raise ConfigError("max_chunk_tokens needs enable_chunked_prefill=True; leave one of the two out.")
 
@@ -113,8 +119,8 @@ class EngineConfig:
 _CHOICES: dict[str, tuple[object, ...]] = {
     "cache_type": ("paged", "radix"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "backend": ("auto", "reference"),
-    "attention": ("auto", "reference", "flex"),
+    "backend": ("auto", "reference", "cpu"),
+    "attention": ("auto", "reference", "cpu", "flex"),
     "enable_prefix_caching": (True, False),
     "enable_chunked_prefill": (True, False),
     "lookahead": (None, 0, 1),

@@ -4,10 +4,10 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 
 from nano_inference.config import CacheType, EngineConfig
 from nano_inference.engine.memory import MemoryBudget, plan_memory
@@ -20,6 +20,8 @@ from nano_inference.models.loading import load_params, load_spec, resolve_dtype,
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import num_bytes, param_table
 from nano_inference.ops.backend import Numerics, Ops
+from nano_inference.ops.cpu.backend import cpu_ops
+from nano_inference.ops.cpu.build import KernelsUnavailable
 from nano_inference.ops.reference import reference_ops
 from nano_inference.scheduling.sequence import POLICY, REFERENCE
 
@@ -71,7 +73,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     dtype = resolve_dtype(config.dtype, specs[POLICY])
     weight_bytes = sum(num_bytes(param_table(spec), dtype) for spec in specs.values())
     budget = plan_memory(config, list(specs.values()), weight_bytes, dtype, device)
-    ops = _ops(config, budget.num_blocks)
+    ops = _ops(config, specs, dtype, device, budget.num_blocks)
     return EnginePlan(
         config=config,
         folders=folders,
@@ -87,21 +89,19 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
 def assemble(config: EngineConfig) -> Parts:
     """Load everything that a config names. Raises `ConfigError` or `ModelLoadError`."""
     plan = plan_engine(config)
-    torch.set_num_threads(config.num_threads or psutil.cpu_count(logical=False) or torch.get_num_threads())
+    torch.set_num_threads(_num_threads(config))
     folders, specs, dtype, device, budget = plan.folders, plan.specs, plan.dtype, plan.device, plan.memory_budget
-    if dtype == torch.float16 and device.type == "cpu":
-        logger.warning("float16 has no fast products on a CPU; bfloat16 or float32 will be faster.")
     if config.max_model_len is not None and budget.max_model_len < config.max_model_len:
         logger.warning("max_model_len=%d is lowered to %d.", config.max_model_len, budget.max_model_len)
     logger.info("%s", budget)
     _try_attention(plan)
-    params: dict[str, dict[str, Tensor]] = {}
+    params: dict[str, dict[str, Any]] = {}
     for name, each in folders.items():
         frozen_copy = name == REFERENCE and each == folders[POLICY]
         params[name] = (
-            {key: tensor.clone() for key, tensor in params[POLICY].items()}
+            {key: param.clone() for key, param in params[POLICY].items()}
             if frozen_copy
-            else load_params(each, specs[name], dtype, device)
+            else load_params(each, specs[name], dtype, device, plan.ops.allocate)
         )
     models = {name: Decoder(specs[name], params[name], plan.ops, budget.max_model_len) for name in folders}
     cache = CACHES[config.cache_type](
@@ -131,13 +131,43 @@ def _require_same_vocabulary(specs: Mapping[str, ModelSpec], config: EngineConfi
         )
 
 
-def _ops(config: EngineConfig, num_blocks: int) -> Ops:
-    ops = reference_ops()
-    if config.attention != "flex":
-        return ops
-    from nano_inference.ops.flex import flex_ops  # brings in torch's compiler
+def _ops(
+    config: EngineConfig, specs: Mapping[str, ModelSpec], dtype: torch.dtype, device: torch.device, num_blocks: int
+) -> Ops:
+    if config.attention == "flex":
+        from nano_inference.ops.flex import flex_ops  # brings in torch's compiler
 
-    return flex_ops(ops, num_blocks)
+        return flex_ops(reference_ops(), num_blocks)
+    if config.backend == "reference" or config.attention == "reference":
+        return reference_ops()
+    wanted = config.backend == "cpu" or config.attention == "cpu"
+    problem = _no_kernels_for(specs, dtype, device)
+    if problem is None:
+        try:
+            return cpu_ops(_num_threads(config))
+        except KernelsUnavailable as unavailable:
+            problem = str(unavailable)
+    if wanted:
+        raise ConfigError(f"backend='cpu' is not available: {problem}")
+    if device.type == "cpu":
+        logger.warning("The reference backend runs, many times slower than the CPU kernels: %s", problem)
+    return reference_ops()
+
+
+def _no_kernels_for(specs: Mapping[str, ModelSpec], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the CPU kernels cannot run these models, or None."""
+    if device.type != "cpu":
+        return f"the CPU kernels do not run on {device}."
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"{str(dtype).removeprefix('torch.')} has no CPU kernels; bfloat16 and float32 have."
+    for spec in specs.values():
+        if spec.head_dim % 16 or spec.head_dim > 256:
+            return f"head_dim={spec.head_dim} has no CPU kernels; multiples of 16 up to 256 have."
+    return None
+
+
+def _num_threads(config: EngineConfig) -> int:
+    return config.num_threads or psutil.cpu_count(logical=False) or torch.get_num_threads()
 
 
 def _try_attention(plan: EnginePlan) -> None:

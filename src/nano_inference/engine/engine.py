@@ -272,7 +272,7 @@ class InferenceEngine:
             if self._dead is None:
                 self._dead = "the engine was shut down"
                 for model in self.runner.models.values():
-                    model.params.clear()
+                    model.close()
                 self.runner.storages.clear()
                 self.work_arrived.set()
 

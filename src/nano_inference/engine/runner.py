@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +42,13 @@ class Sampled:
         )
 
 
+class StepResult(NamedTuple):
+    """What a step computed."""
+
+    drawn: list[tuple[Decoder, Tensor]]  # models with rows [L, H] to draw from, in the order of the batches
+    scores: Tensor  # float32 [P], in the order of the batches
+
+
 class ModelRunner:
     """Owns the models and the KV tensors by weight set. Counts what goes through the forward."""
 
@@ -61,24 +69,32 @@ class ModelRunner:
         batches: tuple[ForwardBatch, ...],
         block_copies: tuple[tuple[int, int], ...],
         previous: Sampled | None,
-    ) -> ForwardResult:
-        """Copy blocks, then compute every batch; returns their logits and their scores, each one after another."""
+    ) -> StepResult:
+        """Copy blocks, then compute every batch; returns what samples are drawn from, and the scores of all."""
         if block_copies:
             for storage in set(self.storages.values()):
                 storage.copy_blocks(block_copies)
         results = [self._forward_one(_to_device(batch, self.device), previous) for batch in batches]
-        if len(results) == 1:
-            return results[0]
-        # Only the policy is drawn from: what another set computes is scored.
-        logits = [result.logits for batch, result in zip(batches, results, strict=True) if len(batch.logits_indices)]
-        return ForwardResult(
-            torch.cat(logits) if logits else results[0].logits, torch.cat([result.scores for result in results])
-        )
+        drawn = [
+            (self.models[batch.weight_set], result.hidden)
+            for batch, result in zip(batches, results, strict=True)
+            if len(result.hidden)
+        ]
+        scores = results[0].scores if len(results) == 1 else torch.cat([result.scores for result in results])
+        return StepResult(drawn, scores)
 
     @torch.inference_mode()
-    def sample(self, result: ForwardResult, batch: SamplingBatch) -> Sampled:
+    def sample(self, result: StepResult, batch: SamplingBatch) -> Sampled:
         """Draw the samples of a step."""
-        return Sampled(self.models[POLICY].ops.sample(result.logits, batch.to(self.device)), result.scores)
+        batch = batch.to(self.device)
+        if len(result.drawn) == 1:
+            model, hidden = result.drawn[0]
+            return Sampled(model.draw(hidden, batch), result.scores)
+        ops = self.models[POLICY].ops
+        if not result.drawn:
+            return Sampled(ops.sample_logits(torch.empty((0, 1), device=self.device), batch), result.scores)
+        logits = torch.cat([model.logits(hidden) for model, hidden in result.drawn])
+        return Sampled(ops.sample_logits(logits, batch), result.scores)
 
     @torch.inference_mode()
     def _forward_one(self, batch: ForwardBatch, previous: Sampled | None) -> ForwardResult:

@@ -82,6 +82,7 @@ class KVStorage:
         layers = layers_of_a_unit(spec, layout)
         shape = (layers, spec.num_kv_heads, num_units, block_size, spec.head_dim)
         self.block_size = block_size
+        self.num_blocks = num_blocks
         self.unit_map = units
         # For each layer: which of a block's units it lies in, and where in there. Full layers stand before others.
         sliding = [0 < window <= layout.window for window in spec.windows]
@@ -113,6 +114,7 @@ class BoundKVStorage:
 
     def __init__(self, storage: KVStorage, page_table: Tensor, total_len: Tensor) -> None:
         self.block_size = storage.block_size
+        self.storage = storage
         self.page_table = page_table
         self.total_len = total_len
         self._keys = storage.keys.flatten(2, 3)  # [layers of a unit, kv heads, slots, head_dim]

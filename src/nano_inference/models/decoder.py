@@ -1,6 +1,7 @@
 """The decoder: one forward pass over the rows of a batch, by a `ModelSpec` and the operations it is given."""
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -8,9 +9,9 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch
 from nano_inference.models.rope import rope_table
 from nano_inference.models.spec import ModelSpec
-from nano_inference.ops.backend import KvcacheView, Norm, Ops
-
-SCORE_TILE = 256  # rows whose logits are in memory at once where only one logprob of each is wanted
+from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
+from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.sampling_batch import SamplingBatch
 
 
 class KvCache(Protocol):
@@ -24,14 +25,14 @@ class KvCache(Protocol):
 class ForwardResult(NamedTuple):
     """What a forward pass gives."""
 
-    logits: Tensor  # float32 [L, V], rows `batch.logits_indices`
+    hidden: Tensor  # [L, H], rows `batch.logits_indices` after the last norm: what the head reads
     scores: Tensor  # float32 [P], logprobs of `batch.score_targets` at rows `batch.score_rows`
 
 
 class Decoder:
     """Weights, rotary tables and operations of one model. It never asks which device it is on."""
 
-    def __init__(self, spec: ModelSpec, params: dict[str, Tensor], ops: Ops, num_positions: int) -> None:
+    def __init__(self, spec: ModelSpec, params: dict[str, Any], ops: Ops, num_positions: int) -> None:
         self.spec = spec
         self.params = params
         self.ops = ops
@@ -44,35 +45,72 @@ class Decoder:
             self.ropes[False] if same else rope_table(spec.sliding_rope, spec.head_dim, num_positions, self.device)
         )
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))  # rounded as the model was trained
+        self._compiled: dict[object, Callable[[ForwardBatch], Tensor]] = {}  # by KV storage
+
+    @property
+    def head(self) -> Any:
+        """The weight that logits are made with."""
+        return self.params["embed" if self.spec.tie_word_embeddings else "head"]
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
         """Compute the rows of a batch and store their keys and values."""
-        spec, ops, params = self.spec, self.ops, self.params
-        view = cache.bind(batch.block_tables, batch.seq_lens)
+        hidden = self._hidden(batch, cache.bind(batch.block_tables, batch.seq_lens))
+        divisor = self.spec.logits_divisor
+        if len(batch.score_rows):
+            rows = hidden[batch.score_rows]
+            scores = self.ops.gather_logprobs(rows, self.head, divisor, batch.score_targets)
+        else:
+            scores = torch.empty(0, device=self.device)
+        return ForwardResult(hidden[batch.logits_indices], scores)
+
+    def draw(self, hidden: Tensor, batch: SamplingBatch) -> Draw:
+        """Draw samples from the logits of rows [L, H] that a forward pass gave."""
+        return self.ops.sample(hidden, self.head, self.spec.logits_divisor, batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits of rows [L, H] that a forward pass gave: float32 [L, V]."""
+        return self.ops.logits(hidden, self.head, self.spec.logits_divisor)
+
+    def close(self) -> None:
+        """Let go of the weights. Nothing may be called afterwards."""
+        self.params.clear()
+        self._compiled.clear()
+
+    def _hidden(self, batch: ForwardBatch, view: KvcacheView) -> Tensor:
+        """All rows after the last norm, [N, H]; good until the next call."""
+        if self.ops.compile is None:
+            return self.trunk(self.ops, batch, view)
+        if view.storage not in self._compiled:
+            self._compiled[view.storage] = self.ops.compile(self.trunk, batch, view, self.dtype)
+        return self._compiled[view.storage](batch)
+
+    def trunk(self, ops: Operations, batch: ForwardBatch, view: KvcacheView) -> Tensor:
+        """Everything but the head, by calls of `ops` alone: a backend may record them once and replay them."""
+        spec, params = self.spec, self.params
         plans = {window: ops.plan_attention(batch, view.block_size, window) for window in set(spec.windows)}
-        residual = ops.embed(batch.input_ids, params["embed"])  # [N, H]
-        if spec.embed_scale != 1:
-            residual = residual * self.embed_scale
+        residual = ops.embed(batch.input_ids, params["embed"], self.embed_scale)  # [N, H]
         x: Tensor | None = None
         for layer, window in enumerate(spec.windows):
             name = f"layers.{layer}."
-            normed, residual = self._before(x, residual, name + "attn_norm")
-            x = self._after(self._attention(normed, name, layer, batch, view, plans[window]), name + "attn_out_norm")
-            normed, residual = self._before(x, residual, name + "mlp_norm")
+            normed, residual = ops.rms_norm(x, residual, self._norm(name + "attn_norm"), spec.residual_scale)
+            x = self._attention(ops, normed, name, layer, batch, view, plans[window])
+            x = self._after(ops, x, name + "attn_out_norm")
+            normed, residual = ops.rms_norm(x, residual, self._norm(name + "mlp_norm"), spec.residual_scale)
             gated = ops.gate(ops.linear(normed, params[name + "gate_up"], None), spec.activation)
-            x = self._after(ops.linear(gated, params[name + "down"], None), name + "mlp_out_norm")
-        scores = [
-            ops.gather_logprobs(self._logits(x, residual, rows), targets)
-            for rows, targets in zip(
-                batch.score_rows.split(SCORE_TILE), batch.score_targets.split(SCORE_TILE), strict=True
-            )
-        ]
-        return ForwardResult(self._logits(x, residual, batch.logits_indices), torch.cat(scores))
+            x = self._after(ops, ops.linear(gated, params[name + "down"], None), name + "mlp_out_norm")
+        return ops.rms_norm(x, residual, self._norm("norm"), spec.residual_scale)[0]
 
     def _attention(
-        self, normed: Tensor, name: str, layer: int, batch: ForwardBatch, view: KvcacheView, plan: object
+        self,
+        ops: Operations,
+        normed: Tensor,
+        name: str,
+        layer: int,
+        batch: ForwardBatch,
+        view: KvcacheView,
+        plan: object,
     ) -> Tensor:
-        spec, ops, params = self.spec, self.ops, self.params
+        spec, params = self.spec, self.params
         cos, sin = self.ropes[spec.windows[layer] > 0]
         q = ops.rope_and_store(
             ops.linear(normed, params[name + "qkv"], params.get(name + "qkv_bias")),
@@ -89,31 +127,19 @@ class Decoder:
         attended = ops.attention(q, view, layer, plan, spec.attention_scale)
         return ops.linear(attended, params[name + "o"], params.get(name + "o_bias"))
 
-    def _before(self, x: Tensor | None, residual: Tensor, norm: str) -> tuple[Tensor, Tensor]:
-        """Add what the last block made to the residual stream; what the next block reads, and the stream."""
-        if norm in self.params:
-            return self.ops.rms_norm(x, residual, self._norm(norm))
-        residual = residual if x is None else residual + x.float()
-        return residual.to(self.dtype), residual
-
-    def _after(self, x: Tensor, norm: str) -> Tensor:
-        """What a block adds to the residual stream."""
-        if norm in self.params:
-            x, _ = self.ops.rms_norm(None, x.float(), self._norm(norm))
-        return x if self.spec.residual_scale == 1 else x * self.spec.residual_scale
+    def _after(self, ops: Operations, x: Tensor, name: str) -> Tensor:
+        """What a block adds to the residual stream: normalised where the model has a norm there, and not rounded."""
+        if name not in self.params:
+            return x
+        norm = self._norm(name)._replace(dtype=torch.float32)
+        return ops.rms_norm(None, x, norm, 1.0)[0]
 
     def _norm(self, name: str) -> Norm:
-        return Norm(self.params[name], self.spec.rms_norm_eps, self.spec.norm_offset, self.dtype)
-
-    def _logits(self, x: Tensor | None, residual: Tensor, rows: Tensor) -> Tensor:
-        """The last norm and the head, for some rows: float32 [rows, V]."""
-        added = None if x is None else x[rows]
-        normed, _ = self.ops.rms_norm(added, residual[rows], self._norm("norm"))
-        logits = self.ops.logits(normed, self.params["embed" if self.spec.tie_word_embeddings else "head"])
-        return logits if self.spec.logits_divisor == 1 else logits / self.spec.logits_divisor
+        """A norm of the model; where it has none, what rounds the residual stream for the next product."""
+        return Norm(self.params.get(name), self.spec.rms_norm_eps, self.spec.norm_offset, self.dtype)
 
 
 @torch.inference_mode()
 def model_forward(model: Decoder, inputs: ForwardBatch, cache: KvCache) -> Tensor:
     """One forward pass: rows of `inputs` through `model`, keys and values into `cache`; logits float32 [L, V]."""
-    return model.forward(inputs, cache).logits
+    return model.logits(model.forward(inputs, cache).hidden)

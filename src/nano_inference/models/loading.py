@@ -13,7 +13,8 @@ from nano_inference.errors import ModelLoadError
 from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
 from nano_inference.models.gguf import convert_gguf
 from nano_inference.models.spec import ModelSpec, spec_from_config
-from nano_inference.models.weights import TIED, allocate, param_table, read, slots, write
+from nano_inference.models.weights import TIED, Allocate, allocate, param_table, read, slots, write
+from nano_inference.ops import reference
 
 # Buffers that old checkpoints carry; they are computed, not loaded.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -50,14 +51,16 @@ def resolve_dtype(asked: str, spec: ModelSpec) -> torch.dtype:
     return _DTYPES.get(spec.checkpoint_dtype, torch.float32)
 
 
-def load_params(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def load_params(
+    folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, matrix: Allocate = reference.allocate
+) -> dict[str, Any]:
     """All parameters of a model, streamed from its safetensors files. Memory: the parameters and one tensor.
 
     Raises `ModelLoadError` naming the first unknown, misshapen or missing tensor.
     """
     table = param_table(spec)
     places = slots(table)
-    params = allocate(table, dtype, device)
+    params = allocate(table, dtype, device, matrix)
     missing = set(places)
     for name, tensor in _stream(folder):
         if name in TIED and name not in places:
@@ -109,7 +112,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _check_tied(name: str, tensor: Tensor, params: dict[str, Tensor], places: dict[str, Any]) -> None:
+def _check_tied(name: str, tensor: Tensor, params: dict[str, Any], places: dict[str, Any]) -> None:
     own = read(params, places[TIED[name]])
     if tuple(tensor.shape) != tuple(own.shape) or not torch.equal(tensor.to(own.device, own.dtype), own):
         raise ModelLoadError(f"tensor {name!r} is tied to {TIED[name]!r} by config.json and differs from it.")

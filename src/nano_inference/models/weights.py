@@ -3,12 +3,15 @@
 The table drives allocation, loading from disk and weight updates now; sharding reads its axes later.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nano_inference.models.spec import ModelSpec
+from nano_inference.ops import reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,9 @@ class Slot:
     param: str
     start: int
     shape: tuple[int, ...]
+
+
+Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Any]  # `Ops.allocate`
 
 
 # Norms of a layer by their placement: (the decoder's name, the checkpoint's).
@@ -114,10 +120,14 @@ def slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:
     return found
 
 
-def allocate(table: tuple[ParamSpec, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Uninitialised parameters by name."""
+def allocate(
+    table: tuple[ParamSpec, ...], dtype: torch.dtype, device: torch.device, matrix: Allocate = reference.allocate
+) -> dict[str, Any]:
+    """Uninitialised parameters by name. Matrices are what `matrix` makes, vectors are tensors."""
     return {
-        param.name: torch.empty(param.shape, dtype=torch.float32 if param.keep_float32 else dtype, device=device)
+        param.name: matrix(param.shape, dtype, device)
+        if len(param.shape) == 2
+        else torch.empty(param.shape, dtype=torch.float32 if param.keep_float32 else dtype, device=device)
         for param in table
     }
 
@@ -127,14 +137,21 @@ def num_bytes(table: tuple[ParamSpec, ...], dtype: torch.dtype) -> int:
     return sum(torch.Size(param.shape).numel() * (4 if param.keep_float32 else dtype.itemsize) for param in table)
 
 
-def write(params: dict[str, Tensor], slot: Slot, tensor: Tensor) -> None:
+def write(params: dict[str, Any], slot: Slot, tensor: Tensor) -> None:
     """Copy one checkpoint tensor into its place, in place, cast to the parameter's dtype."""
-    params[slot.param].narrow(0, slot.start, slot.shape[0]).copy_(tensor)
+    param = params[slot.param]
+    if isinstance(param, Tensor):
+        param.narrow(0, slot.start, slot.shape[0]).copy_(tensor)
+    else:
+        param.write(slot.start, tensor)
 
 
-def read(params: dict[str, Tensor], slot: Slot) -> Tensor:
-    """The view of a parameter that one checkpoint name stands for."""
-    return params[slot.param].narrow(0, slot.start, slot.shape[0])
+def read(params: dict[str, Any], slot: Slot) -> Tensor:
+    """What one checkpoint name stands for, in the parameter's dtype: a view, or a copy where a backend packs weights."""
+    param = params[slot.param]
+    if isinstance(param, Tensor):
+        return param.narrow(0, slot.start, slot.shape[0])
+    return param.read(slot.start, slot.shape[0])
 
 
 def _plain(name: str, source: str, shape: tuple[int, ...], shard_axis: int | None = None) -> ParamSpec:

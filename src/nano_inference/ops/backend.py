@@ -16,6 +16,7 @@ class KvcacheView(Protocol):
     """The KV tensors together with the block tables of one batch: what attention reads and writes."""
 
     block_size: int
+    storage: Any  # whose view it is
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [N, num_kv_heads, head_dim] at slots [N]."""
@@ -30,10 +31,29 @@ class KvcacheView(Protocol):
         ...
 
 
-class Norm(NamedTuple):
-    """One RMS norm: x / rms(x) * (offset + weight), rounded to dtype once, at the end."""
+class Weight(Protocol):
+    """A matrix that a backend keeps in an order of its own."""
 
-    weight: Tensor  # [width]
+    dtype: torch.dtype
+    device: torch.device
+
+    def write(self, start: int, tensor: Tensor) -> None:
+        """Rows [start, start + n) become `tensor` [n, in], in place."""
+        ...
+
+    def read(self, start: int = 0, count: int | None = None) -> Tensor:
+        """A copy of some rows."""
+        ...
+
+    def clone(self) -> "Weight":
+        """A copy of its own."""
+        ...
+
+
+class Norm(NamedTuple):
+    """One RMS norm: x / rms(x) * (offset + weight), rounded to dtype once, at the end. Without a weight: only rounded."""
+
+    weight: Tensor | None  # [width]
     eps: float
     offset: float
     dtype: torch.dtype
@@ -41,15 +61,16 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """A backend. N rows; weights are [out, in]; the residual stream is float32, products have the weights' dtype.
+    """A backend. N rows; weights are [out, in]; the residual stream is float32, products read the weights' dtype.
 
     Attributes:
         name: of the backend; part of the numerics fingerprint.
         version: counted up whenever any bit of its results may change.
         schedule_invariant: whether a row's bits depend only on the weights and on the tokens before it.
-        embed: (input_ids [N], weight [V, H]) -> residual [N, H].
-        linear: (x [N, in], weight, bias [out] or None) -> [N, out].
-        rms_norm: (x [N, H] to be added or None, residual [N, H], norm) -> (normed [N, H], residual).
+        embed: (input_ids [N], weight [V, H], scale) -> scaled rows as the residual [N, H].
+        linear: (x [N, in], weight, bias [out] or None) -> [N, out], in the weights' dtype or in float32.
+        rms_norm: (x [N, H] to be added or None, residual [N, H], norm, scale) -> (normed [N, H], residual).
+            scale * x is added, in float32.
         rope_and_store: (qkv [N, (heads + 2 kv heads) * D], cos, sin [positions, D / 2], positions [N], view, layer,
             slot_mapping [N], heads, kv heads, norms of q and of k or None) -> q [N, heads, D] rotated; k and v are
             written to their slots. A norm of D weights is of each head, a wider one of all heads of a row.
@@ -57,26 +78,37 @@ class Ops:
             each window that the model has (0: none). A row at position p sees the keys above p - window.
         attention: (q [N, heads, D], view, layer, plan, scale) -> [N, heads * D].
         gate: (gate and up [N, 2 * inner], activation) -> activation(gate) * up [N, inner].
-        logits: (hidden [L, H], weight [V, H]) -> float32 [L, V].
-        sample: (logits [L, V], batch) -> `Draw`.
-        gather_logprobs: (logits [L, V], token_ids [L]) -> float32 [L].
+        logits: (hidden [L, H], weight [V, H], divisor) -> hidden @ weight.T / divisor, float32 [L, V].
+        sample: (hidden [L, H], weight, divisor, batch) -> `Draw` from these logits.
+        sample_logits: (logits [L, V], batch) -> the same `Draw`, from logits that are there already.
+        gather_logprobs: (hidden [L, H], weight, divisor, token_ids [L]) -> float32 [L], under softmax of these logits.
+        allocate: ([out, in], dtype, device) -> a weight as the products read it, not initialised: a tensor, or
+            something with the methods of `Weight`.
+        compile: (trunk, batch, view, dtype) -> a function of a batch that gives what `trunk(ops, batch, view)` gives;
+            None: the trunk is called in every step.
     """
 
     name: str
     version: int
     schedule_invariant: bool
-    embed: Callable[[Tensor, Tensor], Tensor]
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    rms_norm: Callable[[Tensor | None, Tensor, Norm], tuple[Tensor, Tensor]]
+    embed: Callable[[Tensor, Any, float], Tensor]
+    linear: Callable[[Tensor, Any, Tensor | None], Tensor]
+    rms_norm: Callable[[Tensor | None, Tensor, Norm, float], tuple[Tensor, Tensor]]
     rope_and_store: Callable[
         [Tensor, Tensor, Tensor, Tensor, KvcacheView, int, Tensor, int, int, tuple[Norm, Norm] | None], Tensor
     ]
     plan_attention: Callable[[ForwardBatch, int, int], Any]
     attention: Callable[[Tensor, KvcacheView, int, Any, float], Tensor]
     gate: Callable[[Tensor, str], Tensor]
-    logits: Callable[[Tensor, Tensor], Tensor]
-    sample: Callable[[Tensor, SamplingBatch], Draw]
-    gather_logprobs: Callable[[Tensor, Tensor], Tensor]
+    logits: Callable[[Tensor, Any, float], Tensor]
+    sample: Callable[[Tensor, Any, float, SamplingBatch], Draw]
+    sample_logits: Callable[[Tensor, SamplingBatch], Draw]
+    gather_logprobs: Callable[[Tensor, Any, float, Tensor], Tensor]
+    allocate: Callable[[tuple[int, ...], torch.dtype, torch.device], Any]
+    compile: Callable[[Callable[..., Tensor], ForwardBatch, KvcacheView, torch.dtype], Callable[[ForwardBatch], Tensor]] | None
+
+
+Operations = Any  # an `Ops`, or what takes the same calls and records them
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,18 @@ from torch.nn import functional
 from nano_inference.ops.backend import KvcacheView, Norm, Ops
 from nano_inference.ops.reference_attention import attention, plan_attention
 from nano_inference.sampling.logprobs import gather_logprobs
-from nano_inference.sampling.sample import sample
+from nano_inference.sampling.sample import Draw, sample
+from nano_inference.sampling.sampling_batch import SamplingBatch
 
 ROW_TILE = 16
 VOCAB_TILE = 4096  # rows of the head cast to float32 at a time
+SCORE_TILE = 256  # rows whose logits are in memory at once where only one logprob of each is wanted
 
 
-def embed(input_ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows of the embedding as the float32 residual stream."""
-    return functional.embedding(input_ids, weight).float()
+def embed(input_ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    """Rows of the embedding, scaled, as the float32 residual stream."""
+    rows = functional.embedding(input_ids, weight).float()
+    return rows if scale == 1 else rows * scale
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -36,14 +39,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out if bias is None else out + bias
 
 
-def rms_norm(x: Tensor | None, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """Add x to the residual stream, then scale it to unit root mean square (arXiv:1910.07467), in float32."""
+def rms_norm(x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Add scale * x to the residual stream, then bring it to unit root mean square (arXiv:1910.07467), in float32."""
     if x is not None:
-        residual = residual + x.float()
+        residual = residual + (x.float() if scale == 1 else x.float() * scale)
     return _normed(residual, norm), residual
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:
+    if norm.weight is None:
+        return x.to(norm.dtype)
+    x = x.float()
     scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + norm.eps)
     return (x * scale * (norm.offset + norm.weight.float())).to(norm.dtype)
 
@@ -76,7 +82,8 @@ def rope_and_store(
 
 def _normed_heads(heads: Tensor, norm: Norm) -> Tensor:
     """[N, heads, D] normalised over D, or over all heads of a row where the norm is that wide."""
-    return _normed(heads.float().reshape(len(heads), -1, len(norm.weight)), norm).view(heads.shape)
+    width = heads.shape[-1] if norm.weight is None else len(norm.weight)
+    return _normed(heads.float().reshape(len(heads), -1, width), norm).view(heads.shape)
 
 
 def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
@@ -90,13 +97,33 @@ def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
     return (first / (1 + torch.exp(-y)) * second).to(gate_up.dtype)
 
 
-def logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Hidden @ weight.T in float32 whatever the weights' dtype: a rounded logit would be a wrong logprob."""
+def logits(hidden: Tensor, weight: Tensor, divisor: float = 1.0) -> Tensor:
+    """Hidden @ weight.T / divisor in float32 whatever the weights' dtype: a rounded logit would be a wrong logprob."""
     tiles = [
         linear(hidden.float(), weight[first : first + VOCAB_TILE].float())
         for first in range(0, len(weight), VOCAB_TILE)
     ]
-    return torch.cat(tiles, dim=1)
+    whole = torch.cat(tiles, dim=1)
+    return whole if divisor == 1 else whole / divisor
+
+
+def draw(hidden: Tensor, weight: Tensor, divisor: float, batch: SamplingBatch) -> Draw:
+    """Draw the samples of a step from the logits of its rows."""
+    return sample(logits(hidden, weight, divisor), batch)
+
+
+def score(hidden: Tensor, weight: Tensor, divisor: float, token_ids: Tensor) -> Tensor:
+    """Logprobs of given tokens, few rows at a time: only one number of each row's logits is wanted."""
+    scores = [
+        gather_logprobs(logits(rows, weight, divisor), targets)
+        for rows, targets in zip(hidden.split(SCORE_TILE), token_ids.split(SCORE_TILE), strict=True)
+    ]
+    return torch.cat(scores)
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A weight is a plain tensor."""
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _whole_vectors(weight: Tensor) -> Tensor:
@@ -111,7 +138,7 @@ def reference_ops() -> Ops:
     """The backend as a value."""
     return Ops(
         name="reference",
-        version=2,
+        version=3,
         schedule_invariant=True,
         embed=embed,
         linear=linear,
@@ -121,6 +148,9 @@ def reference_ops() -> Ops:
         attention=attention,
         gate=gate,
         logits=logits,
-        sample=sample,
-        gather_logprobs=gather_logprobs,
+        sample=draw,
+        sample_logits=sample,
+        gather_logprobs=score,
+        allocate=allocate,
+        compile=None,
     )

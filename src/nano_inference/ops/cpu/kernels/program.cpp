@@ -194,7 +194,7 @@ class Program {
       run_item<T>(plan, item, at<const T>(op.in, 0), stride<T>(op.in), layer, at<T>(op.out, 0), stride<T>(op.out), scratch);
     };
     if (sharing_ == Sharing::SEQUENCES) {
-      for (int64_t item = plan.begin_of_cut(team.thread); item < plan.end_of_cut(team.thread); item++) one(item);
+      for (int64_t item = plan.first_item(team.thread); item < plan.first_item(team.thread + 1); item++) one(item);
     } else {
       const int64_t count = plan.num_items();
       for (int64_t item; (item = taken_[index].fetch_add(1, std::memory_order_relaxed)) < count;) one(item);
@@ -240,11 +240,11 @@ class Program {
     const float *cos = op.cos + position * (size / 2), *sin = op.sin + position * (size / 2);
     T* out = at<T>(op.out, row);
     for (int64_t h = 0; h < heads; h++) rope<T>(query + h * size, cos, sin, size, out + h * size);
-    alignas(64) T k[MOST_HEAD_DIM], v[MOST_HEAD_DIM];
+    alignas(64) T k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
     for (int64_t h = 0; h < kv_heads; h++) {
       rope<T>(key + h * size, cos, sin, size, k);
       round_row<T>(value + h * size, size, v);
-      store_kv<T>(layer_of<T>(op.layer), h, step_->rows.slots[row], spec_.block_size, size, k, v);
+      store_kv<T>(layer_of<T>(op.layer), spec_.block_size, size, h, step_->rows.slots[row], k, v);
     }
   }
 

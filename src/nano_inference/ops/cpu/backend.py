@@ -1,0 +1,134 @@
+"""The CPU backend as a value: operations one by one on tensors, and whole decoders recorded and replayed."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.batch import ForwardBatch
+from nano_inference.ops.backend import KvcacheView, Norm, Ops
+from nano_inference.ops.cpu import head, library
+from nano_inference.ops.cpu.program import Program, run_once
+from nano_inference.ops.cpu.recorder import Heads, Recorder
+from nano_inference.ops.cpu.weights import PackedWeight, as_packed
+from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.sampling_batch import SamplingBatch
+
+VERSION = 1  # counted up whenever any bit may change
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class CpuOps:
+    """The operations on tensors, each one call. See `Ops` for what they do."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self.kernels = library.load().c
+
+    def embed(self, input_ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
+        return self._run(lambda r: r.embed(input_ids, weight, scale), dtype=weight.dtype, input_ids=input_ids)[0]
+
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        return self._run(lambda r, x: r.linear(x, weight, bias), x, dtype=weight.dtype)[0]
+
+    def rms_norm(
+        self, x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        residual = residual if x is None else residual.clone()
+        x = None if x is None else x.float()
+        normed = self._run(lambda r, x, s: r.rms_norm(x, s, norm, scale)[0], x, residual, dtype=norm.dtype)[0]
+        return normed, residual
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        view: KvcacheView,
+        layer: int,
+        slot_mapping: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        norms: tuple[Norm, Norm] | None = None,
+    ) -> Tensor:
+        storage: Any = view.storage
+        q = self._run(
+            lambda r, x: r.rope_and_store(
+                x, cos, sin, positions, view, layer, slot_mapping, num_heads, num_kv_heads, norms
+            ),
+            qkv.float() if norms is None else qkv.float().clone(),  # norms work in place
+            dtype=storage.keys.dtype,
+            storage=storage,
+            positions=positions,
+            slots=slot_mapping,
+        )[0]
+        return q.view(len(q), num_heads, -1)
+
+    def plan_attention(self, batch: ForwardBatch, _block_size: int, window: int = 0) -> tuple[ForwardBatch, int]:
+        return batch, window
+
+    def attention(
+        self, q: Tensor, view: KvcacheView, layer: int, plan: tuple[ForwardBatch, int], scale: float
+    ) -> Tensor:
+        storage: Any = view.storage
+        batch, window = plan
+        num_heads, head_dim = q.shape[1:]
+        kv_heads = storage.keys.shape[1]
+
+        def record(recorder: Recorder, x: Any) -> Any:
+            recorder.describe_heads(Heads(num_heads, kv_heads, head_dim))
+            return recorder.attention(x, view, layer, window, scale)
+
+        return self._run(record, q.flatten(1).contiguous(), dtype=q.dtype, storage=storage, batch=batch)[0]
+
+    def gate(self, x: Tensor, activation: str = "silu", dtype: torch.dtype | None = None) -> Tensor:
+        return self._run(lambda r, x: r.gate(x, activation), x.float(), dtype=dtype or x.dtype)[0]
+
+    def logits(self, hidden: Tensor, weight: Any, divisor: float = 1.0) -> Tensor:
+        return head.logits(self.kernels, hidden, as_packed(weight), divisor, self.num_threads)
+
+    def sample(self, hidden: Tensor, weight: Any, divisor: float, batch: SamplingBatch) -> Draw:
+        return head.draw(self.kernels, hidden, as_packed(weight), divisor, batch, self.num_threads)
+
+    def sample_logits(self, logits: Tensor, batch: SamplingBatch) -> Draw:
+        return head.draw_logits(self.kernels, logits, batch, self.num_threads)
+
+    def gather_logprobs(self, hidden: Tensor, weight: Any, divisor: float, token_ids: Tensor) -> Tensor:
+        return head.score(self.kernels, hidden, as_packed(weight), divisor, token_ids, self.num_threads)
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> PackedWeight:
+        rows, columns = shape
+        return PackedWeight(rows, columns, dtype, self.num_threads)
+
+    def compile(self, trunk: Callable[..., Any], batch: ForwardBatch, view: KvcacheView, dtype: torch.dtype) -> Any:
+        """Record what `trunk` calls; returns a function of a batch that replays it."""
+        storage: Any = view.storage
+        recorder = Recorder(dtype)
+        hidden = trunk(recorder, batch, view)
+        program = Program(recorder, (), (hidden,), storage, self.num_threads)
+        return Replay(program)
+
+    def _run(self, record: Callable[..., Any], *inputs: Tensor | None, **options: Any) -> list[Tensor]:
+        return run_once(record, *inputs, num_threads=self.num_threads, **options)
+
+
+class Replay:
+    """A recorded decoder."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """What the last norm gives, [N, H]; good until the next call."""
+        return self.program.run(len(batch.input_ids), batch=batch)[0]
+
+
+def cpu_ops(num_threads: int) -> Ops:
+    """The backend as a value. Raises `KernelsUnavailable` where its kernels cannot be built."""
+    ops = CpuOps(num_threads)
+    names = (field.name for field in fields(Ops))
+    found = {name: getattr(ops, name) for name in names if hasattr(ops, name)}
+    return Ops(name="cpu", version=VERSION, schedule_invariant=True, **found)

@@ -1,0 +1,147 @@
+"""Builds the kernels with the system's C++ compiler, once for each (source, compiler, instruction set).
+
+The library lies in `~/.cache/nano-inference/kernels/`, which only its owner may enter. Any number of processes may build
+at once: each builds in a folder of its own and renames it into place; whoever comes second finds it there.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from nano_inference.errors import ConfigError
+
+logger = logging.getLogger("nano_inference")
+
+SOURCES = Path(__file__).parent / "kernels"
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=default", "-w")
+LIBRARY = "libnano.so"
+
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-DNANO_AVX512")
+# Instruction set -> (flags of the processor that it needs, flags of the compiler). Best first. All give the same bits.
+INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "avx512_bf16": (
+        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}),
+        (*_AVX512, "-mavx512bf16", "-DNANO_BF16"),
+    ),
+    "avx512": (frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}), _AVX512),
+    "avx2": (frozenset({"avx2", "fma"}), ("-mavx2", "-mfma", "-DNANO_AVX2")),
+    "portable": (frozenset(), ()),
+}
+
+
+class KernelsUnavailable(ConfigError):
+    """The CPU kernels cannot be built here; the message says why."""
+
+
+def best_instruction_set() -> str:
+    """The fastest one that this machine has."""
+    has = _processor_flags()
+    return next(name for name, (needs, _) in INSTRUCTION_SETS.items() if needs <= has)
+
+
+def build(instruction_set: str | None = None, cache_root: Path | None = None) -> Path:
+    """The library's path; it is built if it is not there. Raises `KernelsUnavailable`.
+
+    Args:
+        instruction_set: a key of `INSTRUCTION_SETS`; None: the best.
+        cache_root: where libraries live; None: `~/.cache/nano-inference/kernels`.
+    """
+    name = instruction_set or best_instruction_set()
+    if name not in INSTRUCTION_SETS:
+        raise KernelsUnavailable(f"instruction set {name!r} is unknown; choose one of {', '.join(INSTRUCTION_SETS)}.")
+    compiler, version = _compiler()
+    flags = (*FLAGS, *INSTRUCTION_SETS[name][1])
+    root = Path.home() / ".cache" / "nano-inference" / "kernels" if cache_root is None else cache_root
+    folder = root / f"{name}-{_key(version, flags)}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        root.chmod(0o700)
+        if not (folder / LIBRARY).is_file():
+            _build_into(folder, compiler, flags, name)
+        _require_own(folder)
+    except OSError as problem:
+        raise KernelsUnavailable(f"the CPU kernels cannot be kept in {root}: {problem}") from problem
+    return folder / LIBRARY
+
+
+def _build_into(folder: Path, compiler: str, flags: tuple[str, ...], name: str) -> None:
+    start = time.perf_counter()
+    logger.warning("Building the CPU kernels (%s) with %s, once; it takes seconds.", name, compiler)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        sources = sorted(SOURCES.glob("*.cpp"))
+        objects = [unfinished / f"{source.stem}.o" for source in sources]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = [
+                pool.submit(_run, [compiler, *flags, "-c", str(source), "-o", str(target)])
+                for source, target in zip(sources, objects, strict=True)
+            ]
+            for job in jobs:
+                job.result()
+        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(unfinished / LIBRARY)])
+        for target in objects:
+            target.unlink()
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not (folder / LIBRARY).is_file():  # else another process was first
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    logger.warning("Built the CPU kernels in %.1f s: %s", time.perf_counter() - start, folder)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    except subprocess.TimeoutExpired:
+        raise KernelsUnavailable(f"building the CPU kernels took more than 600 s: {' '.join(command)}") from None
+    if done.returncode:
+        raise KernelsUnavailable(f"the CPU kernels could not be built: {' '.join(command)}\n{done.stderr.strip()}")
+
+
+def _compiler() -> tuple[str, str]:
+    """Path and version of the first C++ compiler there is."""
+    for name in COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            asked = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
+            if asked.returncode == 0:
+                return path, asked.stdout
+    raise KernelsUnavailable(f"no C++ compiler was found ({', '.join(COMPILERS)}); install one, g++ for example.")
+
+
+def _key(version: str, flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for part in (version, " ".join(flags), platform.machine()):
+        digest.update(part.encode() + b"\0")
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _require_own(folder: Path) -> None:
+    """Code is loaded from there: nobody else may be able to write it."""
+    for path in (folder.parent, folder, folder / LIBRARY):
+        found = path.stat()
+        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise KernelsUnavailable(f"{path} can be written by others; remove it or make it your own (chmod go-w).")
+
+
+def _processor_flags() -> frozenset[str]:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return frozenset()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())

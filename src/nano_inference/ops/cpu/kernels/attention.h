@@ -1,0 +1,152 @@
+// Causal attention over paged keys and values, for any mix of chunks.
+//
+// A row's arithmetic depends on its own context alone. Online softmax over tiles of 64 keys at absolute multiples of
+// 64; the state starts anew at every multiple of 512, and such segments are merged in order. What else is in the batch,
+// how it is cut and who computes it changes no bit.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "kv_store.h"
+
+namespace nano {
+
+constexpr int64_t KEY_TILE = 64, SEGMENT = 512;
+constexpr int GROUPS = KEY_TILE / LANES;
+constexpr int64_t MAX_HEAD_DIM = 256;
+
+// The rows of one step. The arrays belong to the caller and outlive the plans made from them.
+struct BatchRows {
+  int64_t num_rows, num_chunks;
+  const int64_t* positions;   // [num_rows] in the sequence, rising by one within a chunk
+  const int64_t* slots;       // [num_rows] block * block_size + offset
+  const int64_t* row_chunks;  // [num_rows]
+  const int64_t* cu_seqlens;  // [num_chunks + 1] first row of each chunk, and num_rows
+  const int64_t* seq_lens;    // [num_chunks] context after the step
+  const int64_t* tables;      // [num_chunks][table_stride] block ids
+  int64_t table_stride;
+};
+
+struct AttentionShape {
+  int64_t num_heads, num_kv_heads;
+  int64_t head_dim;  // a multiple of 16, at most MAX_HEAD_DIM
+  int64_t block_size;
+  int64_t window;  // a row at position p sees keys above p - window; 0: all
+  float scale;
+
+  int64_t group() const { return num_heads / num_kv_heads; }
+};
+
+// Memory that grows and is never initialised, aligned to cache lines.
+class AlignedMemory {
+ public:
+  unsigned char* reserve(size_t bytes);
+
+ private:
+  struct Free {
+    void operator()(unsigned char* memory) const;
+  };
+  std::unique_ptr<unsigned char, Free> memory_;
+  size_t size_ = 0;
+};
+
+// What attention computes, and in which pieces: one plan serves all layers of a step that have the same window.
+//
+// Lines are rows times the query heads of one KV head; a task holds the lines of some rows of one chunk, or of several
+// chunks whose tables begin alike: they walk what they share together. An item is a task for one KV head, or one
+// segment of that.
+class AttentionPlan {
+ public:
+  // Rows [row_cuts[t], row_cuts[t + 1]), t < num_threads, get items of their own, which thread t can run alone; null:
+  // all threads share all items. Keeps its memory from step to step.
+  void build(const BatchRows& batch, const AttentionShape& shape, int num_threads, const int64_t* row_cuts);
+
+  int64_t num_items() const { return int64_t(items_.size()); }
+  // Items of the rows of cut t: [first_item(t), first_item(t + 1)).
+  int64_t first_item(int cut) const { return first_items_[size_t(cut)]; }
+
+  // What follows is for run_item.
+  struct Member {
+    int64_t chunk, row, num_rows;  // rows [row, row + num_rows) of the batch
+    int64_t first_tile, last_tile;
+  };
+  // Lines [first, last) see something of the tile at key `start`: 16 tokens each in group `groups[j]` of `blocks[j]`.
+  struct Job {
+    int32_t chunk, first, last;
+    int32_t begin, end;  // keys that some line sees
+    int32_t start;
+    int32_t blocks[GROUPS], groups[GROUPS];
+  };
+  struct Task {
+    int64_t first_member, last_member, num_lines, cost;
+    int64_t first_segment, num_segments;  // in segments()
+    int64_t split;                        // its number among the split tasks, or -1
+    int64_t partials;                     // where its results of segments lie, for a split task
+  };
+  struct Item {
+    int32_t task, head, first_job, last_job;
+    int32_t segment;  // -1: all
+  };
+
+  const BatchRows& batch() const { return batch_; }
+  const AttentionShape& shape() const { return shape_; }
+  const Item& item(int64_t index) const { return items_[size_t(index)]; }
+  const Task& task(int64_t index) const { return tasks_[size_t(index)]; }
+  const Member& member(int64_t index) const { return members_[size_t(index)]; }
+  const Job& job(int64_t index) const { return jobs_[size_t(index)]; }
+  int64_t most_lines() const { return most_lines_; }
+  // A line's state: highest score, whether it has seen a key, 16 sums of probabilities from 16 on, and its output.
+  int64_t state_size() const { return 2 * LANES + shape_.head_dim; }
+
+  // Of a split task and head: where a segment's states [lines][state_size] go.
+  float* partial(const Task& task, int64_t head, int64_t segment) const {
+    return partials_ + task.partials + (head * task.num_segments + segment) * task.num_lines * state_size();
+  }
+  // One more segment of a split task and head is done. True for the last, whose caller sees all the others' results.
+  bool finish_segment(const Task& task, int64_t head) const {
+    std::atomic<int>& done = done_[size_t(task.split * shape_.num_kv_heads + head)];
+    return (done.fetch_add(1, std::memory_order_acq_rel) + 1) % int(task.num_segments) == 0;
+  }
+
+ private:
+  void add_range(int64_t begin, int64_t end);
+  void add_chunk(int64_t chunk, int64_t begin, int64_t end);
+  void add_task(int64_t first_member, int64_t shared_tiles);
+  void add_jobs(Task& task, int64_t shared_tiles);
+  void add_job(const Member& member, int64_t tile, int64_t first, int64_t last, int64_t begin, int64_t end);
+  void add_items(int64_t first_task, int64_t total_cost, int num_threads, bool may_split);
+  int64_t shared_with_next(int64_t chunk, int64_t row, int64_t end) const;
+
+  BatchRows batch_{};
+  AttentionShape shape_{};
+  int64_t most_rows_ = 1, most_members_ = 1, most_lines_ = 0;
+  std::vector<Member> members_;
+  std::vector<Job> jobs_;
+  std::vector<Task> tasks_;
+  std::vector<int64_t> segments_;  // first job of each segment of each task, and the end of its last
+  std::vector<std::pair<int64_t, int32_t>> order_;
+  std::vector<Item> items_;
+  std::vector<int64_t> first_items_;
+  AlignedMemory partial_memory_;
+  float* partials_ = nullptr;
+  std::unique_ptr<std::atomic<int>[]> done_;
+  size_t num_done_ = 0;
+};
+
+// What one thread needs while it runs items.
+class AttentionScratch {
+ public:
+  unsigned char* reserve(size_t bytes) { return memory_.reserve(bytes); }
+
+ private:
+  AlignedMemory memory_;
+};
+
+// Compute one item: q and out are [num_rows][num_heads * head_dim], rows ldq and ldo apart, q rotated. The keys and
+// values of the batch's rows are stored already. Denormals must be flushed (run_team does).
+template <class T>
+void run_item(const AttentionPlan& plan, int64_t item, const T* q, int64_t ldq, const KvLayer<T>& layer, T* out,
+              int64_t ldo, AttentionScratch& scratch);
+
+}  // namespace nano

@@ -1,0 +1,92 @@
+// C entries to attention and the KV store on their own, for tests. The engine's steps call the functions directly.
+#include "attention.h"
+#include "pool.h"
+
+namespace {
+
+using namespace nano;
+
+// What Python fills in, in this order; all numbers are int64 and all arrays their addresses.
+struct Problem {
+  AttentionShape shape;  // its scale, the last, as a float
+  int64_t is_bf16, num_units;
+  const int64_t* units;
+  void *keys, *values;
+  BatchRows batch;
+};
+
+template <class T>
+KvLayer<T> layer_of(const Problem& problem) {
+  return {static_cast<T*>(problem.keys), static_cast<T*>(problem.values), problem.num_units, problem.units};
+}
+
+template <class T, class F>
+void each_slot(const Problem& problem, F use) {
+  const AttentionShape& shape = problem.shape;
+  for (int64_t row = 0; row < problem.batch.num_rows; row++)
+    for (int64_t head = 0; head < shape.num_kv_heads; head++)
+      use(head, problem.batch.slots[row], (row * shape.num_kv_heads + head) * shape.head_dim);
+}
+
+template <class T>
+void store(const Problem& problem, const void* keys, const void* values) {
+  const AttentionShape& shape = problem.shape;
+  each_slot<T>(problem, [&](int64_t head, int64_t slot, int64_t at) {
+    store_kv(layer_of<T>(problem), shape.block_size, shape.head_dim, head, slot, static_cast<const T*>(keys) + at,
+             static_cast<const T*>(values) + at);
+  });
+}
+
+template <class T>
+void read(const Problem& problem, float* keys, float* values) {
+  const AttentionShape& shape = problem.shape;
+  each_slot<T>(problem, [&](int64_t head, int64_t slot, int64_t at) {
+    T key[MAX_HEAD_DIM], value[MAX_HEAD_DIM];
+    read_kv(layer_of<T>(problem), shape.block_size, shape.head_dim, head, slot, key, value);
+    for (int64_t d = 0; d < shape.head_dim; d++) {
+      if constexpr (sizeof(T) == 2) keys[at + d] = widen1(key[d]), values[at + d] = widen1(value[d]);
+      else keys[at + d] = key[d], values[at + d] = value[d];
+    }
+  });
+}
+
+template <class T>
+void attend(const Problem& problem, const void* q, void* out, int num_threads, const int64_t* row_cuts) {
+  static AttentionPlan plan;  // the tests call from one thread
+  plan.build(problem.batch, problem.shape, num_threads, row_cuts);
+  int64_t stride = problem.shape.num_heads * problem.shape.head_dim;
+  std::atomic<int64_t> next{0};
+  auto work = [&](Team& team) {
+    AttentionScratch scratch;
+    auto run = [&](int64_t item) {
+      run_item(plan, item, static_cast<const T*>(q), stride, layer_of<T>(problem), static_cast<T*>(out), stride, scratch);
+    };
+    if (row_cuts)
+      for (int64_t item = plan.first_item(team.thread); item < plan.first_item(team.thread + 1); item++) run(item);
+    else
+      for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < plan.num_items();) run(item);
+  };
+  run_team(num_threads, work);
+}
+
+}  // namespace
+
+// Store the keys and values [num_rows, kv heads, head_dim] of the batch's rows at their slots.
+extern "C" void nano_store(const Problem* problem, const void* keys, const void* values) {
+  problem->is_bf16 ? store<bf16>(*problem, keys, values) : store<float>(*problem, keys, values);
+}
+
+// Read them back, as floats.
+extern "C" void nano_read_kv(const Problem* problem, float* keys, float* values) {
+  problem->is_bf16 ? read<bf16>(*problem, keys, values) : read<float>(*problem, keys, values);
+}
+
+// Attention of q [num_rows, heads, head_dim] into out, which is alike. 0, or 1 for a shape that cannot be had.
+extern "C" int nano_attention(const Problem* problem, const void* q, void* out, int num_threads,
+                              const int64_t* row_cuts) {
+  const AttentionShape& shape = problem->shape;
+  if (shape.head_dim % LANES || shape.head_dim > MAX_HEAD_DIM || shape.num_heads % shape.num_kv_heads) return 1;
+  problem->is_bf16 ? attend<bf16>(*problem, q, out, num_threads, row_cuts)
+                   : attend<float>(*problem, q, out, num_threads, row_cuts);
+  return 0;
+}

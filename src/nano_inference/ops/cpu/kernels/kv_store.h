@@ -1,0 +1,53 @@
+// Where keys and values lie in memory.
+//
+// A layer's keys are [kv heads][num_units][block_size * head_dim], its values likewise. If block_size is a multiple of
+// 16, a unit is packed in groups of 16 tokens, so that products read it as it lies:
+//   bf16: keys [group][head_dim / 2][16][2], values [group][8][head_dim][2]: pairs of dimensions, pairs of tokens
+//   float: keys [group][head_dim][16], values [group][16][head_dim]
+// Other block sizes hold plain rows [block_size][head_dim].
+#pragma once
+#include <cstdint>
+
+#include "simd.h"
+
+namespace nano {
+
+template <class T>
+struct KvLayer {
+  T *keys, *values;
+  int64_t num_units;
+  const int64_t* units;  // block -> unit; null: a block is the unit of its number
+
+  int64_t unit(int64_t block) const { return units ? units[block] : block; }
+};
+
+inline bool is_packed(int64_t block_size) { return block_size % LANES == 0; }
+
+// Numbers of a row that stand beside each other in a packed group.
+template <class T>
+constexpr int DEPTH = sizeof(T) == 2 ? 2 : 1;
+
+// Write the key and the value [head_dim] of one row and one KV head to a slot, block * block_size + offset. Rows with
+// different slots may be written by different threads.
+template <class T>
+void store_kv(const KvLayer<T>& layer, int64_t block_size, int64_t head_dim, int64_t head, int64_t slot, const T* key,
+              const T* value);
+
+// Read them back.
+template <class T>
+void read_kv(const KvLayer<T>& layer, int64_t block_size, int64_t head_dim, int64_t head, int64_t slot, T* key,
+             T* value);
+
+// Put one row into a packed group of 16 tokens, as token `lane`.
+template <class T>
+inline void pack_key(T* group, int64_t head_dim, int64_t lane, const T* key) {
+  for (int64_t d = 0; d < head_dim; d += DEPTH<T>)
+    memcpy(group + d * LANES + lane * DEPTH<T>, key + d, DEPTH<T> * sizeof(T));
+}
+template <class T>
+inline void pack_value(T* group, int64_t head_dim, int64_t lane, const T* value) {
+  T* to = group + lane / DEPTH<T> * DEPTH<T> * head_dim + lane % DEPTH<T>;
+  for (int64_t d = 0; d < head_dim; d++) to[d * DEPTH<T>] = value[d];
+}
+
+}  // namespace nano

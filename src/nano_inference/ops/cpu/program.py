@@ -1,0 +1,183 @@
+"""`Program`: recorded operations with their memory, run on batches by one call each; and single operations by the way."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.batch import ForwardBatch
+from nano_inference.ops.cpu import library
+from nano_inference.ops.cpu.recorder import Buffer, Heads, Recorder, place_buffers, to_struct
+
+ALIGNMENT = 64  # bytes
+PROBLEMS = {
+    1: "a token id is outside of the vocabulary.",
+    2: "a position is negative or beyond the rotary table.",
+    3: "a slot is outside of the KV cache.",
+    4: "a block table names a block that does not exist.",
+    5: "chunk lengths, context lengths, positions and block tables do not fit each other.",
+}
+
+
+class Program:
+    """What a `Recorder` holds, ready to run.
+
+    Args:
+        recorder: after the operations were recorded.
+        inputs: buffers that the caller brings to every run.
+        outputs: buffers whose contents are wanted afterwards.
+        storage: the KV storage that attention reads; None without attention.
+        num_threads: that run it.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        inputs: Sequence[Buffer],
+        outputs: Sequence[Buffer],
+        storage: Any,
+        num_threads: int,
+    ) -> None:
+        self.operations = recorder.joined()
+        self.num_threads = num_threads
+        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
+        self._places, self._sizes = place_buffers(self.operations, (*inputs, *outputs))
+        self._storage = storage
+        self._c = library.load().c
+        self._program = self._c.nano_program_new(ctypes.byref(self._spec(recorder, storage)))
+        self._row_bytes = (ctypes.c_int64 * len(self._sizes))(*self._sizes)
+        self._pointers = (ctypes.c_void_p * len(self._sizes))()
+        self._step = library.Step(buffers=self._pointers, row_bytes=self._row_bytes, num_threads=num_threads)
+        self._capacity = 0
+        self._memory: list[Tensor] = []
+
+    def __del__(self) -> None:
+        if getattr(self, "_program", None):
+            self._c.nano_program_free(self._program)
+            self._program = None
+
+    def run(
+        self, num_rows: int, inputs: Sequence[Tensor] = (), batch: ForwardBatch | None = None, **rows: Tensor
+    ) -> list[Tensor]:
+        """Run it on so many rows; returns views [N, columns] of the outputs, good until the next run.
+
+        Raises ValueError for tensors that do not fit; nothing has been read or written then.
+        """
+        self._grow(num_rows)
+        for buffer, tensor in zip(self._inputs, inputs, strict=True):
+            expected = (num_rows, buffer.columns)
+            if tuple(tensor.shape) != expected or tensor.dtype != buffer.dtype or not tensor.is_contiguous():
+                raise ValueError(
+                    f"expected a contiguous {buffer.dtype} tensor {expected}, not {tensor.dtype} {tuple(tensor.shape)}."
+                )
+            self._pointers[self._places[buffer.index]] = tensor.data_ptr()
+        step = self._step
+        step.num_rows = num_rows
+        if batch is not None:
+            rows = {
+                "positions": batch.positions,
+                "slots": batch.slot_mapping,
+                "row_chunks": batch.row_chunks,
+                "cu_seqlens": batch.cu_seqlens_q,
+                "seq_lens": batch.seq_lens,
+                "tables": batch.block_tables,
+                "input_ids": batch.input_ids,
+            }
+            step.num_chunks, step.table_stride = batch.block_tables.shape
+        for name, tensor in rows.items():
+            if tensor.dtype != torch.int64 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+                raise ValueError(f"{name} must be a contiguous int64 tensor on the CPU, not {tensor.dtype}.")
+            setattr(step, name, tensor.data_ptr())
+        problem = self._c.nano_program_run(self._program, ctypes.byref(step)) if num_rows else 0
+        if problem:
+            raise ValueError(f"the batch does not fit the program: {PROBLEMS[problem]}")
+        return [self._view(buffer, num_rows) for buffer in self._outputs]
+
+    def timed(self) -> "Timed":
+        """Seconds by operation, added up over the runs inside of a `with` block."""
+        return Timed(self._step, self.operations)
+
+    def _grow(self, num_rows: int) -> None:
+        if num_rows <= self._capacity:
+            return
+        self._capacity = max(16, 2 ** (num_rows - 1).bit_length())
+        self._memory = [torch.empty(self._capacity * size + ALIGNMENT, dtype=torch.uint8) for size in self._sizes]
+        for index, memory in enumerate(self._memory):
+            offset = -memory.data_ptr() % ALIGNMENT
+            self._memory[index] = memory[offset : offset + self._capacity * self._sizes[index]]
+            self._pointers[index] = self._memory[index].data_ptr()
+
+    def _view(self, buffer: Buffer, num_rows: int) -> Tensor:
+        memory = self._memory[self._places[buffer.index]]
+        return memory.view(buffer.dtype).view(self._capacity, buffer.columns)[:num_rows]
+
+    def _spec(self, recorder: Recorder, storage: Any) -> library.ProgramSpec:
+        ops = (library.Op * len(self.operations))(*(to_struct(each, self._places) for each in self.operations))
+        windows = (library.Window * len(recorder.windows))(*recorder.windows)
+        heads = recorder.heads or Heads(1, 1, 16)
+        spec = library.ProgramSpec(
+            num_ops=len(self.operations),
+            num_windows=len(recorder.windows),
+            ops=ops,
+            windows=windows,
+            is_bf16=recorder.dtype == torch.bfloat16,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            num_positions=recorder.num_positions,
+            block_size=1,
+        )
+        if storage is not None:
+            _describe_storage(spec, storage, recorder, heads)
+        return spec
+
+
+class Timed:
+    """Measures a program while it is entered."""
+
+    def __init__(self, step: library.Step, operations: Sequence[Any]) -> None:
+        self._step, self.operations = step, operations
+        self.seconds = torch.zeros(len(operations), dtype=torch.float64)
+
+    def __enter__(self) -> "Timed":
+        self._step.seconds = self.seconds.data_ptr()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._step.seconds = None
+
+
+def _describe_storage(spec: library.ProgramSpec, storage: Any, recorder: Recorder, heads: Heads) -> None:
+    kv_heads, num_units, block_size, head_dim = storage.keys.shape[1:]
+    if (kv_heads, head_dim) != (heads.num_kv_heads, heads.head_dim) or storage.keys.dtype != recorder.dtype:
+        raise ValueError(
+            f"the KV storage is {storage.keys.dtype} [{kv_heads} heads, {head_dim}], the program "
+            f"{recorder.dtype} [{heads.num_kv_heads} heads, {heads.head_dim}]."
+        )
+    units = storage.unit_map.units() if storage.unit_map is not None else None
+    layers = (library.Layer * len(storage.places))()
+    for layer, (unit, place) in enumerate(storage.places):
+        layers[layer] = library.Layer(
+            storage.keys[place].data_ptr(),
+            storage.values[place].data_ptr(),
+            None if units is None else units[unit].data_ptr(),
+        )
+    spec.num_layers, spec.layers = len(layers), layers
+    spec.num_units, spec.block_size, spec.num_blocks = num_units, block_size, storage.num_blocks
+
+
+def run_once(
+    record: Callable[..., Any], *inputs: Tensor | None, dtype: torch.dtype, num_threads: int, storage: Any = None, **rows: Any
+) -> list[Tensor]:
+    """One operation by itself: record it on buffers that stand for `inputs`, run it, and return its outputs."""
+    recorder = Recorder(dtype)
+    given = [tensor for tensor in inputs if tensor is not None]
+    buffers = [None if tensor is None else recorder.new(tensor.shape[1], tensor.dtype) for tensor in inputs]
+    outputs = record(recorder, *buffers)
+    outputs = outputs if isinstance(outputs, tuple) and not isinstance(outputs, Buffer) else (outputs,)
+    brought = [buffer for buffer in buffers if buffer is not None]
+    program = Program(recorder, brought, [out for out in outputs if out not in brought], storage, num_threads)
+    num_rows = len(given[0]) if given else len(next(iter(rows.values())))
+    return [out.clone() for out in program.run(num_rows, given, **rows)]

@@ -1,0 +1,257 @@
+"""`Recorder`: runs a decoder's Python once on numbered buffers and keeps what it called, for C++ to replay.
+
+What the recorded calls are to the CPU backend a captured graph is to a GPU: the decoder is written once, in Python, and
+a step costs one call. Operations that follow each other directly are joined where that changes no bit: a product and
+the gate that reads it, a product and the addition to the residual stream.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nano_inference.ops.backend import Norm
+from nano_inference.ops.cpu import library
+from nano_inference.ops.cpu.weights import as_packed
+
+EMBED, LINEAR, NORM, ROPE_AND_STORE, ATTENTION, GATE = range(6)  # Kind of program.h
+STORE, ADD, SILU, GELU = range(4)  # Finish of linear.h
+GATES = {"silu": SILU, "gelu_tanh": GELU}
+PANELS = 32  # rows of a gate's weight come in pairs of panels
+
+
+class Buffer(NamedTuple):
+    """Stands for a tensor [N, columns] of a step."""
+
+    index: int
+    columns: int
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.columns * self.dtype.itemsize
+
+
+class Heads(NamedTuple):
+    """What all attention layers of a program have in common."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass
+class Operation:
+    """One entry of a program; `values` are fields of `library.Op`."""
+
+    kind: int
+    inputs: tuple[Buffer, ...]
+    output: Buffer
+    residual: Buffer | None = None  # read and, where something is added, written
+    weight: Any = None
+    bias: Tensor | None = None
+    norms: tuple[Norm, ...] = ()
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+class Recorder:
+    """The operations of `Ops`, on buffers; nothing is computed."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype  # of weights and of what products read
+        self.buffers: list[Buffer] = []
+        self.operations: list[Operation] = []
+        self.windows: list[tuple[int, float]] = []  # window and scale of each kind of attention
+        self.heads: Heads | None = None
+        self.num_positions = 0
+
+    def new(self, columns: int, dtype: torch.dtype) -> Buffer:
+        """A buffer that nothing has been written to."""
+        self.buffers.append(Buffer(len(self.buffers), columns, dtype))
+        return self.buffers[-1]
+
+    def embed(self, _input_ids: Any, weight: Any, scale: float = 1.0) -> Buffer:
+        """See `Ops.embed`."""
+        weight = as_packed(weight)
+        out = self.new(weight.columns, torch.float32)
+        self.operations.append(
+            Operation(
+                EMBED, (), out, weight=weight, values={"scale": scale, "rows": weight.rows, "columns": weight.columns}
+            )
+        )
+        return out
+
+    def linear(self, x: Buffer, weight: Any, bias: Tensor | None = None) -> Buffer:
+        """See `Ops.linear`; the sums stay in float32."""
+        weight = as_packed(weight)
+        _require(x.columns == weight.columns, f"x has {x.columns} columns, the weight {weight.columns}.")
+        _require(x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}.")
+        if bias is not None:
+            _require(bias.shape == (weight.rows,), f"bias has shape {tuple(bias.shape)}, expected ({weight.rows},).")
+            bias = bias.to(weight.dtype).contiguous()
+        out = self.new(weight.rows, torch.float32)
+        values = {"finish": STORE, "scale": 1.0, "rows": weight.rows, "columns": weight.columns}
+        self.operations.append(Operation(LINEAR, (x,), out, weight=weight, bias=bias, values=values))
+        return out
+
+    def rms_norm(
+        self, x: Buffer | None, residual: Buffer, norm: Norm, scale: float = 1.0
+    ) -> tuple[Buffer, Buffer]:
+        """See `Ops.rms_norm`. Where x is given it is added in place: the residual stream is one buffer."""
+        _require(residual.dtype == torch.float32, f"the residual stream is {residual.dtype}, expected float32.")
+        _require(
+            x is None or (x.columns == residual.columns and x.dtype == torch.float32), "x and residual do not match."
+        )
+        out = self.new(residual.columns, norm.dtype)
+        values = {"scale": scale, "columns": residual.columns, "wide": norm.dtype != self.dtype}
+        norms = () if norm.weight is None else (_checked(norm, residual.columns),)
+        inputs = () if x is None else (x,)
+        self.operations.append(Operation(NORM, inputs, out, residual, norms=norms, values=values))
+        return out, residual
+
+    def rope_and_store(
+        self,
+        qkv: Buffer,
+        cos: Tensor,
+        sin: Tensor,
+        _positions: Any,
+        _view: Any,
+        layer: int,
+        _slot_mapping: Any,
+        num_heads: int,
+        num_kv_heads: int,
+        norms: tuple[Norm, Norm] | None = None,
+    ) -> Buffer:
+        """See `Ops.rope_and_store`."""
+        head_dim, rest = divmod(qkv.columns, num_heads + 2 * num_kv_heads)
+        _require(not rest and qkv.dtype == torch.float32, f"qkv has {qkv.columns} columns of {qkv.dtype}.")
+        for table in (cos, sin):
+            _require(
+                table.dtype == torch.float32 and table.is_contiguous() and table.shape[1] * 2 == head_dim,
+                f"cos and sin must be contiguous float32 [positions, {head_dim // 2}].",
+            )
+        self.describe_heads(Heads(num_heads, num_kv_heads, head_dim))
+        self.num_positions = min(len(cos), self.num_positions or len(cos))
+        out = self.new(num_heads * head_dim, self.dtype)
+        wide = (head_dim, num_heads * head_dim, num_kv_heads * head_dim)
+        checked = () if norms is None else tuple(_checked(norm, *wide) for norm in norms)
+        values = {"layer": layer, "cos": cos.data_ptr(), "sin": sin.data_ptr()}
+        self.operations.append(Operation(ROPE_AND_STORE, (qkv,), out, norms=checked, values=values))
+        return out
+
+    def plan_attention(self, _batch: Any, _block_size: int, window: int = 0) -> int:
+        """C++ plans each step by itself; what tells its plans apart is the window."""
+        return window
+
+    def attention(self, q: Buffer, _view: Any, layer: int, window: int, scale: float) -> Buffer:
+        """See `Ops.attention`; its plan is the window."""
+        if (window, scale) not in self.windows:
+            self.windows.append((window, scale))
+        out = self.new(q.columns, self.dtype)
+        values = {"layer": layer, "plan": self.windows.index((window, scale))}
+        self.operations.append(Operation(ATTENTION, (q,), out, values=values))
+        return out
+
+    def gate(self, x: Buffer, activation: str = "silu") -> Buffer:
+        """See `Ops.gate`."""
+        out = self.new(x.columns // 2, self.dtype)
+        values = {"rows": out.columns, "wide": GATES[activation] == GELU}
+        self.operations.append(Operation(GATE, (x,), out, values=values))
+        return out
+
+    def joined(self) -> list[Operation]:
+        """The operations, neighbours made one where that changes no bit."""
+        done: list[Operation] = []
+        for operation in self.operations:
+            before = done[-1] if done else None
+            if before is not None and before.kind == LINEAR and operation.inputs == (before.output,):
+                if operation.kind == GATE and before.bias is None and before.weight.rows % PANELS == 0:
+                    finish = GELU if operation.values["wide"] else SILU
+                    done[-1] = replace(before, output=operation.output, values={**before.values, "finish": finish})
+                    continue
+                if operation.kind == NORM and operation.residual is not None:
+                    added = {**before.values, "finish": ADD, "scale": operation.values["scale"]}
+                    done[-1] = replace(before, output=operation.residual, values=added)
+                    operation = replace(operation, inputs=())
+            done.append(operation)
+        return done
+
+    def describe_heads(self, heads: Heads) -> None:
+        """Say what heads the attention has; all layers must agree."""
+        _require(heads.head_dim % 16 == 0, f"head_dim={heads.head_dim} must be a multiple of 16.")
+        _require(self.heads in (None, heads), "all layers of a program must have the same heads.")
+        self.heads = heads
+
+
+def place_buffers(operations: Sequence[Operation], kept: Sequence[Buffer]) -> tuple[dict[int, int], list[int]]:
+    """Which pieces of memory the buffers lie in: buffer -> piece, and the bytes of a row of each piece.
+
+    A piece is used again once its buffer was read for the last time; those in `kept` have one to themselves.
+    """
+    last: dict[int, int] = {}
+    for step, operation in enumerate(operations):
+        for buffer in (*operation.inputs, operation.output, *((operation.residual,) if operation.residual else ())):
+            last[buffer.index] = step
+    places: dict[int, int] = {}
+    sizes: list[int] = []
+    free: dict[int, list[int]] = {}
+
+    def place(buffer: Buffer) -> None:
+        if buffer.index in places:
+            return
+        if free.get(buffer.row_bytes) and buffer not in kept:
+            places[buffer.index] = free[buffer.row_bytes].pop()
+            return
+        places[buffer.index] = len(sizes)
+        sizes.append(buffer.row_bytes)
+
+    for buffer in kept:
+        place(buffer)
+    keep = {buffer.index for buffer in kept}
+    for step, operation in enumerate(operations):
+        used = (*operation.inputs, operation.output, *((operation.residual,) if operation.residual else ()))
+        for buffer in used:
+            place(buffer)
+        for buffer in dict.fromkeys(used):
+            if last[buffer.index] == step and buffer.index not in keep:
+                free.setdefault(buffer.row_bytes, []).append(places[buffer.index])
+    return places, sizes
+
+
+def _checked(norm: Norm, *widths: int) -> Norm:
+    assert norm.weight is not None
+    _require(len(norm.weight) in widths, f"the norm has {len(norm.weight)} weights, expected {widths[0]}.")
+    return norm._replace(weight=norm.weight.contiguous())
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ValueError(problem)
+
+
+def to_struct(operation: Operation, places: dict[int, int]) -> library.Op:
+    """The entry that C++ reads. Pointers in it live as long as the tensors that `operation` holds."""
+    entry = library.Op(kind=operation.kind, input=-1, output=places[operation.output.index], residual=-1, **operation.values)
+    if operation.inputs:
+        entry.input = places[operation.inputs[0].index]
+    if operation.residual is not None:
+        entry.residual = places[operation.residual.index]
+    if operation.weight is not None:
+        entry.weight = operation.weight.data_ptr()
+    if operation.bias is not None:
+        entry.bias = operation.bias.data_ptr()
+    for slot, norm in zip(("norm", "key_norm"), operation.norms, strict=False):
+        assert norm.weight is not None
+        is_float = norm.weight.dtype == torch.float32
+        setattr(
+            entry,
+            slot,
+            library.NormWeight(norm.weight.data_ptr(), len(norm.weight), is_float, norm.eps, norm.offset),
+        )
+    return entry
+
+
+Trunk = Callable[..., Any]

@@ -1,0 +1,83 @@
+"""`PackedWeight`: a matrix laid out as the kernels read it, written and read by rows."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.ops.cpu.library import load
+
+LANES = 16
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class PackedWeight:
+    """A weight [rows, columns] in panels of 16 rows, so that one load feeds 16 outputs.
+
+    bfloat16: [rows / 16, columns / 2, 16, 2]; float32: [rows / 16, columns, 16]; both padded with zeros.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, num_threads: int) -> None:
+        self.rows, self.columns, self.dtype, self.num_threads = rows, columns, dtype, num_threads
+        panels = -(-rows // LANES)
+        shape = (panels, -(-columns // 2), LANES, 2) if dtype == torch.bfloat16 else (panels, columns, LANES)
+        # Padding lies at the ends alone; zeros there cost nothing where there is none.
+        padded = rows % LANES or (dtype == torch.bfloat16 and columns % 2)
+        self.data = torch.zeros(shape, dtype=dtype) if padded else torch.empty(shape, dtype=dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[rows, columns], without padding."""
+        return torch.Size((self.rows, self.columns))
+
+    def numel(self) -> int:
+        """Numbers in it, without padding."""
+        return self.rows * self.columns
+
+    def data_ptr(self) -> int:
+        """Where it lies; updates do not move it."""
+        return self.data.data_ptr()
+
+    def write(self, start: int, tensor: Tensor) -> None:
+        """Rows [start, start + n) become `tensor` [n, columns], rounded to this dtype."""
+        if tensor.dim() != 2 or tensor.shape[1] != self.columns or not 0 <= start <= self.rows - len(tensor):
+            raise ValueError(f"rows of shape {tuple(tensor.shape)} do not fit at {start} into {tuple(self.shape)}.")
+        source = tensor.detach().to(self.device)
+        source = (source if source.dtype in DTYPES else source.float()).contiguous()
+        load().c.nano_pack(
+            source.data_ptr(),
+            source.dtype == torch.bfloat16,
+            self.data_ptr(),
+            self.dtype == torch.bfloat16,
+            start,
+            len(source),
+            self.columns,
+            self.num_threads,
+        )
+
+    def read(self, start: int = 0, count: int | None = None) -> Tensor:
+        """A copy of rows [start, start + count), [count, columns]; None: all that follow."""
+        count = self.rows - start if count is None else count
+        if not 0 <= start <= self.rows - count:
+            raise ValueError(f"rows {start} to {start + count} are not within {self.rows}.")
+        out = torch.empty((count, self.columns), dtype=self.dtype)
+        is_bf16 = self.dtype == torch.bfloat16
+        load().c.nano_unpack(self.data_ptr(), out.data_ptr(), is_bf16, start, count, self.columns)
+        return out
+
+    def clone(self) -> "PackedWeight":
+        """A copy of its own."""
+        copy = PackedWeight(self.rows, self.columns, self.dtype, self.num_threads)
+        copy.data.copy_(self.data)
+        return copy
+
+
+def as_packed(weight: Any, num_threads: int = 1) -> PackedWeight:
+    """A weight as the kernels read it; a plain tensor [rows, columns] is packed."""
+    if isinstance(weight, PackedWeight):
+        return weight
+    packed = PackedWeight(*weight.shape, weight.dtype, num_threads)
+    packed.write(0, weight)
+    return packed

@@ -1,0 +1,265 @@
+"""Attention of the CPU kernels called on its own: sequences, a cache full of NaN, and what double precision says."""
+
+import ctypes
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+KERNELS = Path(__file__).parents[2] / "src/nano_inference/ops/cpu/kernels"
+SOURCES = ("attention.cpp", "attention_plan.cpp", "attention_api.cpp", "kv_store.cpp", "pool.cpp")
+FLAGS = ("-O3", "-std=c++17", "-Wall", "-Wextra", "-ffp-contract=off", "-fPIC", "-pthread", "-shared")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DNANO_AVX512")
+MACHINES = {  # name -> (compiler flags, what the processor must have)
+    "avx512_bf16": ((*AVX512, "-mavx512bf16", "-DNANO_BF16"), ("avx512f", "avx512bw", "avx512dq", "avx512_bf16")),
+    "avx512": (AVX512, ("avx512f", "avx512bw", "avx512dq")),
+    "avx2": (("-mavx2", "-mfma", "-DNANO_AVX2"), ("avx2", "fma")),
+    "portable": ((), ()),
+}
+
+Floats = NDArray[np.float32]
+
+
+def compile_kernels(machine: str, target: Path) -> ctypes.CDLL:
+    """The attention kernels as a library of their own."""
+    command = ["g++", *FLAGS, *MACHINES[machine][0], *(str(KERNELS / source) for source in SOURCES), "-o", str(target)]
+    subprocess.run(command, check=True, capture_output=True)
+    return ctypes.CDLL(str(target))
+
+
+def runs_here(machine: str) -> bool:
+    """Whether this processor has what the build needs."""
+    info = Path("/proc/cpuinfo")
+    has = info.read_text().split() if info.exists() else []
+    return all(feature in has for feature in MACHINES[machine][1])
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "window")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_chunks")),
+        *((name, ctypes.c_void_p) for name in ("positions", "slots", "row_chunks", "cu_seqlens", "seq_lens", "tables")),
+        ("table_stride", ctypes.c_int64),
+    ]
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = [
+        ("shape", _Shape),
+        ("is_bf16", ctypes.c_int64),
+        ("num_units", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("units", "keys", "values")),
+        ("batch", _Batch),
+    ]
+
+
+class Shape(NamedTuple):
+    """What a layer looks like."""
+
+    num_kv_heads: int
+    group: int  # query heads of a KV head
+    head_dim: int
+    is_bf16: bool
+    window: int = 0
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+class Chunk(NamedTuple):
+    """Rows [start, end) of a sequence."""
+
+    seq: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """Queries, keys and values of a sequence, [tokens, heads, head_dim], rounded to the cache's dtype."""
+
+    q: Floats
+    k: Floats
+    v: Floats
+
+
+@dataclass(frozen=True)
+class Paging:
+    """How sequences lie in memory, which may change no bit."""
+
+    block_size: int = 16
+    seed: int = 0  # of the order of blocks
+    units: bool = False  # blocks lie in other units
+    share: bool = True  # sequences hold the blocks of their common beginnings together
+    num_threads: int = 1
+    cuts: tuple[int, ...] | None = None  # rows at which threads take over from each other
+
+
+def round_bf16(x: Floats) -> NDArray[np.uint16]:
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def widen(x: NDArray[np.uint16]) -> Floats:
+    return (x.astype(np.uint32) << 16).view(np.float32)
+
+
+def make_texts(shape: Shape, lengths: Sequence[int], shared: Sequence[int], seed: int) -> list[Text]:
+    """Sequences of these lengths; the first shared[i] tokens of each are those of the one before."""
+    rng = np.random.default_rng(seed)
+    texts: list[Text] = []
+    for length, common in zip(lengths, shared, strict=True):
+        heads = (shape.num_kv_heads * shape.group, shape.num_kv_heads, shape.num_kv_heads)
+        parts = [rng.normal(size=(length, n, shape.head_dim)).astype(np.float32) for n in heads]
+        parts[0] *= 2  # some keys weigh much more than others
+        if shape.is_bf16:
+            parts = [widen(round_bf16(part)) for part in parts]
+        if common:
+            for part, before in zip(parts[1:], (texts[-1].k, texts[-1].v), strict=True):
+                part[:common] = before[:common]
+        texts.append(Text(*parts))
+    return texts
+
+
+class Kernels:
+    """The library, for one shape and some sequences."""
+
+    def __init__(self, library: ctypes.CDLL, shape: Shape, texts: Sequence[Text], shared: Sequence[int]) -> None:
+        self.library, self.shape, self.texts, self.shared = library, shape, texts, shared
+        self.dtype = np.uint16 if shape.is_bf16 else np.float32
+
+    def attention(self, chunks: Sequence[Chunk], paging: Paging) -> list[NDArray[np.uint32]]:
+        """The bits of each chunk's rows [rows, heads * head_dim], all computed in one call."""
+        tables, num_blocks = self._tables(chunks, paging)
+        units = self._units(num_blocks, paging)
+        num_units = num_blocks + 3
+        size = (self.shape.num_kv_heads, num_units, paging.block_size * self.shape.head_dim)
+        nan = 0x7FC0 if self.shape.is_bf16 else np.nan
+        cache = tuple(np.full(size, nan, self.dtype) for _ in range(2))
+        for index, chunk in enumerate(chunks):
+            self._store(chunk, tables[index], units, cache, paging)
+        counts = [chunk.end - chunk.start for chunk in chunks]
+        rows = np.repeat(np.arange(len(chunks)), counts)
+        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
+        q = self._cast(np.concatenate([self.texts[chunk.seq].q[chunk.start : chunk.end] for chunk in chunks]))
+        out = np.full_like(q, 0x7FC1 if self.shape.is_bf16 else np.nan)
+        arrays = (positions, rows, np.cumsum([0, *counts]), np.array([chunk.end for chunk in chunks]), tables)
+        problem, kept = self._problem(paging, units, cache, *arrays)
+        cuts = None if paging.cuts is None else np.array([0, *paging.cuts, len(rows)], dtype=np.int64)
+        threads = paging.num_threads if cuts is None else len(cuts) - 1
+        code = self.library.nano_attention(
+            ctypes.byref(problem),
+            *(ctypes.c_void_p(array.ctypes.data) for array in (q, out)),
+            threads,
+            None if cuts is None else ctypes.c_void_p(cuts.ctypes.data),
+        )
+        assert code == 0
+        del kept
+        flat = out.reshape(len(rows), -1)
+        bits = flat.astype(np.uint32) if self.shape.is_bf16 else flat.view(np.uint32)
+        return np.split(bits, np.cumsum(counts)[:-1])
+
+    def values(self, bits: NDArray[np.uint32]) -> Floats:
+        """Bits as numbers [rows, heads, head_dim]."""
+        numbers = widen(bits.astype(np.uint16)) if self.shape.is_bf16 else bits.view(np.float32)
+        return numbers.reshape(len(bits), -1, self.shape.head_dim)
+
+    def expected(self, chunk: Chunk) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """In double precision: the output, and sum(p * |v|), against which errors are measured."""
+        text, shape = self.texts[chunk.seq], self.shape
+        k, v = (np.repeat(x[: chunk.end].astype(np.float64), shape.group, axis=1) for x in (text.k, text.v))
+        scores = np.einsum("qhd,khd->hqk", text.q[chunk.start : chunk.end].astype(np.float64), k) * shape.scale
+        position, key = np.arange(chunk.start, chunk.end)[:, None], np.arange(chunk.end)[None, :]
+        scores[:, (key > position) | ((key <= position - shape.window) if shape.window else False)] = -np.inf
+        p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        p /= p.sum(axis=-1, keepdims=True)
+        return np.einsum("hqk,khd->qhd", p, v), np.einsum("hqk,khd->qhd", p, np.abs(v))
+
+    def read_back(self, chunk: Chunk, paging: Paging) -> tuple[Floats, Floats]:
+        """The chunk's keys and values after they were stored."""
+        tables, num_blocks = self._tables([chunk], paging)
+        units = self._units(num_blocks, paging)
+        size = (self.shape.num_kv_heads, num_blocks + 3, paging.block_size * self.shape.head_dim)
+        cache = tuple(np.zeros(size, self.dtype) for _ in range(2))
+        self._store(chunk, tables[0], units, cache, paging)
+        positions = np.arange(chunk.start, chunk.end)
+        problem, kept = self._problem(paging, units, cache, positions, positions * 0, positions, positions, tables)
+        text = self.texts[chunk.seq]
+        found = tuple(np.zeros_like(x[chunk.start : chunk.end]) for x in (text.k, text.v))
+        self.library.nano_read_kv(ctypes.byref(problem), *(ctypes.c_void_p(x.ctypes.data) for x in found))
+        del kept
+        return found
+
+    def _cast(self, x: Floats) -> NDArray[np.generic]:
+        return np.ascontiguousarray(round_bf16(x) if self.shape.is_bf16 else x)
+
+    def _lowest(self, chunk: Chunk) -> int:
+        return max(0, chunk.start - self.shape.window + 1) if self.shape.window else 0
+
+    def _tables(self, chunks: Sequence[Chunk], paging: Paging) -> tuple[NDArray[np.int64], int]:
+        """Block tables; where no row looks they name block 0, which is full of NaN. And how many blocks there are."""
+        size, num_blocks = paging.block_size, 1
+        tables = np.zeros((len(chunks), max(-(-chunk.end // size) for chunk in chunks)), dtype=np.int64)
+        for i, chunk in enumerate(chunks):
+            own = 0
+            if paging.share and i and chunks[i - 1].seq == chunk.seq - 1 and not self.shape.window:
+                own = min(self.shared[chunk.seq], chunks[i - 1].end, chunk.start) // size
+                tables[i, :own] = tables[i - 1, :own]
+            count = -(-chunk.end // size)
+            tables[i, own:count] = np.arange(num_blocks, num_blocks + count - own)
+            num_blocks += count - own
+        order = np.random.default_rng(paging.seed).permutation(np.arange(1, num_blocks))
+        tables = np.concatenate([[0], order])[tables]
+        for i, chunk in enumerate(chunks):
+            tables[i, : self._lowest(chunk) // size] = 0
+        return tables, num_blocks
+
+    def _units(self, num_blocks: int, paging: Paging) -> NDArray[np.int64] | None:
+        return np.random.default_rng(paging.seed + 1).permutation(num_blocks + 3)[:num_blocks] if paging.units else None
+
+    def _store(
+        self,
+        chunk: Chunk,
+        table: NDArray[np.int64],
+        units: NDArray[np.int64] | None,
+        cache: tuple[NDArray[np.generic], ...],
+        paging: Paging,
+    ) -> None:
+        positions = np.arange(self._lowest(chunk), chunk.end)
+        problem, kept = self._problem(paging, units, cache, positions, positions * 0, positions, positions, table[None])
+        text = self.texts[chunk.seq]
+        new = [self._cast(x[positions]) for x in (text.k, text.v)]
+        self.library.nano_store(ctypes.byref(problem), *(ctypes.c_void_p(x.ctypes.data) for x in new))
+        del kept
+
+    def _problem(
+        self,
+        paging: Paging,
+        units: NDArray[np.int64] | None,
+        cache: tuple[NDArray[np.generic], ...],
+        positions: NDArray[np.int64],
+        row_chunks: NDArray[np.int64],
+        cu_seqlens: NDArray[np.int64],
+        seq_lens: NDArray[np.int64],
+        tables: NDArray[np.int64],
+    ) -> tuple[_Problem, list[NDArray[np.int64]]]:
+        """The problem, and the arrays that must live as long as it."""
+        shape, size = self.shape, paging.block_size
+        slots = tables[row_chunks, positions // size] * size + positions % size
+        kept = [np.ascontiguousarray(x) for x in (positions, slots, row_chunks, cu_seqlens, seq_lens, tables)]
+        batch = _Batch(len(positions), len(tables), *(x.ctypes.data for x in kept), tables.shape[1])
+        heads = (shape.num_kv_heads * shape.group, shape.num_kv_heads)
+        c_shape = _Shape(*heads, shape.head_dim, size, shape.window, shape.scale)
+        addresses = (units.ctypes.data if units is not None else None, *(x.ctypes.data for x in cache))
+        return _Problem(c_shape, shape.is_bf16, cache[0].shape[1], *addresses, batch), kept

@@ -1,0 +1,135 @@
+"""Paged attention of the CPU kernels: right, and the same bits however a row is computed."""
+
+import ctypes
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tests.ops.cpu_attention import MACHINES, Chunk, Kernels, Paging, Shape, compile_kernels, make_texts, runs_here
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the kernels need a C++ compiler")
+BLOCK_SIZES = (1, 4, 16, 24, 32, 64)
+FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    folder = tmp_path_factory.mktemp("kernels")
+    return {name: compile_kernels(name, folder / f"{name}.so") for name in MACHINES if runs_here(name)}
+
+
+@pytest.fixture(scope="module")
+def library(libraries: dict[str, ctypes.CDLL]) -> ctypes.CDLL:
+    return next(iter(libraries.values()))
+
+
+shapes = st.builds(
+    Shape,
+    num_kv_heads=st.integers(1, 3),
+    group=st.sampled_from((1, 2, 3, 4, 8)),
+    head_dim=st.sampled_from((16, 64, 80, 96, 128, 256)),
+    is_bf16=st.booleans(),
+    window=st.sampled_from((0, 0, 0, 1, 7, 64, 100, 700)),
+)
+pagings = st.builds(
+    Paging,
+    block_size=st.sampled_from(BLOCK_SIZES),
+    seed=st.integers(0, 9),
+    units=st.booleans(),
+    share=st.booleans(),
+    num_threads=st.integers(1, 3),
+)
+
+
+@st.composite
+def chunk_lists(draw: st.DrawFn) -> tuple[list[Chunk], list[int]]:
+    """Chunks of sequences 0, 1, ..., and how many leading tokens each has in common with the one before."""
+    chunks: list[Chunk] = []
+    shared: list[int] = []
+    for seq in range(draw(st.integers(1, 6))):
+        start = draw(st.one_of(st.integers(0, 200), st.integers(400, 1300)))
+        length = draw(st.sampled_from((1, 1, 1, 2, 5, 33, 90)))
+        common = 0
+        if seq and draw(st.booleans()):
+            start = max(1, chunks[-1].start + draw(st.integers(-40, 40)))
+            common = min(start, chunks[-1].start)
+        chunks.append(Chunk(seq, start, start + length))
+        shared.append(common)
+    return chunks, shared
+
+
+def with_cuts(paging: Paging, num_rows: int, data: st.DataObject) -> Paging:
+    if not data.draw(st.booleans()):
+        return paging
+    inner = data.draw(st.lists(st.integers(0, num_rows), max_size=2).map(sorted))
+    return Paging(paging.block_size, paging.seed, paging.units, paging.share, cuts=tuple(inner))
+
+
+@FEW
+@given(shapes, chunk_lists(), pagings, st.integers(0, 99))
+@example(Shape(2, 3, 64, True), ([Chunk(0, 1299, 1300)], [0]), Paging(24, num_threads=2), 0)
+@example(Shape(1, 8, 128, True), ([Chunk(i, 600 + i, 601 + i) for i in range(4)], [0, 600, 600, 600]), Paging(), 1)
+def test_attention_is_that_of_double_precision(library, shape, drawn, paging, seed) -> None:
+    chunks, shared = drawn
+    kernels = Kernels(library, shape, make_texts(shape, [c.end for c in chunks], shared, seed), shared)
+    for chunk, bits in zip(chunks, kernels.attention(chunks, paging), strict=True):
+        expected, weight = kernels.expected(chunk)
+        error = np.abs(kernels.values(bits) - expected)
+        assert (error <= weight * (2**-7 if shape.is_bf16 else 1e-5)).all()  # and nothing is NaN
+
+
+@FEW
+@given(shapes, chunk_lists(), pagings, st.data())
+def test_a_row_has_the_same_bits_however_it_is_computed(library, shape, drawn, paging, data) -> None:
+    chunks, shared = drawn
+    num_rows = sum(chunk.end - chunk.start for chunk in chunks)
+    kernels = Kernels(library, shape, make_texts(shape, [c.end for c in chunks], shared, 0), shared)
+    together = kernels.attention(chunks, with_cuts(paging, num_rows, data))
+    for chunk, bits in zip(chunks, together, strict=True):
+        row = data.draw(st.integers(chunk.start, chunk.end - 1))
+        (single,) = kernels.attention([Chunk(chunk.seq, row, row + 1)], Paging())
+        assert (single[0] == bits[row - chunk.start]).all()
+        first = data.draw(st.integers(0, chunk.start))
+        (longer,) = kernels.attention([Chunk(chunk.seq, first, chunk.end)], Paging(16, num_threads=2))
+        assert (longer[chunk.start - first :] == bits).all()
+
+
+@FEW
+@given(chunk_lists(), st.sampled_from(BLOCK_SIZES), st.booleans(), st.booleans())
+def test_stored_rows_come_back(library, drawn, block_size, units, is_bf16) -> None:
+    shape = Shape(2, 1, 80, is_bf16)
+    chunk = drawn[0][0]
+    kernels = Kernels(library, shape, make_texts(shape, [chunk.end], [0], 0), [0])
+    keys, values = kernels.read_back(chunk, Paging(block_size, units=units))
+    assert (keys == kernels.texts[0].k[chunk.start :]).all()
+    assert (values == kernels.texts[0].v[chunk.start :]).all()
+
+
+@pytest.mark.parametrize("machine", [name for name in MACHINES if name != "avx512_bf16"])
+@pytest.mark.parametrize("is_bf16", [True, False])
+@pytest.mark.parametrize("window", [0, 75])
+def test_every_build_gives_the_same_bits(libraries, machine, is_bf16, window) -> None:
+    best = next(iter(libraries))
+    if machine not in libraries or machine == best:
+        pytest.skip("not on this processor, or nothing to compare it with")
+    long = 300 if machine == "portable" else 1100
+    chunks = [Chunk(0, 0, 70), Chunk(1, long, long + 1), Chunk(2, long, long + 3)]
+    for head_dim in (16, 80, 64):
+        shape = Shape(2, 3, head_dim, is_bf16, window)
+        texts = make_texts(shape, [c.end for c in chunks], [0, 0, long], 3)
+        one, other = (
+            Kernels(libraries[name], shape, texts, [0, 0, long]).attention(chunks, Paging(num_threads=2))
+            for name in (best, machine)
+        )
+        for a, b in zip(one, other, strict=True):
+            assert (a == b).all()
+
+
+def test_what_cannot_be_had_is_refused(library) -> None:
+    shape = Shape(1, 1, 24, False)
+    kernels = Kernels(library, shape, make_texts(shape, [4], [0], 0), [0])
+    with pytest.raises(AssertionError):
+        kernels.attention([Chunk(0, 3, 4)], Paging())
