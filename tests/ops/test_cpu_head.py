@@ -17,13 +17,13 @@ from torch import Tensor
 
 from nano_inference import SamplingParams
 from nano_inference.ops.cpu import head
+from nano_inference.ops.cpu.weights import PackedWeight, as_packed
 from nano_inference.sampling import sample as reference
 from nano_inference.sampling.filters import rank
 from nano_inference.sampling.noise import exponential_noise
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
 from tests.ops import cpu_kernels
-from tests.ops.cpu_kernels import Packed, packed
 
 CALM = settings(deadline=None, max_examples=15)
 VOCABULARIES = [1, 15, 100, 384, 385, 8193]
@@ -33,7 +33,7 @@ CHI_SQUARE_39 = 72.1  # one in a thousand, 39 degrees of freedom
 
 @pytest.fixture(scope="module")
 def kernels() -> ctypes.CDLL:
-    return cpu_kernels.best()
+    return cpu_kernels.kernels()
 
 
 def random_requests(rng: random.Random, num: int, num_rows: int, vocab: int, **fixed: Any) -> list[DrawRequest]:
@@ -67,11 +67,13 @@ def same_bits(one: Draw, other: Draw, rows: slice | list[int] = slice(None)) -> 
     return all(torch.equal(a.nan_to_num(9e9), b.nan_to_num(9e9)) for a, b in pairs)
 
 
-def hidden_and_weight(vocab: int, columns: int, rows: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Packed]:
+def hidden_and_weight(
+    vocab: int, columns: int, rows: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[Tensor, PackedWeight]:
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(rows, columns, generator=generator).to(dtype)
     weight = torch.randn(vocab, columns, generator=generator) * (3 / math.sqrt(columns))
-    return hidden, packed(weight.to(dtype))
+    return hidden, as_packed(weight.to(dtype))
 
 
 # -- against the reference ---------------------------------------------------------------------------------------------
@@ -123,7 +125,7 @@ def test_draws_of_hidden_rows_are_those_of_their_logits(kernels: ctypes.CDLL, vo
 def test_logits_are_the_products_over_the_divisor(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     hidden, weight = (torch.randn(n, 33, generator=generator).to(dtype) for n in (70, 1000))
-    logits = head.logits(kernels, hidden, packed(weight), 2.5, num_threads=2)
+    logits = head.logits(kernels, hidden, as_packed(weight), 2.5, num_threads=2)
     torch.testing.assert_close(logits.double(), hidden.double() @ weight.double().T / 2.5, rtol=1e-4, atol=1e-4)
 
 
@@ -131,7 +133,7 @@ def test_logits_are_the_products_over_the_divisor(kernels: ctypes.CDLL, dtype: t
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}, {"temperature": 1e30}])
 def test_the_padding_never_wins(kernels: ctypes.CDLL, vocab: int, params: dict[str, Any]) -> None:
     """Logits far below 0, which is what the weight's padding gives."""
-    weight = packed(torch.full((vocab, 8), -20.0))
+    weight = as_packed(torch.full((vocab, 8), -20.0))
     batch = sampling_batch([DrawRequest(SamplingParams(**params), 0, (1, 1, i)) for i in range(50)])
     drawn = head.draw(kernels, torch.ones(1, 8), weight, 1.0, batch, num_threads=2)
     assert int(drawn.token_ids.max()) < vocab
@@ -276,7 +278,7 @@ def test_all_instruction_sets_give_the_same_bits(dtype: torch.dtype) -> None:
     hidden[5, 0] = math.nan
     requests = random_requests(random.Random(6), 60, 6, 8193, top_logprobs=3)
     draws = {
-        name: head.draw(cpu_kernels.build(name), hidden, weight, 1.7, _raw(requests), num_threads=2)
+        name: head.draw(cpu_kernels.kernels(name), hidden, weight, 1.7, _raw(requests), num_threads=2)
         for name in cpu_kernels.available()
     }
     first = draws[cpu_kernels.available()[0]]

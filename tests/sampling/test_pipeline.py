@@ -59,7 +59,7 @@ DRAWS = st.builds(
 def sample(request: pytest.FixtureRequest) -> Sample:
     if request.param == "torch":
         return reference.sample
-    kernels = cpu_kernels.best()
+    kernels = cpu_kernels.kernels()
     return lambda logits, batch: head.draw_logits(kernels, logits, batch, num_threads=2)
 
 

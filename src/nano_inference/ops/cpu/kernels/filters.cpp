@@ -7,7 +7,7 @@
 #include "head.h"
 #include "noise.h"
 
-namespace nano {
+namespace nano::head {
 namespace {
 
 constexpr float LOWEST = -std::numeric_limits<float>::max();  // below every token that is not masked
@@ -190,4 +190,4 @@ void Ranking::best(const KeptRow& row, int64_t k) {
   expand(row);
 }
 
-}  // namespace nano
+}  // namespace nano::head

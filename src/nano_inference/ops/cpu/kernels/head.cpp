@@ -7,10 +7,10 @@
 #include "filters.h"
 #include "linear.h"
 #include "noise.h"
-#include "plan.h"
+#include "head_plan.h"
 #include "pool.h"
 
-namespace nano {
+namespace nano::head {
 namespace {
 
 constexpr int64_t ROW_TILE = 64;  // rows whose logits lie side by side in a thread's buffer
@@ -361,9 +361,9 @@ int with_head(F call) {
 }
 
 }  // namespace
-}  // namespace nano
+}  // namespace nano::head
 
-using namespace nano;
+using namespace nano::head;
 
 extern "C" int nano_draw(const HeadInput* input, const DrawBatch* batch) {
   return with_head([=](Head& head) { return head.draw(*input, *batch); });

@@ -6,7 +6,7 @@
 
 #include "simd.h"
 
-namespace nano {
+namespace nano::head {
 
 template <int n>
 inline IVec xorshift(IVec x) { return ixor(x, ishr<n>(x)); }
@@ -119,4 +119,4 @@ inline void race(const Runners& r, NoiseKey key, Best& best) {
   }
 }
 
-}  // namespace nano
+}  // namespace nano::head

@@ -1,8 +1,8 @@
-#include "plan.h"
+#include "head_plan.h"
 
 #include <algorithm>
 
-namespace nano {
+namespace nano::head {
 namespace {
 
 // 1 / temperature as float32 can hold it, with room for log2(e): 0 times -inf and infinity times 0 would be NaN.
@@ -147,4 +147,4 @@ void Plan::edit(const DrawBatch& b, int64_t index, int64_t block, const float* r
   }
 }
 
-}  // namespace nano
+}  // namespace nano::head
