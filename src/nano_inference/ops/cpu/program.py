@@ -169,12 +169,7 @@ def _describe_storage(spec: library.ProgramSpec, storage: Any, recorder: Recorde
 
 
 def run_once(
-    record: Callable[..., Any],
-    *inputs: Tensor | None,
-    dtype: torch.dtype,
-    num_threads: int,
-    storage: Any = None,
-    **rows: Any,
+    record: Callable[..., Any], *inputs: Tensor | None, dtype: torch.dtype, num_threads: int, storage: Any = None, **rows: Any
 ) -> list[Tensor]:
     """One operation by itself: record it on buffers that stand for `inputs`, run it, and return its outputs."""
     recorder = Recorder(dtype)
