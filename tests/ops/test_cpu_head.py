@@ -180,7 +180,7 @@ def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
     masked = torch.rand(vocab, generator=generator) < dead
     masked[seed % vocab] = False
     logits[0, masked] = -math.inf
-    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, sampling_mask=top_k > 0 or top_p < 1 or min_p > 0)
+    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
     batch = replace(sampling_batch([DrawRequest(params, 0, (seed, 0, 0))]), any_mask=True, any_filter=True)
     drawn = head.draw_logits(kernels, logits, batch, num_threads=1)
     assert drawn.kept is not None
@@ -190,7 +190,7 @@ def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
     assert bool(drawn.kept[0, order[:num]].all()), "not the first of the ranking"
     odds = (logits[0, order].double() - logits.max().double()).exp()
     assert num <= (min(top_k, alive) if top_k else alive)
-    if params == SamplingParams(top_k=top_k, sampling_mask=params.sampling_mask):
+    if params == SamplingParams(top_k=top_k):
         assert num == (min(top_k, alive) if top_k else alive)
     mass = float(odds[: min(top_k, alive) if top_k else alive].sum())
     if top_p < 1:
