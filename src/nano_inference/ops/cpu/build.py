@@ -106,7 +106,7 @@ def _run(command: list[str]) -> None:
     except subprocess.TimeoutExpired:
         raise KernelsUnavailable(f"building the CPU kernels took more than 600 s: {' '.join(command)}") from None
     if done.returncode:
-        raise KernelsUnavailable(f"the CPU kernels could not be built: {' '.join(command)}\n{done.stderr.strip()}")
+        raise KernelsUnavailable(f"the CPU kernels could not be built: {' '.join(command)}\n{done.stderr.strip()[:2000]}")
 
 
 def _compiler() -> tuple[str, str]:

@@ -207,21 +207,25 @@ class Program {
     AttentionPlan& plan = plans_[size_t(op.plan)];
     const KvLayer<T> layer = layer_of<T>(op.layer);
     static thread_local AttentionScratch scratch;
-    auto one = [&](int64_t item) {
-      run_item<T>(plan, item, at<const T>(op.in, 0), stride<T>(op.in), layer, at<T>(op.out, 0), stride<T>(op.out), scratch);
+    const int64_t count = plan.num_items();
+    auto one = [&](int64_t item, int64_t next) {
+      run_item<T>(plan, item, next, at<const T>(op.in, 0), stride<T>(op.in), layer, at<T>(op.out, 0),
+                  stride<T>(op.out), scratch);
     };
     if (sharing_ == Sharing::SEQUENCES) {
-      for (int64_t item = plan.first_item(team.thread); item < plan.first_item(team.thread + 1); item++) one(item);
+      const int64_t end = plan.first_item(team.thread + 1);
+      for (int64_t item = plan.first_item(team.thread); item < end; item++) one(item, item + 1 < end ? item + 1 : count);
     } else {
-      const int64_t count = plan.num_items();
-      for (int64_t item; (item = taken_[index].fetch_add(1, std::memory_order_relaxed)) < count;) one(item);
+      for (int64_t item; (item = taken_[index].fetch_add(1, std::memory_order_relaxed)) < count;)
+        one(item, item + team.size);
     }
   }
 
   template <class T>
   KvLayer<T> layer_of(int32_t index) const {
     const Layer& layer = layers_[size_t(index)];
-    return {static_cast<T*>(layer.keys), static_cast<T*>(layer.values), spec_.num_units, layer.units};
+    const int64_t size = spec_.block_size * spec_.head_dim;
+    return {static_cast<T*>(layer.keys), static_cast<T*>(layer.values), spec_.num_units * size, size, layer.units};
   }
 
   // Operations that take one row after another.
