@@ -50,6 +50,7 @@ class IndexedKVCache:
     """
 
     def __init__(self, pool: BlockPool, index: PrefixIndex, block_size: int, units: UnitPool | None = None) -> None:
+        self.blocks = pool.blocks  # all of them, by id
         self.num_blocks = len(pool.blocks)
         self.block_size = block_size
         self.units = units
@@ -57,11 +58,6 @@ class IndexedKVCache:
         self.num_units = units.num_units if units is not None else self.num_blocks
         self._pool = pool
         self._index = index
-
-    @property
-    def blocks(self) -> list[Block]:
-        """All blocks, by id."""
-        return self._pool.blocks
 
     def num_free_blocks(self) -> int:
         """Blocks that no table holds, matchable ones included."""

@@ -14,8 +14,8 @@ from torch import Tensor
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def noise_keys(draws: Sequence[tuple[int, int, int]]) -> np.ndarray:
-    """Keys of (seed, sample index, position) triples: int64 [R, 2], each entry a value of 32 bits."""
+def noise_keys(draws: Sequence[tuple[int, int, int]] | np.ndarray) -> np.ndarray:
+    """Keys of (seed, sample index, position) triples (uint64 [R, 3] as an array): int64 [R, 2], values of 32 bits."""
     parts = np.array(draws, dtype=np.uint64).reshape(-1, 3)
     state = np.zeros(len(parts), dtype=np.uint64)
     for column in range(3):
