@@ -60,54 +60,57 @@ class BatchBuilder:
         self._least = np.zeros(0, dtype=np.int64)  # [slots] tokens that a sequence has before it may stop
         self._draws = SamplingTable()
 
-    def forward_batches(
-        self, decision: SchedulerOutput, sequences: Sequences, sampling_now: Mapping[int, int]
-    ) -> tuple[ForwardBatch, ...]:
-        """One `ForwardBatch` a weight set, in order of first appearance.
+    def chunks(self, decision: SchedulerOutput, sampled: Listed[Sequence], sequences: Sequences) -> "Chunks":
+        """The chunks of a step as arrays.
 
         Args:
             decision: applied already, so that block tables cover its chunks.
+            sampled: who gets a token, in the order of the chunks' samples.
             sequences: the live sequences.
-            sampling_now: sequence id -> place in the samples of the step in flight, for tokens not known on the host.
         """
-        seqs = [sequences.by_id[seq_id] for seq_id in decision.seq_ids]
-        chunks = _Chunks(
-            self._slots_of(seqs, sequences),
-            *(np.array(column, dtype=np.int64) for column in (decision.starts, decision.lengths, decision.samples)),
+        slots = self._slots_of(decision.seq_ids, sequences)
+        starts, lengths, samples = (
+            np.array(column, dtype=np.int64) for column in (decision.starts, decision.lengths, decision.samples)
         )
         self._follow_tables(decision, sequences)
-        return tuple(
-            self._build(name, list(compress(seqs, part)), _Chunks(*(column[part] for column in chunks)), sampling_now)
-            for name, part in _parts(decision)
+        names = list(dict.fromkeys(decision.weight_sets))
+        parts = [np.array([each == name for each in decision.weight_sets]) for name in names]
+        drawn = samples > 0
+        rows = np.zeros(len(samples), dtype=np.int64)  # of the logits: there chunks are grouped by weight set
+        rows[np.concatenate([np.flatnonzero(part & drawn) for part in parts])] = np.arange(np.count_nonzero(drawn))
+        return Chunks(
+            seqs=[sequences.by_id[seq_id] for seq_id in decision.seq_ids],
+            parts=list(zip(names, parts, strict=True)),
+            columns=_Columns(slots, starts, lengths, samples),
+            sampled=sampled,
+            slots=self._slots_of([seq.seq_id for seq in sampled], sequences),
+            rows=np.repeat(rows, samples),
+            positions=np.repeat(starts + lengths, samples),
         )
 
-    def sampling_batch(
-        self, decision: SchedulerOutput, sampled: Listed[Sequence], sequences: Sequences
-    ) -> SamplingBatch:
-        """The draw of a step: logits of its batches stand one after another.
+    def forward_batches(self, chunks: "Chunks", sampling_now: Mapping[int, int]) -> tuple[ForwardBatch, ...]:
+        """One `ForwardBatch` a weight set, in order of first appearance.
 
-        Args:
-            decision: the step.
-            sampled: who gets a token, in the order of the chunks' samples.
-            sequences: the live sequences; one that was sampled may have ended since.
+        `sampling_now`: sequence id -> place in the samples of the step in flight, for tokens not known on the host.
         """
-        samples = np.array(decision.samples, dtype=np.int64)
-        ends = np.array(decision.starts, dtype=np.int64) + np.array(decision.lengths, dtype=np.int64)
-        rows = np.zeros(len(samples), dtype=np.int64)  # of the logits: there chunks are grouped by weight set
-        in_order = np.concatenate([np.flatnonzero(part & (samples > 0)) for _, part in _parts(decision)])
-        rows[in_order] = np.arange(len(in_order))
-        slots, positions = self._slots_of(sampled, sequences), np.repeat(ends, samples)
-        for place, counts in self._draws.penalized(slots):
-            seq = sampled[place]
+        return tuple(
+            self._build(name, list(compress(chunks.seqs, part.tolist())), chunks.columns.of(part), sampling_now)
+            for name, part in chunks.parts
+        )
+
+    def sampling_batch(self, chunks: "Chunks") -> SamplingBatch:
+        """The draw of a step, once the tokens before it are known. Logits of its batches stand one after another."""
+        for place, counts in self._draws.penalized(chunks.slots):
+            seq = chunks.sampled[place]
             counts.add(seq.token_ids[seq.num_prompt_tokens + counts.length :])
-        early = np.flatnonzero(positions < self._least[slots]).tolist()
-        banned = {place: sorted(sampled[place].stop_ids) for place in early}
-        return self._draws.batch(slots, np.repeat(rows, samples), positions, banned)
+        early = np.flatnonzero(chunks.positions < self._least[chunks.slots]).tolist()
+        banned = {place: sorted(chunks.sampled[place].stop_ids) for place in early}
+        return self._draws.batch(chunks.slots, chunks.rows, chunks.positions, banned)
 
     def _build(
-        self, weight_set: str, seqs: list[Sequence], chunks: "_Chunks", sampling_now: Mapping[int, int]
+        self, weight_set: str, seqs: list[Sequence], columns: "_Columns", sampling_now: Mapping[int, int]
     ) -> ForwardBatch:
-        slots, starts, lengths, samples = chunks
+        slots, starts, lengths, samples = columns
         ends = starts + lengths
         cu_seqlens = np.zeros(len(seqs) + 1, dtype=np.int64)
         np.cumsum(lengths, out=cu_seqlens[1:])
@@ -160,27 +163,26 @@ class BatchBuilder:
         self._tables[slot, first:wanted] = block_ids[first:]
         self._tables[slot, wanted:] = 0
 
-    def _slots_of(self, seqs: Listed[Sequence], sequences: Sequences) -> np.ndarray:
+    def _slots_of(self, seq_ids: Listed[int], sequences: Sequences) -> np.ndarray:
         slots = self._slots
-        new = [seq for seq in seqs if seq.seq_id not in slots]
+        new = [seq_id for seq_id in seq_ids if seq_id not in slots]
         if new:
-            self._find_slots(len(new), sequences.by_id.keys() | {seq.seq_id for seq in seqs})
-            for seq in new:
+            self._free_slots(len(new), sequences.by_id.keys())
+            for seq in map(sequences.by_id.__getitem__, new):
                 slot = slots[seq.seq_id] = self._free.pop()
                 self._prompts[slot] = seq.num_prompt_tokens
                 self._least[slot] = seq.num_prompt_tokens + seq.params.min_tokens
                 self._draws.put(slot, seq.params, seq.seed, seq.sample_index, seq.token_ids[: seq.num_prompt_tokens])
                 self._write_table(slot, seq.block_ids, 0)
-        return np.array([slots[seq.seq_id] for seq in seqs], dtype=np.int64)
+        return np.fromiter(map(slots.__getitem__, seq_ids), dtype=np.int64, count=len(seq_ids))
 
-    def _find_slots(self, wanted: int, needed: Set[int]) -> None:
-        """Have so many free slots: those of sequences that nobody needs, and where that is not enough, new ones."""
+    def _free_slots(self, wanted: int, live: Set[int]) -> None:
+        """Have so many free slots: those of sequences that are gone, and where that is not enough, new ones."""
         if wanted <= len(self._free):
             return
-        for seq_id in self._slots.keys() - needed:
+        for seq_id in self._slots.keys() - live:
             self._free.append(self._slots.pop(seq_id))
-        held = len(self._slots)
-        if wanted + held > len(self._free):  # half of the slots at least are free: the next search is as many steps off
+        if len(self._free) < wanted + len(self._slots):  # more than half would be held: the next search is far off
             old = len(self._prompts)
             more = max(old, 2 * wanted)
             self._free += range(old, old + more)
@@ -188,21 +190,30 @@ class BatchBuilder:
             self._prompts, self._least = (np.pad(column, (0, more)) for column in (self._prompts, self._least))
 
 
-class _Chunks(NamedTuple):
-    """Columns of a decision as arrays, [S]."""
+class _Columns(NamedTuple):
+    """Chunks, column by column: [S]."""
 
     slots: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
     samples: np.ndarray
 
+    def of(self, part: np.ndarray) -> "_Columns":
+        """Some of the chunks: bool [S]."""
+        return _Columns(*(column[part] for column in self))
 
-def _parts(decision: SchedulerOutput) -> list[tuple[str, np.ndarray]]:
-    """Weight sets in order of first appearance, each with the chunks that are its own: bool [S]."""
-    names = list(dict.fromkeys(decision.weight_sets))
-    if len(names) == 1:
-        return [(names[0], np.ones(len(decision.seq_ids), dtype=np.bool_))]
-    return [(name, np.array([each == name for each in decision.weight_sets])) for name in names]
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A step's chunks and samples as arrays; S chunks, R samples."""
+
+    seqs: Listed[Sequence]  # [S]
+    parts: Listed[tuple[str, np.ndarray]]  # weight sets in order of first appearance, and whose chunks: bool [S]
+    columns: _Columns
+    sampled: Listed[Sequence]  # [R]
+    slots: np.ndarray  # [R]
+    rows: np.ndarray  # [R] row of the step's logits
+    positions: np.ndarray  # [R] of the token to draw
 
 
 def _rows_to_score(

@@ -128,12 +128,13 @@ class EngineLoop:
             return finished + self._retire(keep=0)
         self.num_steps += 1
         self._count_cached(decision)
-        batches = self.batches.forward_batches(decision, live, self._sampling_now())
+        chunks = self.batches.chunks(decision, applied.sampled, live)
+        batches = self.batches.forward_batches(chunks, self._sampling_now())
         lap("build")
         result = self.runner.forward(batches, applied.block_copies, self._newest_tokens())
         lap("forward")
         finished += self._retire(keep=self.lookahead - 1)  # the last step's tokens are known before this one is drawn
-        sampling = self.batches.sampling_batch(decision, applied.sampled, live)
+        sampling = self.batches.sampling_batch(chunks)
         lap("build")
         tokens = self.runner.sample(result, sampling)
         lap("sample")

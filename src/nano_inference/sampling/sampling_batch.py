@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nano_inference.sampling.noise import noise_keys
+from nano_inference.sampling.noise import noise_streams, stream_keys
 from nano_inference.types import SamplingParams
 
 
@@ -105,7 +105,7 @@ _RECORD = np.dtype(
         ("repetition", np.float32),
         ("restricted", np.bool_),
         ("top", np.int64),
-        ("filters", np.bool_),
+        ("filter", np.bool_),
         ("greedy", np.bool_),
         ("raw", np.bool_),
         ("mask", np.bool_),
@@ -144,12 +144,15 @@ class SamplingTable:
 
     def __init__(self) -> None:
         self._records = np.zeros(0, dtype=_RECORD)
+        self._drawn: np.ndarray | None = None  # the slots of the last draw, and what `_parameters` says of them
+        self._same: tuple[dict[str, Any], np.ndarray] = ({}, np.zeros(0, dtype=np.uint64))
         self._bias: dict[int, Mapping[int, float]] = {}  # by slot, as all below: of those that have some
         self._allowed: dict[int, Pairs] = {}
         self._counts: dict[int, TokenCounts] = {}
 
     def put(self, slot: int, params: SamplingParams, seed: int, sample_index: int, prompt: Sequence[int]) -> None:
         """Fill a slot, whatever it held. The completion is still empty: see `count`."""
+        self._drawn = None
         self._records = _longer(self._records, slot + 1)
         self._records[slot] = (
             seed,
@@ -193,34 +196,32 @@ class SamplingTable:
             positions: int64 [R], of the token to draw.
             banned: place in `slots` -> ids that may not be drawn there.
         """
-        record = self._records[slots]
-        keys = np.stack([record["seed"], record["sample_index"], positions.astype(np.uint64)], axis=1)
-        biased = sorted({*np.flatnonzero(record["biased"]).tolist(), *banned})
-        restricted = np.flatnonzero(record["restricted"]).tolist()
-
-        def column(name: str) -> Tensor:
-            return torch.from_numpy(record[name].copy())
-
-        return SamplingBatch(
+        if self._drawn is None or not np.array_equal(slots, self._drawn):
+            self._drawn, self._same = slots, self._parameters(slots)
+        parameters, streams = self._same
+        batch = SamplingBatch(
             rows=torch.from_numpy(rows),
-            temperature=column("temperature"),
-            top_k=column("top_k"),
-            top_p=column("top_p"),
-            min_p=column("min_p"),
-            presence=column("presence"),
-            frequency=column("frequency"),
-            repetition=column("repetition"),
-            noise_keys=torch.from_numpy(noise_keys(keys)),
-            bias=_entries(biased, [_bias_pairs(self._bias[slots[i]], banned.get(i, ())) for i in biased]),
-            allowed=_entries(restricted, [self._allowed[slots[i]] for i in restricted]),
-            restricted=column("restricted"),
+            noise_keys=torch.from_numpy(stream_keys(streams, positions.astype(np.uint64))),
             counts=_entries(*zip(*[(i, counts.pairs()) for i, counts in self.penalized(slots)], strict=True)),
-            any_filter=bool(record["filters"].any()),
-            any_greedy=bool(record["greedy"].any()),
-            any_raw=bool(record["raw"].any()),
-            any_mask=bool(record["mask"].any()),
-            most_top=int(record["top"].max(initial=0)),
+            **parameters,
         )
+        return replace(batch, bias=self._bias_of(slots, banned)) if banned else batch
+
+    def _parameters(self, slots: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+        """The fields of a batch that stay while the same samples are drawn, and the streams of their noise."""
+        record = self._records[slots]
+        columns = ("temperature", "top_k", "top_p", "min_p", "presence", "frequency", "repetition", "restricted")
+        fixed: dict[str, Any] = {name: torch.from_numpy(record[name].copy()) for name in columns}
+        restricted = np.flatnonzero(record["restricted"]).tolist()
+        fixed |= {f"any_{name}": bool(record[name].any()) for name in ("filter", "greedy", "raw", "mask")}
+        fixed["most_top"] = int(record["top"].max(initial=0))
+        fixed["allowed"] = _entries(restricted, [self._allowed[slots[i]] for i in restricted])
+        fixed["bias"] = self._bias_of(slots, {})
+        return fixed, noise_streams(record["seed"], record["sample_index"])
+
+    def _bias_of(self, slots: np.ndarray, banned: Mapping[int, Iterable[int]]) -> Entries:
+        places = sorted({*np.flatnonzero(self._records["biased"][slots]).tolist(), *banned})
+        return _entries(places, [_bias_pairs(self._bias[slots[i]], banned.get(i, ())) for i in places])
 
 
 def sampling_batch(draws: Sequence[DrawRequest]) -> SamplingBatch:

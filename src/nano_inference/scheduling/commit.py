@@ -245,8 +245,7 @@ def _append(seq: Sequence, row: int, sampled: SampledTokens, version: int) -> No
     starts, params = seq.version_starts, seq.params
     if not starts or starts[-1][0] != version:
         starts.append((version, seq.num_completion_tokens))
-    seq.append_token(sampled.token_ids[row], sampled.logprobs[row])
-    seq.output_log_kept_mass.append(sampled.log_kept_mass[row])
+    seq.append_token(sampled.token_ids[row], sampled.logprobs[row], sampled.log_kept_mass[row])
     if seq.output_text is not None and not ends_by_id(seq):  # the text ends before a stop id
         seq.stop_string = seq.output_text.append(seq.token_ids[-1], may_stop(seq))
     if params.raw_logprobs:

@@ -40,8 +40,8 @@ def schedule(
     to what fits before anybody is preempted for it.
     """
     plan = _Plan(running, cache, config, pending)
-    for seq, length in _share_budget(running, config, plan):
-        plan.grow(seq, length)
+    for seq, want, length in _share_budget(running, config, plan):
+        plan.grow(seq, want, length)
     if not plan.preempted:
         for seq in waiting:
             if not plan.admit(seq):
@@ -49,8 +49,10 @@ def schedule(
     return plan.freeze()
 
 
-def _share_budget(running: Listed[Sequence], config: SchedulerConfig, plan: "_Plan") -> Iterable[tuple[Sequence, int]]:
-    """Running sequences that can use some tokens, and how many they get, in scheduling order.
+def _share_budget(
+    running: Listed[Sequence], config: SchedulerConfig, plan: "_Plan"
+) -> Iterable[tuple[Sequence, int, int]]:
+    """Running sequences that can use some tokens, how many they could, and how many they get; in scheduling order.
 
     Where there are not enough for all: by priority, single tokens first, longest idle first.
     """
@@ -58,7 +60,7 @@ def _share_budget(running: Listed[Sequence], config: SchedulerConfig, plan: "_Pl
     budget = config.max_tokens_per_batch
     longest = plan.chunk_length(budget, budget)
     if len(seqs) <= config.max_batch_size and sum(wants) <= budget and max(wants, default=0) <= longest:
-        return zip(seqs, wants, strict=True)
+        return zip(seqs, wants, wants, strict=True)
     queue = sorted(
         zip(seqs, wants, strict=True), key=lambda each: (each[0].params.priority, each[1] > 1, each[0].last_step)
     )
@@ -68,7 +70,7 @@ def _share_budget(running: Listed[Sequence], config: SchedulerConfig, plan: "_Pl
         if length:
             grants[seq.seq_id] = length
             budget -= length
-    return [(seq, grants[seq.seq_id]) for seq in seqs if seq.seq_id in grants]
+    return [(seq, want, grants[seq.seq_id]) for seq, want in zip(seqs, wants, strict=True) if seq.seq_id in grants]
 
 
 class _Plan:
@@ -121,7 +123,7 @@ class _Plan:
             return want if want <= budget else 0
         return min(want, budget, self.config.max_chunk_tokens or want)
 
-    def grow(self, seq: Sequence, length: int) -> None:
+    def grow(self, seq: Sequence, want: int, length: int) -> None:
         """Give a running sequence its chunk, preempting from the end of the order until its blocks are there."""
         if self.preempted and seq.seq_id in self.preempted:
             return
@@ -132,7 +134,7 @@ class _Plan:
                 return
             fresh = self._blocks(start + length) - self._own_blocks(seq, start)
             self._own_written_block(seq, start)
-        self._add_chunk(seq, start, length, fresh)
+        self._add_chunk(seq, start, length, fresh, completes=length == want)
 
     def _make_way(self, seq: Sequence, start: int, length: int) -> int:
         """How many of `length` tokens a running sequence computes; sequences after it make way. 0: it did so itself."""
@@ -167,7 +169,7 @@ class _Plan:
         self.owed += max(0, self._need(seq, match, length) - fresh * self.layout.num_units)
         self.num_seqs += seq.width
         self.admitted.append(Admission(seq.seq_id, match))
-        self._add_chunk(seq, start, length, fresh)
+        self._add_chunk(seq, start, length, fresh, completes=start + length == seq.num_to_compute)
         self.computing.update(self._names(seq, start, length))
         return True
 
@@ -176,9 +178,8 @@ class _Plan:
         columns = tuple(zip(*self.chunks.values(), strict=True)) or ((),) * len(Chunk._fields)
         return SchedulerOutput(*columns, admitted=tuple(self.admitted), preempted_seqs=tuple(self.preempted))
 
-    def _add_chunk(self, seq: Sequence, start: int, length: int, fresh: int) -> None:
-        known = len(seq.token_ids) + self.pending.get(seq.seq_id, 0)
-        samples = seq.num_samples if start + length == known else 0
+    def _add_chunk(self, seq: Sequence, start: int, length: int, fresh: int, completes: bool) -> None:
+        samples = seq.num_samples if completes else 0
         self.chunks[seq.seq_id] = (seq.seq_id, start, length, samples, seq.weight_set, fresh)
         if fresh:
             self.room.take(fresh)
@@ -225,9 +226,11 @@ class _Plan:
 
     def _promise(self, seq: Sequence) -> int:
         known = seq.num_to_compute + self.pending.get(seq.seq_id, 0)
+        fresh = self.chunks[seq.seq_id][-1] if seq.seq_id in self.chunks else 0
+        if not self.layout.num_sliding:
+            return self.layout.num_units * max(0, self._blocks(known) - len(seq.block_ids) - fresh)
         length = self.chunk_length(max(1, known - seq.num_computed_tokens), self.config.max_tokens_per_batch)
         most = self.layout.most_units(known, self._least(length or 1), self.block_size)
-        fresh = self.chunks[seq.seq_id][-1] if seq.seq_id in self.chunks else 0
         held = self._units(len(seq.block_ids), seq.num_computed_tokens) + fresh * self.layout.num_units
         return max(0, most - held)
 
@@ -262,14 +265,11 @@ class _Plan:
 
     def _own_blocks(self, seq: Sequence, start: int) -> int:
         """Blocks of a running sequence that it may go on with: the one it writes to is copied if others hold it too."""
-        return len(seq.block_ids) - self._written_block_is_shared(seq, start)
-
-    def _written_block_is_shared(self, seq: Sequence, start: int) -> bool:
-        index = start // self.block_size
-        return index < len(seq.block_ids) and self.room.refs(seq.block_ids[index]) > 1
+        held, index = len(seq.block_ids), start // self.block_size
+        return held - 1 if index < held and self.room.refs(seq.block_ids[index]) > 1 else held
 
     def _own_written_block(self, seq: Sequence, start: int) -> None:
-        if self._written_block_is_shared(seq, start):
+        if self._own_blocks(seq, start) < len(seq.block_ids):
             shared = seq.block_ids[start // self.block_size]
             self.room.let_go([shared], 0)
             self.copied[seq.seq_id] = shared

@@ -145,10 +145,11 @@ class Sequence:
         """As in the request."""
         return self.params.stop_token_ids
 
-    def append_token(self, token_id: int, logprob: float) -> None:
+    def append_token(self, token_id: int, logprob: float, log_kept_mass: float = 0.0) -> None:
         """Make a sampled token known."""
         self.token_ids.append(token_id)
         self.output_logprobs.append(logprob)
+        self.output_log_kept_mass.append(log_kept_mass)
 
     def release(self, namespace: Namespace) -> list[int]:
         """Give up all blocks (returned) and start over; what is computed next belongs to `namespace`."""
