@@ -98,8 +98,12 @@ class _Plan:
     @cached_property
     def computing(self) -> set[int]:
         """Names of the blocks that this plan's chunks fill."""
-        chunks = [(seq, self.chunks[seq.seq_id]) for seq in self.alive if seq.seq_id in self.chunks]
-        return {name for seq, (_, start, length, *_) in chunks for name in self._names(seq, start, length)}
+        names: set[int] = set()
+        for seq in self.alive:
+            chunk = self.chunks.get(seq.seq_id)
+            if chunk is not None and chunk[1] // self.block_size < len(seq.prefix.hashes):  # few of those that decode
+                names.update(self._names(seq, chunk[1], chunk[2]))
+        return names
 
     def wanted(self, running: Listed[Sequence]) -> tuple[list[Sequence], list[int]]:
         """Who has known tokens that are not computed, and how many; not where the one in flight is surely the last."""
@@ -221,14 +225,14 @@ class _Plan:
         a block for each other sample of its group, which will want one as soon as it is forked.
         """
         if self.promised is None:
-            self.promised = sum(self._promise(each) for each in self.alive)
+            # A chunk that draws has the blocks for all that its sequence knows; with a window it may need more units.
+            done = set() if self.layout.num_sliding else {chunk[0] for chunk in self.chunks.values() if chunk[3]}
+            self.promised = sum(self._promise(seq) for seq in self.alive if seq.seq_id not in done)
         return self.promised + self.owed + (seq.width - 1) * self.layout.num_units
 
     def _promise(self, seq: Sequence) -> int:
         known = seq.num_to_compute + self.pending.get(seq.seq_id, 0)
         fresh = self.chunks[seq.seq_id][-1] if seq.seq_id in self.chunks else 0
-        if not self.layout.num_sliding:
-            return self.layout.num_units * max(0, self._blocks(known) - len(seq.block_ids) - fresh)
         length = self.chunk_length(max(1, known - seq.num_computed_tokens), self.config.max_tokens_per_batch)
         most = self.layout.most_units(known, self._least(length or 1), self.block_size)
         held = self._units(len(seq.block_ids), seq.num_computed_tokens) + fresh * self.layout.num_units
