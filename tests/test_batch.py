@@ -2,9 +2,10 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from nano_inference.config import SchedulerConfig
 from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.paged import PagedKVCache
-from nano_inference.sampling.sampling_batch import DrawRequest, Entries, SamplingBatch, sampling_batch
+from nano_inference.sampling.sampling_batch import DrawRequest, Entries, SamplingBatch, SamplingTable, sampling_batch
 from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
 from nano_inference.types import SamplingParams
 from tests.simulation.fake_model import EOS, VOCAB, FakeRunner
@@ -30,7 +31,7 @@ class CheckedBuilder(BatchBuilder):
         self.before: list[tuple[Tensor, Tensor]] = []  # tensors of the last step, and copies
         self.num_draws = self.num_slots_reused = 0
 
-    def forward_batches(self, chunks: Chunks, sampling_now: dict[int, int]) -> tuple[ForwardBatch, ...]:
+    def forward_batches(self, chunks: Chunks, sampling_now: Mapping[int, int]) -> tuple[ForwardBatch, ...]:
         batches = super().forward_batches(chunks, sampling_now)
         for batch, (name, part) in zip(batches, chunks.parts, strict=True):
             seqs = [seq for seq, own in zip(chunks.seqs, part.tolist(), strict=True) if own]
@@ -137,10 +138,21 @@ def test_batches_say_what_the_sequences_say(seed: int, lookahead: int) -> None:
         if r.random() < 0.1:
             loop.inbox.append(Abort(frozenset([request])))
         if r.random() < 0.1:
-            loop.inbox.append(ChangeWeights(POLICY, lambda: loop.runner.version + 1, recompute=r.random() < 0.5))
+            loop.inbox.append(
+                ChangeWeights(POLICY, lambda: 1 + loop.sequences.versions[POLICY], recompute=r.random() < 0.5)
+            )
         for _ in range(r.choice([0, 1, 5])):
             loop.step()
     while loop.has_pending():
         loop.step()
     assert builder.num_draws > 100
     assert len(builder._prompts) < loop.sequences.new_id(), "slots of sequences that ended are used again"
+
+
+def test_a_slot_that_is_filled_again_is_read_again() -> None:
+    table, place = SamplingTable(), np.zeros(1, dtype=np.int64)
+    batches = []
+    for temperature in (0.5, 0.25):
+        table.put(0, SamplingParams(temperature=temperature), 1, 0, [])
+        batches.append(table.batch(place, place, place, {}))
+    assert [batch.temperature.tolist() for batch in batches] == [[0.5], [0.25]]

@@ -226,7 +226,7 @@ class _Plan:
         """
         if self.promised is None:
             # A chunk that draws has the blocks for all that its sequence knows; with a window it may need more units.
-            done = set() if self.layout.num_sliding else {chunk[0] for chunk in self.chunks.values() if chunk[3]}
+            done = {chunk[0] for chunk in self.chunks.values() if chunk[3] and not self.layout.num_sliding}
             self.promised = sum(self._promise(seq) for seq in self.alive if seq.seq_id not in done)
         return self.promised + self.owed + (seq.width - 1) * self.layout.num_units
 
