@@ -50,7 +50,6 @@ class IndexedKVCache:
     """
 
     def __init__(self, pool: BlockPool, index: PrefixIndex, block_size: int, units: UnitPool | None = None) -> None:
-        self.blocks = pool.blocks  # all of them, by id
         self.num_blocks = len(pool.blocks)
         self.block_size = block_size
         self.units = units
@@ -58,6 +57,11 @@ class IndexedKVCache:
         self.num_units = units.num_units if units is not None else self.num_blocks
         self._pool = pool
         self._index = index
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks, by id."""
+        return self._pool.blocks
 
     def num_free_blocks(self) -> int:
         """Blocks that no table holds, matchable ones included."""
@@ -77,7 +81,7 @@ class IndexedKVCache:
 
     def ref_count(self, block_id: int) -> int:
         """How many block tables hold this block."""
-        return self.blocks[block_id].ref_count
+        return self._pool.blocks[block_id].ref_count
 
     def num_users(self, block_id: int) -> int:
         """How many block tables have this block in their window."""
