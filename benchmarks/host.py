@@ -76,6 +76,8 @@ class Row:
     median: float
     least: float
     most: float
+    cpu: float  # of the thread that steps: where other programs want the cores too, this is the figure to compare
+    cpu_least: float
     phases: dict[str, float]
     least_phases: dict[str, float]
 
@@ -156,17 +158,18 @@ class Bench:
             self.step()
 
     def window(self) -> tuple[dict[str, float], float]:
-        """Microseconds a step by phase, "step" for the whole of it; and tokens a step."""
+        """Microseconds a step by phase, "step" and "cpu" for the whole of it; and tokens a step."""
         clock = self.loop.clock
         clock.nanoseconds = dict.fromkeys(PHASES, 0)
-        tokens, spent = self.loop.num_completion_tokens, 0
+        tokens, spent, busy = self.loop.num_completion_tokens, 0, 0
         for _ in range(self.steps):
-            began = time.perf_counter_ns()
+            began, woke = time.perf_counter_ns(), time.thread_time_ns()
             finished = self.loop.step()
             spent += time.perf_counter_ns() - began
+            busy += time.thread_time_ns() - woke
             for _ in finished:
                 self.add()
-        figures = clock.microseconds(self.steps) | {"step": spent / 1e3 / self.steps}
+        figures = clock.microseconds(self.steps) | {"step": spent / 1e3 / self.steps, "cpu": busy / 1e3 / self.steps}
         return figures, (self.loop.num_completion_tokens - tokens) / self.steps
 
 
@@ -184,8 +187,8 @@ def measure_case(case: Case, windows: int, steps: int) -> Row:
         gc.collect()
         window, tokens = bench.window()
         figures.append(window)
-    columns = {name: [window[name] for window in figures] for name in ("step", *PHASES)}
-    whole = columns.pop("step")
+    columns = {name: [window[name] for window in figures] for name in ("step", "cpu", *PHASES)}
+    whole, cpu = columns.pop("step"), columns.pop("cpu")
     return Row(
         case=case.name,
         running=case.running,
@@ -195,6 +198,8 @@ def measure_case(case: Case, windows: int, steps: int) -> Row:
         median=round(statistics.median(whole), 1),
         least=round(min(whole), 1),
         most=round(max(whole), 1),
+        cpu=round(statistics.median(cpu), 1),
+        cpu_least=round(min(cpu), 1),
         phases={name: round(statistics.median(column), 1) for name, column in columns.items()},
         least_phases={name: round(min(column), 1) for name, column in columns.items()},
     )
@@ -203,10 +208,10 @@ def measure_case(case: Case, windows: int, steps: int) -> Row:
 def table(rows: list[Row]) -> str:
     """Microseconds a step as Markdown: the median, the extremes, and the phases' medians."""
     phases = [name for name in PHASES if any(row.phases[name] >= 1 for row in rows)]
-    lines = [["µs a step", "running", "median", "least", "most", *phases]]
+    lines = [["µs a step", "running", "median", "least", "most", "CPU", "CPU least", *phases]]
     lines.append(["---", *["---:"] * (len(lines[0]) - 1)])
     for row in rows:
-        figures = (row.median, row.least, row.most, *(row.phases[name] for name in phases))
+        figures = (row.median, row.least, row.most, row.cpu, row.cpu_least, *(row.phases[name] for name in phases))
         lines.append([row.case, str(row.running), *(f"{figure:.0f}" for figure in figures)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
