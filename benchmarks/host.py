@@ -174,26 +174,27 @@ class Bench:
 
 
 def measure(windows: int = 7, steps: int = 64, cases: tuple[Case, ...] = CASES) -> list[Row]:
-    """Measure every case; `windows` times `steps` steps each."""
-    return [measure_case(case, windows, steps) for case in cases]
+    """Measure every case; `windows` times `steps` steps each, the cases in turn: a machine is not busy all the time."""
+    rounds = [[measure_window(case, steps) for case in cases] for _ in range(windows)]
+    return [summary(case, steps, list(own)) for case, own in zip(cases, zip(*rounds, strict=True), strict=True)]
 
 
-def measure_case(case: Case, windows: int, steps: int) -> Row:
-    figures: list[dict[str, float]] = []
-    tokens = 0.0
-    for _ in range(windows):  # each from the same state
-        bench = Bench(case, steps)
-        bench.warm_up()
-        gc.collect()
-        window, tokens = bench.window()
-        figures.append(window)
+def measure_window(case: Case, steps: int) -> tuple[dict[str, float], float]:
+    bench = Bench(case, steps)  # always from the same state
+    bench.warm_up()
+    gc.collect()
+    return bench.window()
+
+
+def summary(case: Case, steps: int, windows: list[tuple[dict[str, float], float]]) -> Row:
+    figures, tokens = [window for window, _ in windows], windows[-1][1]
     columns = {name: [window[name] for window in figures] for name in ("step", "cpu", *PHASES)}
     whole, cpu = columns.pop("step"), columns.pop("cpu")
     return Row(
         case=case.name,
         running=case.running,
         steps=steps,
-        windows=windows,
+        windows=len(windows),
         tokens_per_step=round(tokens, 1),
         median=round(statistics.median(whole), 1),
         least=round(min(whole), 1),
