@@ -207,10 +207,10 @@ class Kernels:
         positions = np.arange(chunk.start, chunk.end)
         problem, kept = self._problem(paging, units, cache, positions, positions * 0, positions, positions, tables)
         text = self.texts[chunk.seq]
-        found = tuple(np.zeros_like(x[chunk.start : chunk.end]) for x in (text.k, text.v))
-        self.library.nano_read_kv(ctypes.byref(problem), *(ctypes.c_void_p(x.ctypes.data) for x in found))
+        keys, values = (np.zeros_like(x[chunk.start : chunk.end]) for x in (text.k, text.v))
+        self.library.nano_read_kv(ctypes.byref(problem), *(ctypes.c_void_p(x.ctypes.data) for x in (keys, values)))
         del kept
-        return found
+        return keys, values
 
     def _cast(self, x: Floats) -> NDArray[np.generic]:
         return np.ascontiguousarray(round_bf16(x) if self.shape.is_bf16 else x)
