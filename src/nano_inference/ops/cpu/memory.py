@@ -29,7 +29,7 @@ class Arena:
 
 
 def _mapping(size: int) -> Tensor:
-    memory = mmap.mmap(-1, size + HUGE_PAGE)
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones get none
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)

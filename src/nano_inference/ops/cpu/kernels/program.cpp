@@ -190,15 +190,15 @@ class Program {
     linear(job, row, end_row, panels * part / parts, panels * (part + 1) / parts, next_weights<T>(index, part, parts));
   }
 
-  // What this thread reads after operation `index`: its first panel of the next product.
+  // What this thread reads after operation `index`: its first panels of the next product.
   template <class T>
-  const void* next_weights(size_t index, int part, int parts) const {
+  Panels<T> next_weights(size_t index, int part, int parts) const {
     for (size_t k = index + 1; k < ops_.size(); k++)
       if (ops_[k].kind == Kind::LINEAR) {
         const Linear<T> job = linear_of<T>(ops_[k]);
-        return job.w.panel(job.num_panels() * part / parts);
+        return panels_at(job, job.num_panels() * part / parts);
       }
-    return nullptr;
+    return {nullptr, nullptr, 0};
   }
 
   template <class T>
