@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -88,15 +88,15 @@ def test_the_same_tokens_as_the_reference_on_the_same_logits(kernels: ctypes.CDL
     batch = replace(sampling_batch(requests), any_raw=True, any_mask=True)
     drawn = head.draw_logits(kernels, logits, batch, num_threads=2)
     expected = reference.sample(logits, batch)
-    # A filter's threshold or a race may be nearer than float32 can tell; seldom.
     agree = drawn.token_ids == expected.token_ids
-    assert int((~agree).sum()) <= 1
+    assert int((~agree).sum()) <= 1, "float32 cannot always tell who wins a race, but seldom only"
+    if drawn.kept is not None and expected.kept is not None:
+        others = (drawn.kept != expected.kept).sum(dim=-1)
+        assert int(others.max()) <= 2, "sums of float32 round a threshold to a neighbour, not further"
+        agree &= others == 0
     for name in ("logprobs", "raw_logprobs", "log_kept_mass"):
         torch.testing.assert_close(getattr(drawn, name)[agree], getattr(expected, name)[agree], rtol=1e-5, atol=2e-5)
-    for name in ("kept", "top_ids"):
-        mine, theirs = getattr(drawn, name), getattr(expected, name)
-        if theirs is not None and theirs.numel():
-            assert int((mine != theirs).any(dim=-1).sum()) <= 1, name
+    assert torch.equal(drawn.top_ids[agree], expected.top_ids[agree])
 
 
 def test_the_noise_is_the_references(kernels: ctypes.CDLL) -> None:
@@ -171,6 +171,7 @@ def test_many_draws_across_blocks_follow_the_distribution(kernels: ctypes.CDLL) 
     min_p=st.sampled_from([0.0, 1e-6, 0.1, 1.0]),
     dead=st.sampled_from([0.0, 0.5, 0.999]),
 )
+@example(3, 40, 0.1, 21, 1.0, 0.0, 0.0)  # -0 and +0 are equal
 def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
     kernels: ctypes.CDLL, seed: int, vocab: int, scale: float, top_k: int, top_p: float, min_p: float, dead: float
 ) -> None:
