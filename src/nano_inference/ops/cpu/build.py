@@ -24,6 +24,9 @@ SOURCES = Path(__file__).parent / "kernels"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=default", "-w")
 LIBRARY = "libnano.so"
+MOST_WORDS = 3000  # characters of a compiler's complaint that are passed on
+
+_failed: dict[Path, str] = {}  # what this process need not try again: the same source with the same compiler
 
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-DNANO_AVX512")
 # Instruction set -> (flags of the processor that it needs, flags of the compiler). Best first. All give the same bits.
@@ -66,11 +69,21 @@ def build(instruction_set: str | None = None, cache_root: Path | None = None) ->
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)
         if not (folder / LIBRARY).is_file():
-            _build_into(folder, compiler, flags, name)
+            _build_once(folder, compiler, flags, name)
         _require_own(folder)
     except OSError as problem:
         raise KernelsUnavailable(f"the CPU kernels cannot be kept in {root}: {problem}") from problem
     return folder / LIBRARY
+
+
+def _build_once(folder: Path, compiler: str, flags: tuple[str, ...], name: str) -> None:
+    if folder in _failed:
+        raise KernelsUnavailable(_failed[folder])
+    try:
+        _build_into(folder, compiler, flags, name)
+    except KernelsUnavailable as problem:
+        _failed[folder] = str(problem)
+        raise
 
 
 def _build_into(folder: Path, compiler: str, flags: tuple[str, ...], name: str) -> None:
@@ -106,7 +119,8 @@ def _run(command: list[str]) -> None:
     except subprocess.TimeoutExpired:
         raise KernelsUnavailable(f"building the CPU kernels took more than 600 s: {' '.join(command)}") from None
     if done.returncode:
-        raise KernelsUnavailable(f"the CPU kernels could not be built: {' '.join(command)}\n{done.stderr.strip()}")
+        complaint = done.stderr.strip()[:MOST_WORDS]
+        raise KernelsUnavailable(f"the CPU kernels could not be built: {' '.join(command)}\n{complaint}")
 
 
 def _compiler() -> tuple[str, str]:
