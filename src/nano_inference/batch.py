@@ -1,15 +1,17 @@
 """A decision made into tensors: a `ForwardBatch` for the model, a `SamplingBatch` for the draw. Complete at birth."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
-from nano_inference.scheduling.decision import Chunk, SchedulerOutput
+from nano_inference.sampling.sampling_batch import SamplingBatch, SamplingTable
+from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.sequence import Sequence, Sequences
 
 
@@ -42,116 +44,195 @@ class ForwardBatch:
     num_prompt_tokens: int  # rows that belong to prompts, for the books
 
 
-def build_batches(
-    decision: SchedulerOutput, sequences: Sequences, block_size: int, sampling_now: Mapping[int, int]
-) -> tuple[ForwardBatch, ...]:
-    """One `ForwardBatch` a weight set, in order of first appearance.
+class BatchBuilder:
+    """Makes a step's batches from arrays that keep what every step needs of a sequence, one slot each.
 
-    Args:
-        decision: applied already, so that block tables cover its chunks.
-        sequences: the live sequences.
-        block_size: tokens in a KV block.
-        sampling_now: sequence id -> place in the samples of the step in flight, for tokens not known on the host.
+    A slot is written when its sequence first appears, and its block table when that changed: both are rare. A step only
+    gathers from the slots, into new arrays: one that is in flight may still be reading its own.
     """
-    by_set: dict[str, list[Chunk]] = {}
-    for chunk in decision.chunks():
-        by_set.setdefault(chunk.weight_set, []).append(chunk)
-    return tuple(_build(name, chunks, sequences, block_size, sampling_now) for name, chunks in by_set.items())
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._slots: dict[int, int] = {}  # sequence id -> slot
+        self._free: list[int] = []
+        self._tables = np.zeros((0, 0), dtype=np.int64)  # [slots, blocks], padded with 0
+        self._prompts = np.zeros(0, dtype=np.int64)  # [slots] prompt tokens
+        self._least = np.zeros(0, dtype=np.int64)  # [slots] tokens that a sequence has before it may stop
+        self._draws = SamplingTable()
+
+    def chunks(self, decision: SchedulerOutput, sampled: Listed[Sequence], sequences: Sequences) -> "Chunks":
+        """The chunks of a step as arrays.
+
+        Args:
+            decision: applied already, so that block tables cover its chunks.
+            sampled: who gets a token, in the order of the chunks' samples.
+            sequences: the live sequences.
+        """
+        slots = self._slots_of(decision.seq_ids, sequences)
+        starts, lengths, samples = (
+            np.array(column, dtype=np.int64) for column in (decision.starts, decision.lengths, decision.samples)
+        )
+        self._follow_tables(decision, sequences)
+        names = list(dict.fromkeys(decision.weight_sets))
+        parts = [np.array([each == name for each in decision.weight_sets]) for name in names]
+        drawn = samples > 0
+        rows = np.zeros(len(samples), dtype=np.int64)  # of the logits: there chunks are grouped by weight set
+        rows[np.concatenate([np.flatnonzero(part & drawn) for part in parts])] = np.arange(np.count_nonzero(drawn))
+        return Chunks(
+            seqs=[sequences.by_id[seq_id] for seq_id in decision.seq_ids],
+            parts=list(zip(names, parts, strict=True)),
+            columns=_Columns(slots, starts, lengths, samples),
+            sampled=sampled,
+            slots=self._slots_of([seq.seq_id for seq in sampled], sequences),
+            rows=np.repeat(rows, samples),
+            positions=np.repeat(starts + lengths, samples),
+        )
+
+    def forward_batches(self, chunks: "Chunks", sampling_now: Mapping[int, int]) -> tuple[ForwardBatch, ...]:
+        """One `ForwardBatch` a weight set, in order of first appearance.
+
+        `sampling_now`: sequence id -> place in the samples of the step in flight, for tokens not known on the host.
+        """
+        return tuple(
+            self._build(name, list(compress(chunks.seqs, part.tolist())), chunks.columns.of(part), sampling_now)
+            for name, part in chunks.parts
+        )
+
+    def sampling_batch(self, chunks: "Chunks") -> SamplingBatch:
+        """The draw of a step, once the tokens before it are known. Logits of its batches stand one after another."""
+        for place, counts in self._draws.penalized(chunks.slots):
+            seq = chunks.sampled[place]
+            counts.add(seq.token_ids[seq.num_prompt_tokens + counts.length :])
+        early = np.flatnonzero(chunks.positions < self._least[chunks.slots]).tolist()
+        banned = {place: sorted(chunks.sampled[place].stop_ids) for place in early}
+        return self._draws.batch(chunks.slots, chunks.rows, chunks.positions, banned)
+
+    def _build(
+        self, weight_set: str, seqs: list[Sequence], columns: "_Columns", sampling_now: Mapping[int, int]
+    ) -> ForwardBatch:
+        slots, starts, lengths, samples = columns
+        ends = starts + lengths
+        cu_seqlens = np.zeros(len(seqs) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=cu_seqlens[1:])
+
+        input_ids: list[int] = []
+        relay: list[tuple[int, int]] = []
+        for seq, start, end in zip(seqs, starts.tolist(), ends.tolist(), strict=True):
+            token_ids = seq.token_ids
+            input_ids += token_ids[start:end]
+            if end > len(token_ids):  # its newest token is being sampled right now
+                relay.append((len(input_ids), sampling_now[seq.seq_id]))
+                input_ids.append(0)
+        relay_pairs = np.array(relay, dtype=np.int64).reshape(-1, 2)
+        score_rows, score_targets, scored = _rows_to_score(seqs, starts, ends, cu_seqlens)
+
+        row_chunks = np.repeat(np.arange(len(seqs)), lengths)
+        positions = np.arange(len(input_ids)) - (cu_seqlens[:-1] - starts)[row_chunks]
+        tables = self._tables[slots, : -(-int(ends.max()) // self._block_size)]
+        blocks = tables[row_chunks, positions // self._block_size]
+        return ForwardBatch(
+            weight_set=weight_set,
+            input_ids=_tensor(input_ids),
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(blocks * self._block_size + positions % self._block_size),
+            row_chunks=torch.from_numpy(row_chunks),
+            block_tables=torch.from_numpy(tables),
+            cu_seqlens_q=torch.from_numpy(cu_seqlens),
+            seq_lens=torch.from_numpy(ends),
+            logits_indices=torch.from_numpy(cu_seqlens[1:][samples > 0] - 1),
+            score_rows=_tensor(score_rows),
+            score_targets=_tensor(score_targets),
+            scored=tuple(scored),
+            relay_rows=torch.from_numpy(relay_pairs[:, 0].copy()),
+            relay_sources=torch.from_numpy(relay_pairs[:, 1].copy()),
+            num_prompt_tokens=int(np.clip(self._prompts[slots] - starts, 0, lengths).sum()),
+        )
+
+    def _follow_tables(self, decision: SchedulerOutput, sequences: Sequences) -> None:
+        """Write what this step changed in block tables: all of a newcomer's, else from the chunk's first block on."""
+        for seq_id, start, fresh in zip(decision.seq_ids, decision.starts, decision.fresh_blocks, strict=True):
+            if fresh:
+                self._write_table(self._slots[seq_id], sequences.by_id[seq_id].block_ids, start // self._block_size)
+        for admission in decision.admitted:
+            self._write_table(self._slots[admission.seq_id], sequences.by_id[admission.seq_id].block_ids, 0)
+
+    def _write_table(self, slot: int, block_ids: list[int], first: int) -> None:
+        room, wanted = self._tables.shape[1], len(block_ids)
+        if wanted > room:
+            self._tables = np.pad(self._tables, ((0, 0), (0, max(room, wanted - room))))
+        self._tables[slot, first:wanted] = block_ids[first:]
+        self._tables[slot, wanted:] = 0
+
+    def _slots_of(self, seq_ids: Listed[int], sequences: Sequences) -> np.ndarray:
+        slots = self._slots
+        new = [seq_id for seq_id in seq_ids if seq_id not in slots]
+        if new:
+            self._free_slots(len(new), sequences.by_id.keys())
+            for seq in map(sequences.by_id.__getitem__, new):
+                slot = slots[seq.seq_id] = self._free.pop()
+                self._prompts[slot] = seq.num_prompt_tokens
+                self._least[slot] = seq.num_prompt_tokens + seq.params.min_tokens
+                self._draws.put(slot, seq.params, seq.seed, seq.sample_index, seq.token_ids[: seq.num_prompt_tokens])
+                self._write_table(slot, seq.block_ids, 0)
+        return np.fromiter(map(slots.__getitem__, seq_ids), dtype=np.int64, count=len(seq_ids))
+
+    def _free_slots(self, wanted: int, live: Set[int]) -> None:
+        """Have so many free slots: those of sequences that are gone, and where that is not enough, new ones."""
+        if wanted <= len(self._free):
+            return
+        for seq_id in self._slots.keys() - live:
+            self._free.append(self._slots.pop(seq_id))
+        if len(self._free) < wanted + len(self._slots):  # more than half would be held: the next search is far off
+            old = len(self._prompts)
+            more = max(old, 2 * wanted)
+            self._free += range(old, old + more)
+            self._tables = np.pad(self._tables, ((0, more), (0, 0)))
+            self._prompts, self._least = (np.pad(column, (0, more)) for column in (self._prompts, self._least))
 
 
-def _build(
-    weight_set: str, chunks: list[Chunk], sequences: Sequences, block_size: int, sampling_now: Mapping[int, int]
-) -> ForwardBatch:
-    seqs = [sequences.by_id[chunk.seq_id] for chunk in chunks]
-    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-    lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
-    cu_seqlens = np.zeros(len(chunks) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=cu_seqlens[1:])
+class _Columns(NamedTuple):
+    """Chunks, column by column: [S]."""
 
-    input_ids: list[int] = []
-    relay: list[tuple[int, int]] = []
-    for chunk, seq in zip(chunks, seqs, strict=True):
-        input_ids += seq.token_ids[chunk.start : chunk.start + chunk.length]
-        if chunk.start + chunk.length > len(seq.token_ids):  # its newest token is being sampled right now
-            relay.append((len(input_ids), sampling_now[seq.seq_id]))
-            input_ids.append(0)
+    slots: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    samples: np.ndarray
 
+    def of(self, part: np.ndarray) -> "_Columns":
+        """Some of the chunks: bool [S]."""
+        return _Columns(*(column[part] for column in self))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A step's chunks and samples as arrays; S chunks, R samples."""
+
+    seqs: Listed[Sequence]  # [S]
+    parts: Listed[tuple[str, np.ndarray]]  # weight sets in order of first appearance, and whose chunks: bool [S]
+    columns: _Columns
+    sampled: Listed[Sequence]  # [R]
+    slots: np.ndarray  # [R]
+    rows: np.ndarray  # [R] row of the step's logits
+    positions: np.ndarray  # [R] of the token to draw
+
+
+def _rows_to_score(
+    seqs: list[Sequence], starts: np.ndarray, ends: np.ndarray, cu_seqlens: np.ndarray
+) -> tuple[list[int], list[int], list[Scored]]:
+    """Rows that are scored, the tokens after them, and whose they are."""
     score_rows: list[int] = []
     score_targets: list[int] = []
     scored: list[Scored] = []
-    for chunk, seq, first in zip(chunks, seqs, cu_seqlens.tolist(), strict=False):
-        rows = seq.rows_to_score(chunk.start, chunk.start + chunk.length)
+    for place in [place for place, seq in enumerate(seqs) if seq.scored]:
+        seq, start = seqs[place], int(starts[place])
+        rows = seq.rows_to_score(start, int(ends[place]))
         if rows:
-            score_rows += range(first + rows.start - chunk.start, first + rows.stop - chunk.start)
+            first = int(cu_seqlens[place]) - start
+            score_rows += range(first + rows.start, first + rows.stop)
             score_targets += seq.token_ids[rows.start + 1 : rows.stop + 1]
             scored.append(Scored(seq, rows.start, rows.stop))
-
-    row_chunks = np.repeat(np.arange(len(chunks)), lengths)
-    positions = np.arange(cu_seqlens[-1]) - (cu_seqlens[:-1] - starts)[row_chunks]
-    tables = np.zeros((len(chunks), max(len(seq.block_ids) for seq in seqs)), dtype=np.int64)
-    for row, seq in enumerate(seqs):
-        tables[row, : len(seq.block_ids)] = seq.block_ids
-    slots = tables[row_chunks, positions // block_size] * block_size + positions % block_size
-    relay_pairs = np.array(relay, dtype=np.int64).reshape(-1, 2)
-    prompt_lens = np.array([seq.num_prompt_tokens for seq in seqs])
-    return ForwardBatch(
-        weight_set=weight_set,
-        input_ids=torch.tensor(input_ids, dtype=torch.int64),
-        positions=torch.from_numpy(positions),
-        slot_mapping=torch.from_numpy(slots),
-        row_chunks=torch.from_numpy(row_chunks),
-        block_tables=torch.from_numpy(tables),
-        cu_seqlens_q=torch.from_numpy(cu_seqlens),
-        seq_lens=torch.from_numpy(starts + lengths),
-        logits_indices=torch.tensor(
-            [int(last) - 1 for chunk, last in zip(chunks, cu_seqlens[1:], strict=True) if chunk.samples],
-            dtype=torch.int64,
-        ),
-        score_rows=torch.tensor(score_rows, dtype=torch.int64),
-        score_targets=torch.tensor(score_targets, dtype=torch.int64),
-        scored=tuple(scored),
-        relay_rows=torch.from_numpy(relay_pairs[:, 0].copy()),
-        relay_sources=torch.from_numpy(relay_pairs[:, 1].copy()),
-        num_prompt_tokens=int(np.clip(prompt_lens - starts, 0, lengths).sum()),
-    )
+    return score_rows, score_targets, scored
 
 
-def build_sampling(
-    decision: SchedulerOutput, sampled: list[tuple[Sequence, int]], batches: tuple[ForwardBatch, ...]
-) -> SamplingBatch:
-    """The draw of a step.
-
-    Args:
-        decision: the step.
-        sampled: (sequence, position of the token to draw), in the order of the chunks' samples.
-        batches: the step's forward batches; their logits stand one after another.
-    """
-    rows = _logits_rows(decision, batches)
-    return sampling_batch(
-        [
-            DrawRequest(
-                seq.params,
-                row,
-                (seq.seed, seq.sample_index, position),
-                prompt=seq.token_ids[: seq.num_prompt_tokens] if seq.params.penalizes else (),
-                completion=seq.token_ids[seq.num_prompt_tokens : position] if seq.params.penalizes else (),
-                banned=sorted(seq.stop_ids) if position - seq.num_prompt_tokens < seq.params.min_tokens else (),
-            )
-            for row, (seq, position) in zip(rows, sampled, strict=True)
-        ]
-    )
-
-
-def _logits_rows(decision: SchedulerOutput, batches: tuple[ForwardBatch, ...]) -> list[int]:
-    """For each sample the row of the step's logits: chunks are grouped by weight set there, not here."""
-    next_row: dict[str, int] = {}
-    offset = 0
-    for batch in batches:
-        next_row[batch.weight_set] = offset
-        offset += len(batch.logits_indices)
-    rows: list[int] = []
-    for chunk in decision.chunks():
-        if chunk.samples:
-            rows += [next_row[chunk.weight_set]] * chunk.samples
-            next_row[chunk.weight_set] += 1
-    return rows
+def _tensor(values: list[int]) -> Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.int64))

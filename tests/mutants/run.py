@@ -16,6 +16,7 @@ CACHES = "tests/kv_cache/test_cache_stateful.py"
 INVARIANCE = "tests/invariance/test_schedule_invariance.py"
 SCHEDULE = "tests/scheduling/test_schedule.py"
 OPERATIONS = "tests/ops/test_reference.py"
+BATCHES = "tests/test_batch.py"
 SIMULATION = "tests/simulation/test_simulation.py"
 WINDOW_CACHES = "tests/kv_cache/test_window_cache.py"
 CATCHES = {
@@ -36,6 +37,7 @@ CATCHES = {
     "stripped_block_matches": WINDOW_CACHES,
     "window_one_too_wide": OPERATIONS,
     "scored_rows_from_the_cache": SIMULATION,
+    "block_table_of_the_readmitted_is_stale": BATCHES,
 }
 SECONDS = 400  # for one fault; a run that does not end is red too
 RED = 1  # pytest's exit code for failed tests; others mean that the tests did not run

@@ -12,7 +12,18 @@ from numpy.typing import NDArray
 
 KERNELS = Path(__file__).parents[2] / "src/nano_inference/ops/cpu/kernels"
 SOURCES = ("attention.cpp", "attention_plan.cpp", "attention_api.cpp", "kv_store.cpp", "pool.cpp")
-FLAGS = ("-O3", "-std=c++17", "-Wall", "-Wextra", "-ffp-contract=off", "-fPIC", "-pthread", "-shared")
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-Wall",
+    "-Wextra",
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-pthread",
+    "-shared",
+)
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DNANO_AVX512")
 MACHINES = {  # name -> (compiler flags, what the processor must have)
     "avx512_bf16": ((*AVX512, "-mavx512bf16", "-DNANO_BF16"), ("avx512f", "avx512bw", "avx512dq", "avx512_bf16")),
@@ -196,10 +207,10 @@ class Kernels:
         positions = np.arange(chunk.start, chunk.end)
         problem, kept = self._problem(paging, units, cache, positions, positions * 0, positions, positions, tables)
         text = self.texts[chunk.seq]
-        found = tuple(np.zeros_like(x[chunk.start : chunk.end]) for x in (text.k, text.v))
-        self.library.nano_read_kv(ctypes.byref(problem), *(ctypes.c_void_p(x.ctypes.data) for x in found))
+        keys, values = (np.zeros_like(x[chunk.start : chunk.end]) for x in (text.k, text.v))
+        self.library.nano_read_kv(ctypes.byref(problem), *(ctypes.c_void_p(x.ctypes.data) for x in (keys, values)))
         del kept
-        return found
+        return keys, values
 
     def _cast(self, x: Floats) -> NDArray[np.generic]:
         return np.ascontiguousarray(round_bf16(x) if self.shape.is_bf16 else x)

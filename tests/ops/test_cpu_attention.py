@@ -97,6 +97,21 @@ def test_a_row_has_the_same_bits_however_it_is_computed(library, shape, drawn, p
         assert (longer[chunk.start - first :] == bits).all()
 
 
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("is_bf16", [True, False])
+def test_nan_in_a_row_does_not_reach_the_rows_before_it(library, is_bf16, window) -> None:
+    shape, chunk = Shape(1, 1, 64, is_bf16, window), Chunk(0, 60, 90)
+    texts = make_texts(shape, [chunk.end], [0], 0)
+    (clean,) = Kernels(library, shape, texts, [0]).attention([chunk], Paging())
+    for bad in range(chunk.start + 1, chunk.end):
+        texts[0].k[bad:] = texts[0].v[bad:] = np.nan
+        texts[0].k[bad + 1 :] = 0
+        (spoilt,) = Kernels(library, shape, texts, [0]).attention([chunk], Paging())
+        assert (spoilt[: bad - chunk.start] == clean[: bad - chunk.start]).all()
+        assert np.isnan(Kernels(library, shape, texts, [0]).values(spoilt)[bad - chunk.start :]).all()
+        texts = make_texts(shape, [chunk.end], [0], 0)
+
+
 @FEW
 @given(chunk_lists(), st.sampled_from(BLOCK_SIZES), st.booleans(), st.booleans())
 def test_stored_rows_come_back(library, drawn, block_size, units, is_bf16) -> None:

@@ -1,4 +1,6 @@
-"""The whole pipeline against one straightforward float64 implementation; and its parts as a table."""
+"""The whole pipeline against one straightforward float64 implementation, of torch and of the CPU kernels; its parts as
+a table.
+"""
 
 import math
 from collections import Counter
@@ -13,16 +15,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference import SamplingParams, SamplingPipeline
+from nano_inference.ops.cpu import head
 from nano_inference.sampling import pipeline
+from nano_inference.sampling import sample as reference
 from nano_inference.sampling.logprobs import best_tokens
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.sampling.pipeline import STANDARD, Bias, MinP, Penalties, Temperature, TopK, TopP
-from nano_inference.sampling.sample import sample
+from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, Entries, SamplingBatch, sampling_batch
+from tests.ops import cpu_kernels
 
 VOCAB = 61
 CALM = settings(deadline=None, max_examples=80)
 IDS = st.integers(0, VOCAB - 1)
+Sample = Callable[[Tensor, SamplingBatch], Draw]
 NEAR = 1e-4  # where a filter's threshold is nearer than this, float32 and float64 may disagree
 
 PARAMS = st.builds(
@@ -47,6 +53,14 @@ DRAWS = st.builds(
     completion=st.lists(IDS, max_size=12),
     banned=st.sets(IDS, max_size=3),
 ).filter(lambda draw: draw.params.allowed_token_ids is None or bool(draw.params.allowed_token_ids - set(draw.banned)))
+
+
+@pytest.fixture(scope="module", params=["torch", "cpu"])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    if request.param == "torch":
+        return reference.sample
+    kernels = cpu_kernels.kernels()
+    return lambda logits, batch: head.draw_logits(kernels, logits, batch, num_threads=2)
 
 
 def logits_of(seed: int, rows: int = 3, vocab: int = VOCAB) -> Tensor:
@@ -97,7 +111,7 @@ def log_softmax(row: list[float], ids: set[int]) -> dict[int, float]:
 
 @CALM
 @given(draw=DRAWS, seed=st.integers(0, 2**16))
-def test_a_draw_is_what_float64_says(draw: DrawRequest, seed: int) -> None:
+def test_a_draw_is_what_float64_says(sample: Sample, draw: DrawRequest, seed: int) -> None:
     logits = logits_of(seed)
     row, kept = written_down(logits, draw)
     possible = {i for i in range(VOCAB) if row[i] > -math.inf}
@@ -128,7 +142,7 @@ def test_a_draw_is_what_float64_says(draw: DrawRequest, seed: int) -> None:
 
 @CALM
 @given(draws=st.lists(DRAWS, min_size=1, max_size=40), seed=st.integers(0, 2**16))
-def test_a_draw_is_the_same_alone_and_in_any_batch(draws: list[DrawRequest], seed: int) -> None:
+def test_a_draw_is_the_same_alone_and_in_any_batch(sample: Sample, draws: list[DrawRequest], seed: int) -> None:
     """40 draws are more than a tile."""
     logits = logits_of(seed)
     together = sample(logits, sampling_batch(draws))
@@ -158,7 +172,7 @@ def repeated(batch: SamplingBatch, num: int) -> SamplingBatch:
     return replace(batch, **many)
 
 
-def test_a_million_draws_follow_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_million_draws_follow_the_distribution(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything at once: bias, an allowed set, penalties, temperature and filters; Pearson's chi-square."""
     monkeypatch.setattr("nano_inference.sampling.sample.ROW_TILE", 100_000)
     monkeypatch.setattr("nano_inference.sampling.logprobs.VOCAB_BLOCK", 20)

@@ -131,22 +131,22 @@ class Model {
       Op& op = add(Kind::LINEAR, in, out);
       op.weight = w.data(), op.rows = rows, op.columns = columns, op.finish = finish;
     };
-    auto normed = [&] {
+    auto normed = [&](bool read_once) {
       Op& op = add(Kind::NORM, -1, 1, 0);
-      op.columns = s.hidden, op.norm = {norm.data(), s.hidden, sizeof(T) == 4, 1e-5f, 0.f};
+      op.columns = s.hidden, op.norm = {norm.data(), s.hidden, sizeof(T) == 4, 1e-5f, 0.f}, op.read_once = read_once;
     };
     Op& first = add(Kind::EMBED, -1, 0);
     first.weight = embedding.data(), first.rows = s.vocab, first.columns = s.hidden;
     for (int64_t l = 0; l < s.layers; l++) {
       const auto* w = &weights[size_t(4 * l)];
-      normed();
+      normed(true);
       product(w[0], (s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden, 1, 2, Finish::STORE);
       Op& rope = add(Kind::ROPE_AND_STORE, 2, 3);
       rope.layer = int32_t(l), rope.cos = cos.data(), rope.sin = sin.data();
       rope.norm = rope.key_norm = {head_norm.data(), s.head_dim, sizeof(T) == 4, 1e-5f, 0.f};
       add(Kind::ATTENTION, 3, 4).layer = int32_t(l);
       product(w[1], s.hidden, s.heads * s.head_dim, 4, 0, Finish::ADD);
-      normed();
+      normed(true);
       if (s.inner % 16 == 0) {
         product(w[2], 2 * s.inner, s.hidden, 1, 5, Finish::SILU);
       } else {
@@ -155,7 +155,7 @@ class Model {
       }
       product(w[3], s.hidden, s.inner, 5, 0, Finish::ADD);
     }
-    normed();
+    normed(false);
     return ops;
   }
 

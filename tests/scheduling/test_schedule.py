@@ -53,7 +53,7 @@ class Stage:
     def step(self) -> SchedulerOutput:
         """Decide, apply, and make every sampled token known at once."""
         decision = self.decide()
-        for seq, _ in self.apply(decision).sampled:
+        for seq in self.apply(decision).sampled:
             seq.append_token(5, -1.0)
             seq.prefix.extend(seq.token_ids, self.config.block_size)
         return decision

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nano_inference.batch import ForwardBatch, Scored, build_batches, build_sampling
+from nano_inference.batch import BatchBuilder, ForwardBatch, Scored
 from nano_inference.config import SchedulerConfig
 from nano_inference.engine.stats import StepClock
 from nano_inference.kv_cache.manager import KVCacheManager
@@ -26,6 +26,8 @@ from nano_inference.scheduling.schedule import schedule
 from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence, Sequences, SequenceStatus
 from nano_inference.scheduling.stopping import Finish
 from nano_inference.types import Delta, TrainingSample
+
+_FINISHED = SequenceStatus.FINISHED  # finding a member of an enum takes 0.1 µs
 
 
 class Pending(Protocol):
@@ -80,7 +82,7 @@ Message = Add | Abort | ChangeWeights
 class Flight:
     """A step that was launched and not retired."""
 
-    sampled: tuple[tuple[Sequence, int], ...]  # (sequence, position of its token), in the order of the samples
+    sampled: tuple[Sequence, ...]  # whose the samples are, in their order
     scored: tuple[Scored, ...]  # in the order of the scores
     tokens: Pending
 
@@ -97,6 +99,7 @@ class EngineLoop:
         self.lookahead = lookahead
         self.numerics = numerics
         self.sequences = Sequences()
+        self.batches = BatchBuilder(config.block_size)
         self.in_flight: deque[Flight] = deque()
         self.inbox: deque[Message] = deque()
         self.num_steps = 0
@@ -125,12 +128,13 @@ class EngineLoop:
             return finished + self._retire(keep=0)
         self.num_steps += 1
         self._count_cached(decision)
-        batches = build_batches(decision, live, self.config.block_size, self._sampling_now())
+        chunks = self.batches.chunks(decision, applied.sampled, live)
+        batches = self.batches.forward_batches(chunks, self._sampling_now())
         lap("build")
         result = self.runner.forward(batches, applied.block_copies, self._newest_tokens())
         lap("forward")
         finished += self._retire(keep=self.lookahead - 1)  # the last step's tokens are known before this one is drawn
-        sampling = build_sampling(decision, list(applied.sampled), batches)
+        sampling = self.batches.sampling_batch(chunks)
         lap("build")
         tokens = self.runner.sample(result, sampling)
         lap("sample")
@@ -171,15 +175,13 @@ class EngineLoop:
             tokens = flight.tokens.wait()
             self.clock.lap("wait")
             samples += commit_scores(flight.scored, tokens.scores, self.sequences, self.cache)
+            live = [seq for seq in flight.sampled if seq.status is not _FINISHED]
+            self.num_completion_tokens += len(live)
             # Length before: a sample whose logits were not finite ends without another token.
-            known = [
-                (seq, len(seq.token_ids)) for seq, _ in flight.sampled if seq.status is not SequenceStatus.FINISHED
-            ]
-            self.num_completion_tokens += len(known)
-            ends = commit([seq for seq, _ in flight.sampled], tokens, self.sequences, self.cache)
-            for seq, before in known:
-                if seq.streaming:
-                    self._stream(seq, seq.token_ids[before:], seq.output_logprobs[before - seq.num_prompt_tokens :])
+            streaming = [(seq, len(seq.token_ids)) for seq in live if seq.streaming]
+            ends = commit(flight.sampled, tokens, self.sequences, self.cache)
+            for seq, before in streaming:
+                self._stream(seq, seq.token_ids[before:], seq.output_logprobs[before - seq.num_prompt_tokens :])
             for seq, finish in ends:
                 ended = self._samples(seq, finish)
                 if finish.reason != "abort" and REFERENCE in self.sequences.versions:
@@ -203,7 +205,7 @@ class EngineLoop:
         text = None
         if seq.output_text is not None:
             text = seq.output_text.take()
-            if seq.status is SequenceStatus.FINISHED:
+            if seq.status is _FINISHED:
                 text += seq.output_text.finish()
         self.streamed.append(Delta(seq.request_id, seq.sample_index, tuple(token_ids), tuple(logprobs), text))
 
@@ -217,13 +219,13 @@ class EngineLoop:
 
     def _pending(self) -> Counter[int]:
         """Tokens being sampled that are not known here yet: derived from the flights, so it cannot drift."""
-        return Counter(seq.seq_id for flight in self.in_flight for seq, _ in flight.sampled)
+        return Counter([seq.seq_id for flight in self.in_flight for seq in flight.sampled])
 
     def _sampling_now(self) -> dict[int, int]:
         """Sequence id -> its place in the samples of the newest step in flight."""
         if not self.in_flight:
             return {}
-        return {seq.seq_id: row for row, (seq, _) in enumerate(self.in_flight[-1].sampled)}
+        return {seq.seq_id: row for row, seq in enumerate(self.in_flight[-1].sampled)}
 
     def _newest_tokens(self) -> Pending | None:
         return self.in_flight[-1].tokens if self.in_flight else None

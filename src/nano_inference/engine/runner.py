@@ -110,6 +110,8 @@ class ModelRunner:
 
 def _to_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
     """The same batch with its tensors on another device."""
+    if device.type == "cpu":
+        return batch
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
     moved = {name: v.to(device, non_blocking=True) for name, v in values.items() if isinstance(v, Tensor)}
     return replace(batch, **moved)

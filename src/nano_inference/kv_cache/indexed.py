@@ -81,7 +81,7 @@ class IndexedKVCache:
 
     def ref_count(self, block_id: int) -> int:
         """How many block tables hold this block."""
-        return self.blocks[block_id].ref_count
+        return self._pool.blocks[block_id].ref_count
 
     def num_users(self, block_id: int) -> int:
         """How many block tables have this block in their window."""

@@ -16,10 +16,18 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 def noise_keys(draws: Sequence[tuple[int, int, int]]) -> np.ndarray:
     """Keys of (seed, sample index, position) triples: int64 [R, 2], each entry a value of 32 bits."""
-    parts = np.array(draws, dtype=np.uint64).reshape(-1, 3)
-    state = np.zeros(len(parts), dtype=np.uint64)
-    for column in range(3):
-        state = _splitmix64(state ^ parts[:, column])
+    seeds, indices, positions = np.array(draws, dtype=np.uint64).reshape(-1, 3).T
+    return stream_keys(noise_streams(seeds, indices), positions)
+
+
+def noise_streams(seeds: np.ndarray, sample_indices: np.ndarray) -> np.ndarray:
+    """What all keys of a sample have in common: uint64 [R], [R] -> [R]."""
+    return _splitmix64(_splitmix64(seeds) ^ sample_indices)
+
+
+def stream_keys(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The keys of streams at positions: uint64 [R], [R] -> int64 [R, 2], each entry a value of 32 bits."""
+    state = _splitmix64(streams ^ positions)
     halves = np.stack([state & np.uint64(0xFFFFFFFF), state >> np.uint64(32)], axis=1)
     return halves.astype(np.int64)
 

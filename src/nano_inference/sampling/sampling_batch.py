@@ -1,14 +1,14 @@
 """What the draw of a step needs, as tensors: one row a sample."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nano_inference.sampling.noise import noise_keys
+from nano_inference.sampling.noise import noise_streams, stream_keys
 from nano_inference.types import SamplingParams
 
 
@@ -90,65 +90,170 @@ class SamplingBatch:
         return replace(self, **moved)
 
 
+Pairs = tuple[np.ndarray, np.ndarray]  # token ids int64, values float32
+_NO_ENTRIES = Entries(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+_RECORD = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("sample_index", np.uint64),
+        ("temperature", np.float64),
+        ("top_k", np.int64),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("repetition", np.float32),
+        ("restricted", np.bool_),
+        ("top", np.int64),
+        ("filter", np.bool_),
+        ("greedy", np.bool_),
+        ("raw", np.bool_),
+        ("mask", np.bool_),
+        ("biased", np.bool_),
+        ("penalizes", np.bool_),
+    ]
+)
+
+
+class TokenCounts:
+    """How often a completion holds each token, counted as it grows: O(1) a token. The prompt's tokens begin at 0."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.length = 0  # tokens of the completion that are counted
+        self._ids = np.unique(np.array(prompt, dtype=np.int64))
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
+        self._places = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """The completion goes on with these."""
+        self.length += len(token_ids)
+        for token_id in token_ids:
+            place = self._places.setdefault(token_id, len(self._places))
+            if place == len(self._ids):
+                self._ids, self._counts = _longer(self._ids, place + 1), _longer(self._counts, place + 1)
+            self._ids[place] = token_id
+            self._counts[place] += 1
+
+    def pairs(self) -> Pairs:
+        """Token ids and their counts; views, good until more is added."""
+        return self._ids[: len(self._places)], self._counts[: len(self._places)]
+
+
+class SamplingTable:
+    """How samples are drawn: what their parameters say, read once, one record a slot; the caller hands out slots."""
+
+    def __init__(self) -> None:
+        self._records = np.zeros(0, dtype=_RECORD)
+        self._drawn: np.ndarray | None = None  # the slots of the last draw, and what `_parameters` says of them
+        self._same: tuple[dict[str, Any], np.ndarray] = ({}, np.zeros(0, dtype=np.uint64))
+        self._bias: dict[int, Mapping[int, float]] = {}  # by slot, as all below: of those that have some
+        self._allowed: dict[int, Pairs] = {}
+        self._counts: dict[int, TokenCounts] = {}
+
+    def put(self, slot: int, params: SamplingParams, seed: int, sample_index: int, prompt: Sequence[int]) -> None:
+        """Fill a slot, whatever it held. The completion is still empty: see `count`."""
+        self._drawn = None
+        self._records = _longer(self._records, slot + 1)
+        self._records[slot] = (
+            seed,
+            sample_index,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+            params.allowed_token_ids is not None,
+            params.top_logprobs,
+            params.filters,
+            params.temperature == 0,
+            params.raw_logprobs or params.temperature == 0,
+            params.sampling_mask,
+            bool(params.logit_bias),
+            params.penalizes,
+        )
+        self._bias[slot] = params.logit_bias
+        if params.allowed_token_ids is not None:
+            ids = np.fromiter(params.allowed_token_ids, dtype=np.int64)
+            self._allowed[slot] = ids, np.zeros(len(ids), dtype=np.float32)
+        if params.penalizes:
+            self._counts[slot] = TokenCounts(prompt if params.repetition_penalty != 1 else ())
+
+    def penalized(self, slots: np.ndarray) -> list[tuple[int, TokenCounts]]:
+        """Which of these have penalties, by their place here: their counts must be up to date before the draw."""
+        places = np.flatnonzero(self._records["penalizes"][slots]).tolist()
+        return [(place, self._counts[slots[place]]) for place in places]
+
+    def batch(
+        self, slots: np.ndarray, rows: np.ndarray, positions: np.ndarray, banned: Mapping[int, Iterable[int]]
+    ) -> SamplingBatch:
+        """One token of each of these slots.
+
+        Args:
+            slots: int64 [R].
+            rows: int64 [R], row of the logits.
+            positions: int64 [R], of the token to draw.
+            banned: place in `slots` -> ids that may not be drawn there.
+        """
+        if self._drawn is None or not np.array_equal(slots, self._drawn):
+            self._drawn, self._same = slots, self._parameters(slots)
+        parameters, streams = self._same
+        batch = SamplingBatch(
+            rows=torch.from_numpy(rows),
+            noise_keys=torch.from_numpy(stream_keys(streams, positions.astype(np.uint64))),
+            counts=_entries(*zip(*[(i, counts.pairs()) for i, counts in self.penalized(slots)], strict=True)),
+            **parameters,
+        )
+        return replace(batch, bias=self._bias_of(slots, banned)) if banned else batch
+
+    def _parameters(self, slots: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+        """The fields of a batch that stay while the same samples are drawn, and the streams of their noise."""
+        record = self._records[slots]
+        columns = ("temperature", "top_k", "top_p", "min_p", "presence", "frequency", "repetition", "restricted")
+        fixed: dict[str, Any] = {name: torch.from_numpy(record[name].copy()) for name in columns}
+        restricted = np.flatnonzero(record["restricted"]).tolist()
+        fixed |= {f"any_{name}": bool(record[name].any()) for name in ("filter", "greedy", "raw", "mask")}
+        fixed["most_top"] = int(record["top"].max(initial=0))
+        fixed["allowed"] = _entries(restricted, [self._allowed[slots[i]] for i in restricted])
+        fixed["bias"] = self._bias_of(slots, {})
+        return fixed, noise_streams(record["seed"], record["sample_index"])
+
+    def _bias_of(self, slots: np.ndarray, banned: Mapping[int, Iterable[int]]) -> Entries:
+        places = sorted({*np.flatnonzero(self._records["biased"][slots]).tolist(), *banned})
+        return _entries(places, [_bias_pairs(self._bias[slots[i]], banned.get(i, ())) for i in places])
+
+
 def sampling_batch(draws: Sequence[DrawRequest]) -> SamplingBatch:
     """The tensors of these draws, in their order."""
-    params = [draw.params for draw in draws]
-
-    def reals(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor([getattr(p, name) for p in params], dtype=dtype)
-
-    return SamplingBatch(
-        rows=torch.tensor([draw.row for draw in draws], dtype=torch.int64),
-        temperature=reals("temperature", torch.float64),
-        top_k=reals("top_k", torch.int64),
-        top_p=reals("top_p"),
-        min_p=reals("min_p"),
-        presence=reals("presence_penalty"),
-        frequency=reals("frequency_penalty"),
-        repetition=reals("repetition_penalty"),
-        noise_keys=torch.from_numpy(noise_keys([draw.key for draw in draws])),
-        bias=_entries([_bias(draw) for draw in draws]),
-        allowed=_entries([_allowed(p) for p in params]),
-        restricted=torch.tensor([p.allowed_token_ids is not None for p in params], dtype=torch.bool),
-        counts=_entries([_counts(draw) for draw in draws]),
-        any_filter=any(p.filters for p in params),
-        any_greedy=any(p.temperature == 0 for p in params),
-        any_raw=any(p.raw_logprobs or p.temperature == 0 for p in params),
-        any_mask=any(p.sampling_mask for p in params),
-        most_top=max((p.top_logprobs for p in params), default=0),
+    table = SamplingTable()
+    for slot, draw in enumerate(draws):
+        table.put(slot, draw.params, *draw.key[:2], draw.prompt)
+    slots = np.arange(len(draws))
+    for place, counts in table.penalized(slots):
+        counts.add(draws[place].completion)
+    rows, positions = (
+        np.array(column, dtype=np.int64) for column in ([d.row for d in draws], [d.key[2] for d in draws])
     )
+    return table.batch(slots, rows, positions, {i: draw.banned for i, draw in enumerate(draws) if draw.banned})
 
 
-Pairs = tuple[np.ndarray, np.ndarray]  # token ids, values
-_NOTHING: Pairs = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
-
-
-def _bias(draw: DrawRequest) -> Pairs:
-    bias = dict(draw.params.logit_bias) | dict.fromkeys(draw.banned, -np.inf)
-    if not bias:
-        return _NOTHING
+def _bias_pairs(bias: Mapping[int, float], banned: Iterable[int]) -> Pairs:
+    bias = dict(bias) | dict.fromkeys(banned, -np.inf)
     return np.fromiter(bias, dtype=np.int64), np.fromiter(bias.values(), dtype=np.float32)
 
 
-def _allowed(params: SamplingParams) -> Pairs:
-    if params.allowed_token_ids is None:
-        return _NOTHING
-    ids = np.fromiter(params.allowed_token_ids, dtype=np.int64)
-    return ids, np.zeros(len(ids), dtype=np.float32)
+def _entries(places: Sequence[int] = (), pairs: Sequence[Pairs] = ()) -> Entries:
+    """The pairs of some rows, which rise."""
+    if not pairs:
+        return _NO_ENTRIES
+    ids, values = (torch.from_numpy(np.concatenate(column)) for column in zip(*pairs, strict=True))
+    rows = np.repeat(np.array(places, dtype=np.int64), [len(ids) for ids, _ in pairs])
+    return Entries(torch.from_numpy(rows), ids, values)
 
 
-def _counts(draw: DrawRequest) -> Pairs:
-    if not draw.params.penalizes:
-        return _NOTHING
-    ids, counts = np.unique(np.array(draw.completion, dtype=np.int64), return_counts=True)
-    if draw.params.repetition_penalty == 1:
-        return ids, counts.astype(np.float32)
-    only_prompt = np.setdiff1d(np.array(draw.prompt, dtype=np.int64), ids)
-    return np.concatenate([ids, only_prompt]), np.concatenate([counts, np.zeros(len(only_prompt))]).astype(np.float32)
-
-
-def _entries(pairs: list[Pairs]) -> Entries:
-    lengths = [len(ids) for ids, _ in pairs]
-    ids, values = (np.concatenate(column) for column in zip(*[_NOTHING, *pairs], strict=True))
-    rows = np.repeat(np.arange(len(pairs)), lengths)
-    return Entries(torch.from_numpy(rows), torch.from_numpy(ids), torch.from_numpy(values))
+def _longer(array: np.ndarray, length: int) -> np.ndarray:
+    """The same with room for so many entries, zeros at its end; doubled if it has to grow."""
+    if len(array) >= length:
+        return array
+    return np.concatenate([array, np.zeros(max(length, 2 * len(array)) - len(array), dtype=array.dtype)])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.manager import KVCacheManager
-from nano_inference.scheduling.decision import Chunk, SchedulerOutput
+from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.sequence import REFERENCE, Sequence, Sequences, SequenceStatus
 from nano_inference.scheduling.stopping import Finish, ends_by_id, finish_of, may_stop
 from nano_inference.types import SamplingMask, TopLogprobs, TrainingSample, VersionSpan
@@ -19,12 +19,12 @@ class Applied:
 
     Attributes:
         block_copies: (source, target) blocks to copy before anything is written.
-        sampled: the sequences that get a token and the token's position, in the order of the chunks' samples. A
-            group's other samples are born here.
+        sampled: the sequences that get a token, in the order of the chunks' samples. A group's other samples are born
+            here.
     """
 
     block_copies: tuple[tuple[int, int], ...]
-    sampled: tuple[tuple[Sequence, int], ...]
+    sampled: tuple[Sequence, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +54,24 @@ def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
         if not seq.num_completion_tokens:
             seq.cached_tokens = admission.cached.cached_length
     copies: list[tuple[int, int]] = []
-    sampled: list[tuple[Sequence, int]] = []
+    sampled: list[Sequence] = []
     moved: list[tuple[Sequence, int]] = []
-    slides = cache.layout.num_sliding > 0
-    for chunk in decision.chunks():
-        seq = sequences.by_id[chunk.seq_id]
-        copies += cache.extend(seq.block_ids, chunk.start, chunk.start + chunk.length)
-        seq.num_computed_tokens = chunk.start + chunk.length
+    slides, size = cache.layout.num_sliding > 0, cache.block_size
+    columns = (decision.seq_ids, decision.starts, decision.lengths, decision.samples, decision.fresh_blocks)
+    for seq_id, start, length, num_samples, fresh in zip(*columns, strict=True):
+        seq, end = sequences.by_id[seq_id], start + length
+        if fresh:
+            copies += cache.extend(seq.block_ids, start, end)
+        seq.num_computed_tokens = end
         seq.last_step = step
-        publish(seq, cache)
-        samples = _fork(chunk, seq, sequences, cache) if chunk.samples else []
-        sampled += [(each, seq.num_computed_tokens) for each in samples]
+        if end // size > seq.num_published_blocks:
+            publish(seq, cache)
+        forks = _fork(seq, num_samples, start, sequences, cache) if num_samples > 1 else ()
+        if num_samples:
+            sampled.append(seq)
+            sampled += forks
         if slides:
-            moved += [(each, chunk.start) for each in samples or [seq]]
+            moved += [(each, start) for each in (seq, *forks)]
     for seq, start in moved:  # only now: a later chunk of this step must not take what an earlier one still reads
         cache.slide(seq.block_ids, start, seq.num_computed_tokens)
     return Applied(tuple(copies), tuple(sampled))
@@ -77,15 +82,17 @@ def commit(
 ) -> list[tuple[Sequence, Finish]]:
     """Take in a step's tokens; returns the sequences that ended. Tokens of sequences that are gone are dropped."""
     finished: list[tuple[Sequence, Finish]] = []
+    gone, size = SequenceStatus.FINISHED, cache.block_size
     for row, seq in enumerate(owners):
-        if seq.status is SequenceStatus.FINISHED:
+        if seq.status is gone:
             continue  # it ended or was aborted while this step was in flight
         if not math.isfinite(sampled.logprobs[row]):
             finish: Finish | None = Finish("abort", "the model's logits are not finite")
         else:
             _append(seq, row, sampled, sequences.versions[seq.weight_set])
-            seq.prefix.extend(seq.token_ids, cache.block_size)
-            publish(seq, cache)
+            if len(seq.token_ids) % size == 0:  # another block has a name
+                seq.prefix.extend(seq.token_ids, size)
+                publish(seq, cache)
             finish = finish_of(seq)
         if finish is not None:
             retire(seq, sequences, cache)
@@ -220,14 +227,14 @@ def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str)
     ]
 
 
-def _fork(chunk: Chunk, seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> list[Sequence]:
-    """All samples of a group whose prompt this chunk completes. They share every block so far."""
-    forks = [seq.fork(sequences.new_id(), index) for index in range(1, chunk.samples)]
+def _fork(seq: Sequence, num_samples: int, start: int, sequences: Sequences, cache: KVCacheManager) -> list[Sequence]:
+    """The other samples of a group whose prompt is completed by a chunk from `start` on. They share every block."""
+    forks = [seq.fork(sequences.new_id(), index) for index in range(1, num_samples)]
     for fork in forks:
-        cache.adopt(fork.block_ids, _num_slid(chunk.start, cache))
+        cache.adopt(fork.block_ids, _num_slid(start, cache))
         sequences.insert(fork)
     seq.num_samples = 1
-    return [seq, *forks]
+    return forks
 
 
 def _num_slid(computed: int, cache: KVCacheManager) -> int:
@@ -235,18 +242,18 @@ def _num_slid(computed: int, cache: KVCacheManager) -> int:
 
 
 def _append(seq: Sequence, row: int, sampled: SampledTokens, version: int) -> None:
-    if not seq.version_starts or seq.version_starts[-1][0] != version:
-        seq.version_starts.append((version, seq.num_completion_tokens))
-    seq.append_token(int(sampled.token_ids[row]), float(sampled.logprobs[row]))
+    starts, params = seq.version_starts, seq.params
+    if not starts or starts[-1][0] != version:
+        starts.append((version, seq.num_completion_tokens))
+    seq.append_token(sampled.token_ids[row], sampled.logprobs[row], sampled.log_kept_mass[row])
     if seq.output_text is not None and not ends_by_id(seq):  # the text ends before a stop id
         seq.stop_string = seq.output_text.append(seq.token_ids[-1], may_stop(seq))
-    seq.output_log_kept_mass.append(float(sampled.log_kept_mass[row]))
-    if seq.params.raw_logprobs:
-        seq.output_raw_logprobs.append(float(sampled.raw_logprobs[row]))
-    if seq.params.sampling_mask and sampled.masks is not None:
+    if params.raw_logprobs:
+        seq.output_raw_logprobs.append(sampled.raw_logprobs[row])
+    if sampled.masks is not None and params.sampling_mask:
         seq.output_masks.append(sampled.masks[row])
-    if seq.params.top_logprobs and sampled.top is not None:
-        seq.output_top.append(_top(*sampled.top[row], seq.params.top_logprobs))
+    if sampled.top is not None and params.top_logprobs:
+        seq.output_top.append(_top(*sampled.top[row], params.top_logprobs))
 
 
 def _top(token_ids: Listed[int], logprobs: Listed[float], k: int) -> TopLogprobs:

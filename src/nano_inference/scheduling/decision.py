@@ -1,5 +1,6 @@
 """The frozen result of scheduling: parallel tuples, one entry a chunk (a tuple costs a fiftieth of an object)."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,13 +9,18 @@ from nano_inference.kv_cache.manager import CacheAllocation
 
 
 class Chunk(NamedTuple):
-    """Positions [start, start + length) of one sequence; `samples` tokens are drawn from the last row's logits."""
+    """Positions [start, start + length) of one sequence; `samples` tokens are drawn from the last row's logits.
+
+    `fresh_blocks` is how many KV blocks it takes at most, the copy of one that it shares included. 0: its block table
+    stays as it is.
+    """
 
     seq_id: int
     start: int
     length: int
     samples: int
     weight_set: str
+    fresh_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,7 @@ class SchedulerOutput:
     """One step's decision. Nothing has happened yet: `commit.apply` makes it so.
 
     Attributes:
-        seq_ids, starts, lengths, samples, weight_sets: one entry a chunk; see `Chunk`.
+        seq_ids, starts, lengths, samples, weight_sets, fresh_blocks: one entry a chunk; see `Chunk`.
         admitted: sequences that leave the waiting list. Each has a chunk.
         preempted_seqs: sequences that give up their blocks and return to the waiting list. None has a chunk.
     """
@@ -40,13 +46,14 @@ class SchedulerOutput:
     lengths: tuple[int, ...] = ()
     samples: tuple[int, ...] = ()
     weight_sets: tuple[str, ...] = ()
+    fresh_blocks: tuple[int, ...] = ()
     admitted: tuple[Admission, ...] = ()
     preempted_seqs: tuple[int, ...] = ()
 
     def chunks(self) -> Iterator[Chunk]:
         """The chunks, one at a time."""
-        rows = zip(self.seq_ids, self.starts, self.lengths, self.samples, self.weight_sets, strict=True)
-        return (Chunk(*row) for row in rows)
+        columns = (self.seq_ids, self.starts, self.lengths, self.samples, self.weight_sets, self.fresh_blocks)
+        return itertools.starmap(Chunk, zip(*columns, strict=True))
 
     @property
     def num_tokens(self) -> int:

@@ -22,7 +22,7 @@ class Room:
 
     def refs(self, block_id: int) -> int:
         """How many tables hold a block."""
-        return self._refs.get(block_id, self._cache.ref_count(block_id))
+        return self._refs[block_id] if block_id in self._refs else self._cache.ref_count(block_id)
 
     def fresh(self, reserved_units: int = 0) -> int:
         """Blocks that can be taken, if some units are kept back."""

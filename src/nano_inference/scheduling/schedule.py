@@ -4,8 +4,9 @@ There is no prefill and no decode here. A sequence has known tokens (those on th
 flight is sampling) and computed tokens; a step closes the gap, within three limits: sequences, tokens, blocks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Listed
+from functools import cached_property
 
 from nano_inference.config import SchedulerConfig
 from nano_inference.kv_cache.manager import CacheAllocation, CacheView
@@ -39,10 +40,8 @@ def schedule(
     to what fits before anybody is preempted for it.
     """
     plan = _Plan(running, cache, config, pending)
-    grants = _share_budget(running, config, plan)
-    for seq in running:
-        if seq.seq_id in grants:
-            plan.grow(seq, grants[seq.seq_id])
+    for seq, want, length in _share_budget(running, config, plan):
+        plan.grow(seq, want, length)
     if not plan.preempted:
         for seq in waiting:
             if not plan.admit(seq):
@@ -50,19 +49,28 @@ def schedule(
     return plan.freeze()
 
 
-def _share_budget(running: Listed[Sequence], config: SchedulerConfig, plan: "_Plan") -> dict[int, int]:
-    """Tokens for each running sequence that can use some: by priority, single tokens first, longest idle first."""
-    wants = [(seq, want) for seq in running if (want := plan.wanted(seq)) > 0]
+def _share_budget(
+    running: Listed[Sequence], config: SchedulerConfig, plan: "_Plan"
+) -> Iterable[tuple[Sequence, int, int]]:
+    """Running sequences that can use some tokens, how many they could, and how many they get; in scheduling order.
+
+    Where there are not enough for all: by priority, single tokens first, longest idle first.
+    """
+    seqs, wants = plan.wanted(running)
     budget = config.max_tokens_per_batch
-    if len(wants) > config.max_batch_size or sum(want for _, want in wants) > budget:
-        wants.sort(key=lambda item: (item[0].params.priority, item[1] > 1, item[0].last_step))
+    longest = plan.chunk_length(budget, budget)
+    if len(seqs) <= config.max_batch_size and sum(wants) <= budget and max(wants, default=0) <= longest:
+        return zip(seqs, wants, wants, strict=True)
+    queue = sorted(
+        zip(seqs, wants, strict=True), key=lambda each: (each[0].params.priority, each[1] > 1, each[0].last_step)
+    )
     grants: dict[int, int] = {}
-    for seq, want in wants[: config.max_batch_size]:
+    for seq, want in queue[: config.max_batch_size]:
         length = plan.chunk_length(want, budget)
         if length:
             grants[seq.seq_id] = length
             budget -= length
-    return grants
+    return [(seq, want, grants[seq.seq_id]) for seq, want in zip(seqs, wants, strict=True) if seq.seq_id in grants]
 
 
 class _Plan:
@@ -73,24 +81,45 @@ class _Plan:
     ) -> None:
         self.cache, self.config, self.pending = cache, config, pending
         self.alive = list(running)
-        self.num_seqs = sum(seq.width for seq in running)
         self.budget = config.max_tokens_per_batch
-        self.room, self.layout = Room(cache), cache.layout
-        self.chunks: dict[int, Chunk] = {}
-        self.growth: dict[int, int] = {}  # fresh blocks that each chunk takes
+        self.room, self.layout, self.block_size = Room(cache), cache.layout, cache.block_size
+        self.chunks: dict[int, tuple[int, int, int, int, str, int]] = {}  # the fields of `Chunk`, by sequence id
         self.admitted: list[Admission] = []
         self.preempted: list[int] = []
         self.copied: dict[int, int] = {}  # sequence id -> shared block that its chunk copies first
         self.promised: int | None = None  # units that running sequences lack for known tokens; None until asked for
         self.owed = 0  # the same of newcomers
-        self.computing: set[int] = set()  # names of the blocks that this plan's chunks fill
 
-    def wanted(self, seq: Sequence) -> int:
-        """Known tokens that are not computed, or 0 where the token in flight is certainly the last."""
-        in_flight = self.pending.get(seq.seq_id, 0)
-        if seq.num_samples and seq.num_completion_tokens + in_flight >= seq.max_tokens:
-            return 0
-        return seq.num_to_compute + in_flight - seq.num_computed_tokens
+    @cached_property
+    def num_seqs(self) -> int:
+        """Sequences that hold blocks, each as wide as its group. Like `computing` counted when somebody may enter."""
+        return sum(seq.width for seq in self.alive)
+
+    @cached_property
+    def computing(self) -> set[int]:
+        """Names of the blocks that this plan's chunks fill."""
+        names: set[int] = set()
+        for seq in self.alive:
+            chunk = self.chunks.get(seq.seq_id)
+            if chunk is not None and chunk[1] // self.block_size < len(seq.prefix.hashes):  # few of those that decode
+                names.update(self._names(seq, chunk[1], chunk[2]))
+        return names
+
+    def wanted(self, running: Listed[Sequence]) -> tuple[list[Sequence], list[int]]:
+        """Who has known tokens that are not computed, and how many; not where the one in flight is surely the last."""
+        seqs: list[Sequence] = []
+        wants: list[int] = []
+        pending = self.pending
+        for seq in running:
+            known = len(seq.token_ids) + pending.get(seq.seq_id, 0)
+            if not seq.num_samples:
+                known = seq.num_to_compute
+            elif known >= seq.most_tokens:
+                continue
+            if known > seq.num_computed_tokens:
+                seqs.append(seq)
+                wants.append(known - seq.num_computed_tokens)
+        return seqs, wants
 
     def chunk_length(self, want: int, budget: int) -> int:
         """How many of `want` tokens one step can take: 0 for none."""
@@ -98,18 +127,18 @@ class _Plan:
             return want if want <= budget else 0
         return min(want, budget, self.config.max_chunk_tokens or want)
 
-    def grow(self, seq: Sequence, length: int) -> None:
+    def grow(self, seq: Sequence, want: int, length: int) -> None:
         """Give a running sequence its chunk, preempting from the end of the order until its blocks are there."""
-        if seq.seq_id in self.preempted:
+        if self.preempted and seq.seq_id in self.preempted:
             return
         start, fresh = seq.num_computed_tokens, 0
-        if start + length > self._own_blocks(seq, start) * self.cache.block_size:
+        if start + length > self._own_blocks(seq, start) * self.block_size:
             length = self._make_way(seq, start, length)
             if not length:
                 return
             fresh = self._blocks(start + length) - self._own_blocks(seq, start)
             self._own_written_block(seq, start)
-        self._add_chunk(seq, start, length, fresh)
+        self._add_chunk(seq, start, length, fresh, completes=length == want)
 
     def _make_way(self, seq: Sequence, start: int, length: int) -> int:
         """How many of `length` tokens a running sequence computes; sequences after it make way. 0: it did so itself."""
@@ -144,7 +173,8 @@ class _Plan:
         self.owed += max(0, self._need(seq, match, length) - fresh * self.layout.num_units)
         self.num_seqs += seq.width
         self.admitted.append(Admission(seq.seq_id, match))
-        self._add_chunk(seq, start, length, fresh)
+        self._add_chunk(seq, start, length, fresh, completes=start + length == seq.num_to_compute)
+        self.computing.update(self._names(seq, start, length))
         return True
 
     def freeze(self) -> SchedulerOutput:
@@ -152,23 +182,21 @@ class _Plan:
         columns = tuple(zip(*self.chunks.values(), strict=True)) or ((),) * len(Chunk._fields)
         return SchedulerOutput(*columns, admitted=tuple(self.admitted), preempted_seqs=tuple(self.preempted))
 
-    def _add_chunk(self, seq: Sequence, start: int, length: int, fresh: int) -> None:
-        known = len(seq.token_ids) + self.pending.get(seq.seq_id, 0)
-        samples = seq.num_samples if start + length == known else 0
-        self.chunks[seq.seq_id] = Chunk(seq.seq_id, start, length, samples, seq.weight_set)
-        self.growth[seq.seq_id] = fresh
+    def _add_chunk(self, seq: Sequence, start: int, length: int, fresh: int, completes: bool) -> None:
+        samples = seq.num_samples if completes else 0
+        self.chunks[seq.seq_id] = (seq.seq_id, start, length, samples, seq.weight_set, fresh)
         if fresh:
             self.room.take(fresh)
         self.budget -= length
-        if seq.publishable:
-            size = self.cache.block_size
-            self.computing.update(seq.prefix.hashes[start // size : (start + length - 1) // size + 1])
+
+    def _names(self, seq: Sequence, start: int, length: int) -> Listed[int]:
+        """Names of the blocks that a chunk fills, as far as they will be matchable."""
+        size = self.block_size
+        return seq.prefix.hashes[start // size : (start + length - 1) // size + 1] if seq.publishable else ()
 
     def _need(self, seq: Sequence, match: CacheAllocation, length: int) -> int:
         """Units that a newcomer takes, beside its match, until its known tokens and the next are computed."""
-        most = self.layout.most_units(
-            seq.num_to_compute + (seq.num_samples > 0), self._least(length), self.cache.block_size
-        )
+        most = self.layout.most_units(seq.num_to_compute + (seq.num_samples > 0), self._least(length), self.block_size)
         return max(0, most - self._units(len(match.block_ids), match.cached_length))
 
     def _make_room(self, seq: Sequence, match: CacheAllocation, length: int) -> int:
@@ -197,19 +225,22 @@ class _Plan:
         a block for each other sample of its group, which will want one as soon as it is forked.
         """
         if self.promised is None:
-            self.promised = sum(self._promise(each) for each in self.alive)
+            # A chunk that draws has the blocks for all that its sequence knows; with a window it may need more units.
+            done = {chunk[0] for chunk in self.chunks.values() if chunk[3] and not self.layout.num_sliding}
+            self.promised = sum(self._promise(seq) for seq in self.alive if seq.seq_id not in done)
         return self.promised + self.owed + (seq.width - 1) * self.layout.num_units
 
     def _promise(self, seq: Sequence) -> int:
         known = seq.num_to_compute + self.pending.get(seq.seq_id, 0)
+        fresh = self.chunks[seq.seq_id][-1] if seq.seq_id in self.chunks else 0
         length = self.chunk_length(max(1, known - seq.num_computed_tokens), self.config.max_tokens_per_batch)
-        most = self.layout.most_units(known, self._least(length or 1), self.cache.block_size)
-        fresh = self.growth.get(seq.seq_id, 0) * self.layout.num_units
-        return max(0, most - self._units(len(seq.block_ids), seq.num_computed_tokens) - fresh)
+        most = self.layout.most_units(known, self._least(length or 1), self.block_size)
+        held = self._units(len(seq.block_ids), seq.num_computed_tokens) + fresh * self.layout.num_units
+        return max(0, most - held)
 
     def _fitting(self, start: int, length: int, held: int, fresh: int) -> int:
         """How many of `length` tokens from `start` on fit into blocks that are held already, and so many fresh ones."""
-        fits = max(0, min(length, (held + fresh) * self.cache.block_size - start))
+        fits = max(0, min(length, (held + fresh) * self.block_size - start))
         return fits if fits == length or self.config.enable_chunked_prefill else 0
 
     def _least(self, length: int) -> int:
@@ -218,34 +249,32 @@ class _Plan:
         return min(length, self.layout.window) if divisible else length
 
     def _preempt(self, victim: Sequence) -> None:
+        self.num_seqs -= victim.width
         self.alive.remove(victim)
         self.preempted.append(victim.seq_id)
-        self.num_seqs -= victim.width
         self.promised = None
         chunk = self.chunks.pop(victim.seq_id, None)
         if chunk is not None:  # undo it: only a newcomer of higher priority comes this late
-            self.budget += chunk.length
-            self.room.take(-self.growth.pop(victim.seq_id))
+            _, _, length, *_, fresh = chunk
+            self.budget += length
+            self.room.take(-fresh)
             if victim.seq_id in self.copied:
                 self.room.hold([self.copied.pop(victim.seq_id)], 0)
         self.room.let_go(victim.block_ids, self._num_slid(victim.num_computed_tokens))
 
     def _is_computing_next_block(self, seq: Sequence, match: CacheAllocation) -> bool:
         index = len(match.block_ids)
-        usable = (index + 1) * self.cache.block_size <= seq.num_matchable
+        usable = (index + 1) * self.block_size <= seq.num_matchable
         return usable and index < len(seq.prefix.hashes) and seq.prefix.hashes[index] in self.computing
 
     def _own_blocks(self, seq: Sequence, start: int) -> int:
         """Blocks of a running sequence that it may go on with: the one it writes to is copied if others hold it too."""
-        return len(seq.block_ids) - self._written_block_is_shared(seq, start)
-
-    def _written_block_is_shared(self, seq: Sequence, start: int) -> bool:
-        index = start // self.cache.block_size
-        return index < len(seq.block_ids) and self.room.refs(seq.block_ids[index]) > 1
+        held, index = len(seq.block_ids), start // self.block_size
+        return held - 1 if index < held and self.room.refs(seq.block_ids[index]) > 1 else held
 
     def _own_written_block(self, seq: Sequence, start: int) -> None:
-        if self._written_block_is_shared(seq, start):
-            shared = seq.block_ids[start // self.cache.block_size]
+        if self._own_blocks(seq, start) < len(seq.block_ids):
+            shared = seq.block_ids[start // self.block_size]
             self.room.let_go([shared], 0)
             self.copied[seq.seq_id] = shared
 
@@ -254,7 +283,7 @@ class _Plan:
         return self.layout.num_units * num_blocks - self.layout.num_sliding * self._num_slid(computed)
 
     def _num_slid(self, computed: int) -> int:
-        return self.layout.num_slid(computed, self.cache.block_size)
+        return self.layout.num_slid(computed, self.block_size)
 
     def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.cache.block_size)
+        return -(-num_tokens // self.block_size)

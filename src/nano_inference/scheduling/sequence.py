@@ -68,6 +68,7 @@ class Sequence:
     prefix: PrefixKeys
     num_samples: int = 1
     sample_index: int = 0
+    most_tokens: int = field(init=False)  # known tokens, the prompt's too, with which it ends by length
     weight_set: str = POLICY
     status: SequenceStatus = SequenceStatus.WAITING
     block_ids: list[int] = field(default_factory=list[int])
@@ -90,6 +91,9 @@ class Sequence:
     output_log_kept_mass: list[float] = field(default_factory=list[float])
     output_masks: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     output_top: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
+
+    def __post_init__(self) -> None:
+        self.most_tokens = self.num_prompt_tokens + self.params.max_tokens
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -141,10 +145,11 @@ class Sequence:
         """As in the request."""
         return self.params.stop_token_ids
 
-    def append_token(self, token_id: int, logprob: float) -> None:
+    def append_token(self, token_id: int, logprob: float, log_kept_mass: float = 0.0) -> None:
         """Make a sampled token known."""
         self.token_ids.append(token_id)
         self.output_logprobs.append(logprob)
+        self.output_log_kept_mass.append(log_kept_mass)
 
     def release(self, namespace: Namespace) -> list[int]:
         """Give up all blocks (returned) and start over; what is computed next belongs to `namespace`."""

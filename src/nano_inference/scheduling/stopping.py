@@ -15,7 +15,7 @@ class Finish(NamedTuple):
 
 def may_stop(seq: Sequence) -> bool:
     """Whether the newest known token may end this sequence by what it is."""
-    return seq.num_completion_tokens > seq.params.min_tokens
+    return len(seq.token_ids) - seq.num_prompt_tokens > seq.params.min_tokens
 
 
 def ends_by_id(seq: Sequence) -> bool:
@@ -25,12 +25,10 @@ def ends_by_id(seq: Sequence) -> bool:
 
 def finish_of(seq: Sequence) -> Finish | None:
     """How the newest known token ends this sequence, or None. A stop id counts before a string, both before length."""
-    if seq.num_completion_tokens == 0:
-        return None
     if ends_by_id(seq):
         return Finish("stop", seq.token_ids[-1])
     if seq.stop_string is not None:
         return Finish("stop", seq.stop_string)
-    if seq.num_completion_tokens >= seq.max_tokens:
+    if len(seq.token_ids) >= seq.most_tokens:
         return Finish("length")
     return None

@@ -10,6 +10,7 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch
 from nano_inference.ops.backend import KvcacheView, Norm, Ops
 from nano_inference.ops.cpu import head, library
+from nano_inference.ops.cpu.memory import Arena
 from nano_inference.ops.cpu.program import Program, run_once
 from nano_inference.ops.cpu.recorder import Heads, Recorder
 from nano_inference.ops.cpu.weights import PackedWeight, as_packed
@@ -26,6 +27,7 @@ class CpuOps:
     def __init__(self, num_threads: int, instruction_set: str | None = None) -> None:
         self.num_threads = num_threads
         self.kernels = library.load(instruction_set).c
+        self.arena = Arena()
 
     def embed(self, input_ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
         return self._run(lambda r: r.embed(input_ids, weight, scale), dtype=weight.dtype, input_ids=input_ids)[0]
@@ -101,7 +103,7 @@ class CpuOps:
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> PackedWeight:
         rows, columns = shape
-        return PackedWeight(rows, columns, dtype, self.num_threads)
+        return PackedWeight(rows, columns, dtype, self.num_threads, self.arena)
 
     def compile(self, trunk: Callable[..., Any], batch: ForwardBatch, view: KvcacheView, dtype: torch.dtype) -> Any:
         """Record what `trunk` calls; returns a function of a batch that replays it."""

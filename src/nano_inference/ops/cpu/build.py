@@ -22,7 +22,7 @@ logger = logging.getLogger("nano_inference")
 
 SOURCES = Path(__file__).parent / "kernels"
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=default", "-w")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-mtune=native", "-fvisibility=default", "-w")
 LIBRARY = "libnano.so"
 MOST_WORDS = 3000  # characters of a compiler's complaint that are passed on
 

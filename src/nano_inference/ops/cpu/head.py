@@ -122,8 +122,12 @@ def score(
     At temperature 1 it is to the bit what `draw` reports as raw logprob of that token.
 
     Args:
-        kernels, hidden, weight, divisor, num_threads: as in `draw`.
+        kernels: as in `draw`, like all that is not said here.
+        hidden: [L, H].
+        weight: [V, H].
+        divisor: of the products.
         token_ids: int64 [L].
+        num_threads: as in `draw`.
         temperature: above 0.
 
     Returns:
@@ -142,7 +146,7 @@ def score(
 
 
 def logits(kernels: Any, hidden: Tensor, weight: PackedWeight, divisor: float, num_threads: int) -> Tensor:
-    """hidden @ weight.T / divisor, float32 [L, V]; arguments as in `draw`."""
+    """Products over the divisor, float32 [L, V]; arguments as in `draw`."""
     out = torch.empty((len(hidden), weight.rows))
     given = _products(hidden, weight, divisor, num_threads)
     _check(kernels.nano_logits(ctypes.addressof(given), out.data_ptr()), given)

@@ -23,7 +23,7 @@ class Op(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("kind", "finish", "input", "output", "residual", "layer", "plan", "wide")),
         ("scale", c_float),
-        ("unused", c_int32),
+        ("read_once", c_int32),
         ("weight", c_void_p),
         ("bias", c_void_p),
         ("rows", c_int64),

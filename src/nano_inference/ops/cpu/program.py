@@ -43,6 +43,7 @@ class Program:
         kernels: ctypes.CDLL,
     ) -> None:
         self.operations = recorder.joined()
+        recorder.mark_read_once(self.operations, (*inputs, *outputs))
         self.num_threads = num_threads
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
         self._places, self._sizes = place_buffers(self.operations, (*inputs, *outputs))

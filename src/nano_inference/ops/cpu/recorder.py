@@ -5,8 +5,10 @@ a step costs one call. Operations that follow each other directly are joined whe
 the gate that reads it, a product and the addition to the residual stream.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -178,6 +180,14 @@ class Recorder:
                     operation = replace(operation, inputs=())
             done.append(operation)
         return done
+
+    def mark_read_once(self, operations: Sequence[Operation], kept: Sequence[Buffer]) -> None:
+        """Mark norms whose output only the product behind them reads: threads may each keep a copy of their own."""
+        readers = Counter(buffer for operation in operations for buffer in operation.inputs)
+        for operation, following in pairwise(operations):
+            if operation.kind == NORM and following.kind == LINEAR and following.inputs == (operation.output,):
+                once = readers[operation.output] == 1 and operation.output not in kept and not operation.values["wide"]
+                operation.values["read_once"] = once
 
     def describe_heads(self, heads: Heads) -> None:
         """Say what heads the attention has; all layers must agree."""

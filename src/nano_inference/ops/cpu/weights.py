@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.ops.cpu.library import load
+from nano_inference.ops.cpu.memory import Arena
 
 LANES = 16
 DTYPES = (torch.bfloat16, torch.float32)
@@ -19,13 +20,11 @@ class PackedWeight:
 
     device = torch.device("cpu")
 
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype, num_threads: int) -> None:
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, num_threads: int, arena: Arena | None = None) -> None:
         self.rows, self.columns, self.dtype, self.num_threads = rows, columns, dtype, num_threads
         panels = -(-rows // LANES)
         shape = (panels, -(-columns // 2), LANES, 2) if dtype == torch.bfloat16 else (panels, columns, LANES)
-        # Padding lies at the ends alone; zeros there cost nothing where there is none.
-        padded = rows % LANES or (dtype == torch.bfloat16 and columns % 2)
-        self.data = torch.zeros(shape, dtype=dtype) if padded else torch.empty(shape, dtype=dtype)
+        self.data = torch.zeros(shape, dtype=dtype) if arena is None else arena.take(shape, dtype)
 
     @property
     def shape(self) -> torch.Size:

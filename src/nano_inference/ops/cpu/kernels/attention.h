@@ -144,9 +144,10 @@ class AttentionScratch {
 };
 
 // Compute one item: q and out are [num_rows][num_heads * head_dim], rows ldq and ldo apart, q rotated. The keys and
-// values of the batch's rows are stored already. Denormals must be flushed (run_team does).
+// values of the batch's rows are stored already. `next` is the item that this thread will likely run after: its first
+// tile is fetched ahead; num_items() or more: none. Denormals must be flushed (run_team does).
 template <class T>
-void run_item(const AttentionPlan& plan, int64_t item, const T* q, int64_t ldq, const KvLayer<T>& layer, T* out,
-              int64_t ldo, AttentionScratch& scratch);
+void run_item(const AttentionPlan& plan, int64_t item, int64_t next, const T* q, int64_t ldq, const KvLayer<T>& layer,
+              T* out, int64_t ldo, AttentionScratch& scratch);
 
 }  // namespace nano

@@ -17,7 +17,8 @@ struct Problem {
 
 template <class T>
 KvLayer<T> layer_of(const Problem& problem) {
-  return {static_cast<T*>(problem.keys), static_cast<T*>(problem.values), problem.num_units, problem.units};
+  int64_t size = problem.shape.block_size * problem.shape.head_dim;  // stored as [kv heads][num_units][size]
+  return {static_cast<T*>(problem.keys), static_cast<T*>(problem.values), problem.num_units * size, size, problem.units};
 }
 
 template <class T, class F>
@@ -58,13 +59,16 @@ void attend(const Problem& problem, const void* q, void* out, int num_threads, c
   std::atomic<int64_t> next{0};
   auto work = [&](Team& team) {
     AttentionScratch scratch;
-    auto run = [&](int64_t item) {
-      run_item(plan, item, static_cast<const T*>(q), stride, layer_of<T>(problem), static_cast<T*>(out), stride, scratch);
+    auto run = [&](int64_t item, int64_t after) {
+      run_item(plan, item, after, static_cast<const T*>(q), stride, layer_of<T>(problem), static_cast<T*>(out), stride,
+               scratch);
     };
     if (row_cuts)
-      for (int64_t item = plan.first_item(team.thread); item < plan.first_item(team.thread + 1); item++) run(item);
+      for (int64_t item = plan.first_item(team.thread); item < plan.first_item(team.thread + 1); item++)
+        run(item, item + 1);
     else
-      for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < plan.num_items();) run(item);
+      for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < plan.num_items();)
+        run(item, item + team.size);
   };
   run_team(num_threads, work);
 }

@@ -5,8 +5,9 @@
 #include <limits>
 
 #include "head.h"
+#include "noise.h"
 
-namespace nano {
+namespace nano::head {
 namespace {
 
 constexpr float LOWEST = -std::numeric_limits<float>::max();  // below every token that is not masked
@@ -28,8 +29,8 @@ inline float logit_of(uint64_t key) {
   return logit;
 }
 
-inline Vec odds_of(Vec logits, const KeptRow& row) {
-  return vexp(vmax(vset(-128.f), vmul(vsub(logits, vset(row.highest)), vset(row.inv_t))));
+inline Vec odds_in(const KeptRow& row, Vec logits) {
+  return odds_of(logits, vset(row.highest), vset(row.inv_t * LOG2E));
 }
 
 // The logit below which odds are less than these. To nearest: rounding keeps the order of logits.
@@ -112,7 +113,7 @@ void Ranking::sort() {
 void Ranking::expand(const KeptRow& row) {
   for (int64_t j = 0; j < size_; j++) ids_[size_t(j)] = int32_t(keys_[size_t(j)]), logits_[size_t(j)] = logit_of(keys_[size_t(j)]);
   for (int64_t j = 0; j < size_; j += LANES)
-    vstore(&odds_[size_t(j)], odds_of(vload_n(&logits_[size_t(j)], int(std::min<int64_t>(size_ - j, LANES))), row));
+    vstore(&odds_[size_t(j)], odds_in(row, vload_n(&logits_[size_t(j)], int(std::min<int64_t>(size_ - j, LANES)))));
 }
 
 float Ranking::collected_mass(const KeptRow& row) const {
@@ -121,7 +122,7 @@ float Ranking::collected_mass(const KeptRow& row) const {
   for (int64_t j = 0; j < size_; j += LANES) {
     for (int lane = 0; lane < LANES; lane++)
       logits[lane] = j + lane < size_ ? logit_of(keys_[size_t(j + lane)]) : -std::numeric_limits<float>::infinity();
-    sum = vadd(sum, odds_of(vload(logits), row));
+    sum = vadd(sum, odds_in(row, vload(logits)));
   }
   return vsum(sum);
 }
@@ -145,7 +146,7 @@ void Ranking::rank_all(const KeptRow& row, float top_p, float min_p) {
   float least = min_p > 0 ? logit_at(row, min_p, 1e-3) : LOWEST;
   if (top_p < 1) {
     double spare = (1.0 - double(top_p)) * row.total;
-    for (double share : {1.0 / 64, 1.0 / 2048, 1.0 / double(row.vocab)}) {
+    for (double share : {1.0 / 64, 1.0 / 512, 1.0 / 4096, 1.0 / 16384, 1.0 / double(row.vocab)}) {
       if (spare * share >= 0.5) continue;
       float bound = logit_at(row, spare * share, 0);
       if (!(bound > least)) break;
@@ -189,4 +190,4 @@ void Ranking::best(const KeptRow& row, int64_t k) {
   expand(row);
 }
 
-}  // namespace nano
+}  // namespace nano::head

@@ -5,7 +5,7 @@
 
 #include "simd.h"
 
-namespace nano {
+namespace nano::head {
 
 // A row whose logits are kept, after edits, padded with -inf to whole vectors.
 struct KeptRow {
@@ -48,4 +48,4 @@ class Ranking {
   float total_ = 0;
 };
 
-}  // namespace nano
+}  // namespace nano::head

@@ -7,10 +7,10 @@
 #include "filters.h"
 #include "linear.h"
 #include "noise.h"
-#include "plan.h"
+#include "head_plan.h"
 #include "pool.h"
 
-namespace nano {
+namespace nano::head {
 namespace {
 
 constexpr int64_t ROW_TILE = 64;  // rows whose logits lie side by side in a thread's buffer
@@ -91,9 +91,9 @@ float highest_of(const float* z, int count) {
 
 // exp((z - base) * inv_t) and its sum, which is NaN where some z is NaN or +inf.
 float exponentials(const float* z, int count, float base, float inv_t, float* odds) {
-  Vec sum = vset(0.f), least = vset(-128.f), from = vset(base), scale = vset(inv_t);
+  Vec sum = vset(0.f), from = vset(base), scale = vset(inv_t * LOG2E);
   for (int j = 0; j < count; j += LANES) {
-    Vec odd = vexp(vmax(least, vmul(vsub(vload(z + j), from), scale)));
+    Vec odd = odds_of(vload(z + j), from, scale);
     vstore(odds + j, odd);
     sum = vadd(sum, odd);
   }
@@ -243,8 +243,7 @@ class Head {
     float inv_t = plan_.views[size_t(v)].inv_t, highest = highest_of(maxima, int(stats_stride_));
     Vec sum = vset(0.f);
     for (int64_t b = 0; b < stats_stride_; b += LANES) {
-      Vec scaled = vmax(vset(-128.f), vmul(vsub(vload(maxima + b), vset(highest)), vset(inv_t)));
-      sum = vadd(sum, vmul(vload(sums + b), vexp(scaled)));
+      sum = vadd(sum, vmul(vload(sums + b), odds_of(vload(maxima + b), vset(highest), vset(inv_t * LOG2E))));
     }
     float all = vsum(sum);
     bool finite = highest > -INF && highest < INF && all >= 1 && all < INF;
@@ -350,20 +349,21 @@ class Head {
 };
 
 // Kept from call to call for its memory; each calling thread has its own.
+thread_local Head own_head;
+
 template <class F>
 int with_head(F call) {
-  static thread_local Head head;
   try {
-    return call(head);
+    return call(own_head);
   } catch (const std::bad_alloc&) {
     return HEAD_NO_MEMORY;
   }
 }
 
 }  // namespace
-}  // namespace nano
+}  // namespace nano::head
 
-using namespace nano;
+using namespace nano::head;
 
 extern "C" int nano_draw(const HeadInput* input, const DrawBatch* batch) {
   return with_head([=](Head& head) { return head.draw(*input, *batch); });

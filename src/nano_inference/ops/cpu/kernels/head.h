@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-namespace nano {
+namespace nano::head {
 
 constexpr int VOCAB_BLOCK = 384;
 
@@ -59,9 +59,9 @@ struct ScoreBatch {
 
 enum HeadError { HEAD_OK = 0, HEAD_NO_MEMORY = 1, HEAD_BAD_ROW = 2, HEAD_BAD_ID = 3 };
 
-}  // namespace nano
+}  // namespace nano::head
 
 // Each returns a HeadError. A row that is not finite gives token 0 and logprob NaN.
-extern "C" int nano_draw(const nano::HeadInput* input, const nano::DrawBatch* batch);
-extern "C" int nano_score(const nano::HeadInput* input, const nano::ScoreBatch* batch);
-extern "C" int nano_logits(const nano::HeadInput* input, float* out);  // out: [num_rows, vocab]
+extern "C" int nano_draw(const nano::head::HeadInput* input, const nano::head::DrawBatch* batch);
+extern "C" int nano_score(const nano::head::HeadInput* input, const nano::head::ScoreBatch* batch);
+extern "C" int nano_logits(const nano::head::HeadInput* input, float* out);  // out: [num_rows, vocab]

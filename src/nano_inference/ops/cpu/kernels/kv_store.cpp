@@ -1,31 +1,17 @@
 #include "kv_store.h"
 
 namespace nano {
-namespace {
-
-// A slot: the start of its unit in the layer's tensors, and the token within.
-struct Place {
-  int64_t start, offset;
-};
-
-template <class T>
-Place find(const KvLayer<T>& layer, int64_t block_size, int64_t head_dim, int64_t head, int64_t slot) {
-  int64_t unit = layer.unit(slot / block_size);
-  return {(head * layer.num_units + unit) * block_size * head_dim, slot % block_size};
-}
-
-}  // namespace
 
 template <class T>
 void store_kv(const KvLayer<T>& layer, int64_t block_size, int64_t head_dim, int64_t head, int64_t slot, const T* key,
               const T* value) {
-  Place place = find(layer, block_size, head_dim, head, slot);
+  int64_t start = layer.start(head, slot / block_size), offset = slot % block_size;
   if (is_packed(block_size)) {
-    int64_t group = place.start + place.offset / LANES * LANES * head_dim, lane = place.offset % LANES;
+    int64_t group = start + offset / LANES * LANES * head_dim, lane = offset % LANES;
     pack_key(layer.keys + group, head_dim, lane, key);
     pack_value(layer.values + group, head_dim, lane, value);
   } else {
-    int64_t row = place.start + place.offset * head_dim;
+    int64_t row = start + offset * head_dim;
     memcpy(layer.keys + row, key, head_dim * sizeof(T));
     memcpy(layer.values + row, value, head_dim * sizeof(T));
   }
@@ -35,9 +21,9 @@ template <class T>
 void read_kv(const KvLayer<T>& layer, int64_t block_size, int64_t head_dim, int64_t head, int64_t slot, T* key,
              T* value) {
   constexpr int depth = DEPTH<T>;
-  Place place = find(layer, block_size, head_dim, head, slot);
+  int64_t start = layer.start(head, slot / block_size), offset = slot % block_size;
   if (is_packed(block_size)) {
-    int64_t group = place.start + place.offset / LANES * LANES * head_dim, lane = place.offset % LANES;
+    int64_t group = start + offset / LANES * LANES * head_dim, lane = offset % LANES;
     const T* keys = layer.keys + group + lane * depth;
     const T* values = layer.values + group + lane / depth * depth * head_dim + lane % depth;
     for (int64_t d = 0; d < head_dim; d++) {
@@ -45,7 +31,7 @@ void read_kv(const KvLayer<T>& layer, int64_t block_size, int64_t head_dim, int6
       value[d] = values[d * depth];
     }
   } else {
-    int64_t row = place.start + place.offset * head_dim;
+    int64_t row = start + offset * head_dim;
     memcpy(key, layer.keys + row, head_dim * sizeof(T));
     memcpy(value, layer.values + row, head_dim * sizeof(T));
   }

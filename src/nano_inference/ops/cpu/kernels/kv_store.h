@@ -1,7 +1,7 @@
 // Where keys and values lie in memory.
 //
-// A layer's keys are [kv heads][num_units][block_size * head_dim], its values likewise. If block_size is a multiple of
-// 16, a unit is packed in groups of 16 tokens, so that products read it as it lies:
+// For each unit and KV head there are block_size * head_dim keys of a layer, and as many values. If block_size is a
+// multiple of 16, they are packed in groups of 16 tokens, so that products read them as they lie:
 //   bf16: keys [group][head_dim / 2][16][2], values [group][8][head_dim][2]: pairs of dimensions, pairs of tokens
 //   float: keys [group][head_dim][16], values [group][16][head_dim]
 // Other block sizes hold plain rows [block_size][head_dim].
@@ -15,10 +15,13 @@ namespace nano {
 template <class T>
 struct KvLayer {
   T *keys, *values;
-  int64_t num_units;
-  const int64_t* units;  // block -> unit; null: a block is the unit of its number
+  int64_t head_stride, unit_stride;  // in numbers, between KV heads and between units
+  const int64_t* units;              // block -> unit; null: a block is the unit of its number
 
-  int64_t unit(int64_t block) const { return units ? units[block] : block; }
+  // Where a block's keys and values of one KV head begin.
+  int64_t start(int64_t head, int64_t block) const {
+    return head * head_stride + (units ? units[block] : block) * unit_stride;
+  }
 };
 
 inline bool is_packed(int64_t block_size) { return block_size % LANES == 0; }

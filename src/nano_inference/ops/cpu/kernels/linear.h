@@ -38,10 +38,32 @@ struct Linear {
   int64_t num_panels() const { return gated() ? w.rows / 2 / LANES : w.num_panels(); }  // of the output
 };
 
+// The panels that a tile reads: the first half of them from `low` on, the second from `high` on, `size` apart.
+template <class T>
+struct Panels {
+  const T *low, *high;
+  int64_t size;
+};
+
+// A tile is up to ROWS rows by up to WIDE panels: as many sums as fit into registers, with few loads for each product.
+// 4 x 6 makes 24 sums from 10 loads. A gate takes half of its panels from the gate and half from up.
+#if defined(NANO_AVX512)
+constexpr int ROWS = 4, WIDE = 6;
+#else
+constexpr int ROWS = 3, WIDE = 2;
+#endif
+
+// The panels of the tile at output panel `index`.
+template <class T>
+Panels<T> panels_at(const Linear<T>& job, int64_t index, int width = WIDE) {
+  const int64_t other = job.gated() ? index + job.num_panels() : index + (width + 1) / 2;
+  return {job.w.panel(index), job.w.panel(other), job.w.panel_size()};
+}
+
 // Rows [row, end_row) and output panels [panel, end_panel) of a product. `next`: the weights that this thread reads
-// afterwards, fetched ahead; may be null. A gate needs w.rows to be a multiple of 32.
-void linear(const Linear<bf16>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, const void* next);
-void linear(const Linear<float>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, const void* next);
+// afterwards, fetched ahead; low may be null. A gate needs w.rows to be a multiple of 32.
+void linear(const Linear<bf16>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, Panels<bf16> next);
+void linear(const Linear<float>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, Panels<float> next);
 
 // out[i][16 * j ...] = x[i] . rows of panel first + j, for num_rows rows of x (columns apart by ldx) and panels [first,
 // last). Whole panels are stored: out needs 16 * (last - first) columns, ldo apart.
@@ -49,7 +71,9 @@ template <class T>
 void products(const T* x, int64_t ldx, int64_t num_rows, Matrix<T> w, int64_t first, int64_t last, float* out,
               int64_t ldo, const T* next) {
   Matrix<T> part{w.panel(first), (last - first) * LANES, w.columns};
-  linear({x, ldx, part, nullptr, Finish::STORE, 1.f, out, ldo, true}, 0, num_rows, 0, last - first, next);
+  const int64_t size = w.panel_size();
+  linear({x, ldx, part, nullptr, Finish::STORE, 1.f, out, ldo, true}, 0, num_rows, 0, last - first,
+         {next, next ? next + (WIDE + 1) / 2 * size : nullptr, size});
 }
 
 // activation(gate) * up

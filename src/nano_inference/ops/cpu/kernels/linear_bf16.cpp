@@ -2,7 +2,7 @@
 
 namespace nano {
 
-void linear(const Linear<bf16>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, const void* next) {
+void linear(const Linear<bf16>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, Panels<bf16> next) {
   walk(job, row, end_row, panel, end_panel, next);
 }
 

@@ -5,13 +5,6 @@
 namespace nano {
 namespace {
 
-// A tile is up to ROWS rows by up to WIDE panels: as many sums as fit into registers, with few loads for each product.
-// 4 x 6 makes 24 sums from 10 loads. A gate takes half of its panels from the gate and half from up.
-#if defined(NANO_AVX512)
-constexpr int ROWS = 4, WIDE = 6;
-#else
-constexpr int ROWS = 3, WIDE = 2;
-#endif
 constexpr int AHEAD = 48;  // steps of k that a panel is fetched before it is used
 
 template <class T>
@@ -37,17 +30,11 @@ struct Steps<float> {
 
 enum class Fetch { NONE, STREAMS, PANEL };  // nothing; ahead in every panel of this tile; one panel of the next tile
 
-template <class T>
-struct Panels {
-  const T *low, *high;  // the first half of a tile's panels, and the second
-  int64_t size;
-
-  template <int WIDTH>
-  const T* at(int j) const {
-    constexpr int half = (WIDTH + 1) / 2;
-    return j < half ? low + j * size : high + (j - half) * size;
-  }
-};
+template <int WIDTH, class T>
+inline const T* panel_of(const Panels<T>& w, int j) {
+  constexpr int half = (WIDTH + 1) / 2;
+  return j < half ? w.low + j * w.size : w.high + (j - half) * w.size;
+}
 
 template <class T, int HEIGHT, int WIDTH, Fetch FETCH>
 inline void tile(const T* x, int64_t ldx, Panels<T> w, int64_t columns, Panels<T> next, int next_panel, float* sums) {
@@ -60,10 +47,10 @@ inline void tile(const T* x, int64_t ldx, Panels<T> w, int64_t columns, Panels<T
     for (int64_t k = from; k < to; k++) {
       typename S::Wide b[WIDTH];
       for (int j = 0; j < WIDTH; j++) {
-        b[j] = S::weights(w.template at<WIDTH>(j), k);
-        if (FETCH == Fetch::STREAMS) fetch(ahead.template at<WIDTH>(j) + (k - from) * S::SIZE);
+        b[j] = S::weights(panel_of<WIDTH>(w, j), k);
+        if (FETCH == Fetch::STREAMS) fetch(panel_of<WIDTH>(ahead, j) + (k - from) * S::SIZE);
       }
-      if (FETCH == Fetch::PANEL) fetch2(next.template at<WIDTH>(next_panel) + k * S::SIZE);
+      if (FETCH == Fetch::PANEL) fetch2(panel_of<WIDTH>(next, next_panel) + k * S::SIZE);
       for (int i = 0; i < HEIGHT; i++) {
         auto a = S::value(x + i * ldx, k);
         for (int j = 0; j < WIDTH; j++) acc[i][j] = S::add(acc[i][j], a, b[j]);
@@ -81,7 +68,7 @@ inline void tile(const T* x, int64_t ldx, Panels<T> w, int64_t columns, Panels<T
     if (columns & 1)
       for (int i = 0; i < HEIGHT; i++)
         for (int j = 0; j < WIDTH; j++)
-          acc[i][j] = vdot(acc[i][j], bdup_first(x + i * ldx + columns - 1), S::weights(w.template at<WIDTH>(j), count));
+          acc[i][j] = vdot(acc[i][j], bdup_first(x + i * ldx + columns - 1), S::weights(panel_of<WIDTH>(w, j), count));
   }
   for (int i = 0; i < HEIGHT; i++)
     for (int j = 0; j < WIDTH; j++) vstore(sums + (i * WIDTH + j) * LANES, acc[i][j]);
@@ -165,36 +152,30 @@ inline void column_of_tiles(const Linear<T>& job, int64_t row, int64_t end_row, 
 template <class T>
 class Walk {
  public:
-  Walk(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, const void* after)
-      : job_(job), row_(row), end_row_(end_row), panel_(panel), end_(end_panel), after_(static_cast<const T*>(after)) {}
+  Walk(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, Panels<T> after)
+      : job_(job), row_(row), end_row_(end_row), panel_(panel), end_(end_panel), after_(after) {}
 
   template <int WIDTH>
   void run() {  // panels in tiles of this width, as many as there are
     const int step = job_.gated() ? WIDTH / 2 : WIDTH;
     for (; panel_ + step <= end_; panel_ += step) {
       const bool more = panel_ + 2 * step <= end_;
-      const Panels<T> w = panels<WIDTH>(panel_), after{after_, after_, 0};
-      column_of_tiles<T, WIDTH>(job_, row_, end_row_, panel_, w, more ? panels<WIDTH>(panel_ + step) : after_ ? after : w,
-                                more || after_);
+      const Panels<T> w = panels_at(job_, panel_, WIDTH);
+      column_of_tiles<T, WIDTH>(job_, row_, end_row_, panel_, w,
+                                more ? panels_at(job_, panel_ + step, WIDTH) : after_.low ? after_ : w, more || after_.low);
     }
   }
 
  private:
-  template <int WIDTH>
-  Panels<T> panels(int64_t index) const {
-    const int64_t other = job_.gated() ? index + job_.num_panels() : index + (WIDTH + 1) / 2;
-    return {job_.w.panel(index), job_.w.panel(other), job_.w.panel_size()};
-  }
-
   const Linear<T>& job_;
   const int64_t row_, end_row_;
   int64_t panel_;
   const int64_t end_;
-  const T* after_;
+  const Panels<T> after_;
 };
 
 template <class T>
-void walk(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, const void* next) {
+void walk(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, Panels<T> next) {
   if (row >= end_row || panel >= end_panel) return;
   Walk<T> walk(job, row, end_row, panel, end_panel, next);
 #if defined(NANO_AVX512)

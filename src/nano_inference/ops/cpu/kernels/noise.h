@@ -6,7 +6,7 @@
 
 #include "simd.h"
 
-namespace nano {
+namespace nano::head {
 
 template <int n>
 inline IVec xorshift(IVec x) { return ixor(x, ishr<n>(x)); }
@@ -19,6 +19,11 @@ inline IVec mix_rest(IVec x) {
 
 // What all samples share of the hash: the ids mixed, and the first step of the next mixing.
 inline IVec stir(IVec ids) { return xorshift<16>(mix_rest(xorshift<16>(ids))); }
+
+// exp((z - base) / T) with scale = log2(e) / T: the difference first, so that nothing is lost near the base. NaN stays.
+inline Vec odds_of(Vec logits, Vec base, Vec scale) {
+  return vexp2(vmax(vset(-160.f), vmul(vsub(logits, base), scale)));
+}
 
 struct NoiseKey {
   NoiseKey() = default;
@@ -84,22 +89,34 @@ inline void run_exactly(const Runners& r, int j, uint32_t bits, Best& best) {
   best.offer(other);
 }
 
+inline float run_hopeful(const Runners& r, int j, Mask hopeful, IVec bits, float reach, Best& best) {
+  uint32_t all[LANES];
+  istore(all, bits);
+  for (; hopeful; hopeful &= hopeful - 1) {
+    int lane = __builtin_ctz(hopeful);
+    if (!(r.odds[j + lane] * reach > float(all[lane]))) continue;
+    run_exactly(r, j + lane, all[lane], best);
+    reach = reach_of(best, r);
+  }
+  return reach;
+}
+
 inline void race(const Runners& r, NoiseKey key, Best& best) {
   float reach = reach_of(best, r);
   if (reach <= 0.5f) return;  // not even the best odds with the smallest noise
-  for (int j = 0; j < r.count; j += LANES) {
+  auto hopeful = [&](int j, IVec bits) { return vgt(vmul(vload(r.odds + j), vset(reach)), vfrom_int(bits)); };
+  int j = 0;
+  for (; j + LANES < r.count; j += 2 * LANES) {
+    IVec bits = noise_bits(iload(r.stirred + j), key), more = noise_bits(iload(r.stirred + j + LANES), key);
+    Mask here = hopeful(j, bits), there = hopeful(j + LANES, more);
+    if (!(here | there)) continue;
+    reach = run_hopeful(r, j, here, bits, reach, best);
+    reach = run_hopeful(r, j + LANES, there, more, reach, best);
+  }
+  if (j < r.count) {
     IVec bits = noise_bits(iload(r.stirred + j), key);
-    Mask hopeful = vgt(vmul(vload(r.odds + j), vset(reach)), vfrom_int(bits));
-    if (!hopeful) continue;
-    uint32_t all[LANES];
-    istore(all, bits);
-    for (; hopeful; hopeful &= hopeful - 1) {
-      int lane = __builtin_ctz(hopeful);
-      if (!(r.odds[j + lane] * reach > float(all[lane]))) continue;
-      run_exactly(r, j + lane, all[lane], best);
-      reach = reach_of(best, r);
-    }
+    run_hopeful(r, j, hopeful(j, bits), bits, reach, best);
   }
 }
 
-}  // namespace nano
+}  // namespace nano::head

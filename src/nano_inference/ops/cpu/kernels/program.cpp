@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t ROWS_OF_A_THREAD = 32;  // from here on a thread keeps its rows from operation to operation
 constexpr int64_t BLOCK_OF_ROWS = 256;    // rows that go through a layer together: what lies between stays in cache
+constexpr int64_t FEW_ROWS = 4;           // so few that each thread normalises all of them rather than wait
 constexpr double UNEVEN = 1.08;           // how much more than its share a thread may get to own whole sequences
 
 enum Problem { NONE = 0, BAD_TOKEN = 1, BAD_POSITION = 2, BAD_SLOT = 3, BAD_TABLE = 4, BAD_LENGTHS = 5 };
@@ -106,20 +107,20 @@ class Program {
       for (int64_t t = 0; t <= threads; t++) cuts_[t] = n * t / threads;
   }
 
+  struct Clock {
+    explicit Clock(double* seconds) : seconds(seconds), last(seconds ? now() : 0) {}
+    void lap(size_t op) {
+      if (!seconds) return;
+      const double time = now();
+      seconds[op] += time - last, last = time;
+    }
+    double *seconds, last;
+  };
+
   template <class T>
   void perform(Team& team) {
     Clock clock(team.thread == 0 ? step_->seconds : nullptr);
-    if (sharing_ == Sharing::COLUMNS) {
-      const int64_t n = step_->rows.num_rows;
-      for (size_t i = 0; i < ops_.size(); i++) {
-        if (ops_[i].kind == Kind::ATTENTION) attend<T>(i, team);
-        else if (ops_[i].kind == Kind::LINEAR) product<T>(i, 0, n, team.thread, team.size);
-        else by_rows<T>(ops_[i], team.begin(n), team.end(n));
-        team.wait();
-        clock.lap(i);
-      }
-      return;
-    }
+    if (sharing_ == Sharing::COLUMNS) return perform_by_columns<T>(team, clock);
     const int64_t row = cuts_[team.thread], end_row = cuts_[team.thread + 1];
     for (size_t i = 0; i < ops_.size();) {
       size_t end = i;
@@ -141,15 +142,30 @@ class Program {
     }
   }
 
-  struct Clock {
-    explicit Clock(double* seconds) : seconds(seconds), last(seconds ? now() : 0) {}
-    void lap(size_t op) {
-      if (!seconds) return;
-      const double time = now();
-      seconds[op] += time - last, last = time;
+  template <class T>
+  void perform_by_columns(Team& team, Clock& clock) {
+    const int64_t n = step_->rows.num_rows;
+    static thread_local std::vector<T> own;  // normalised rows of this thread
+    bool has_own = false;
+    for (size_t i = 0; i < ops_.size(); i++) {
+      const Op& op = ops_[i];
+      if (op.kind == Kind::NORM && op.read_once && op.in < 0 && n <= FEW_ROWS) {
+        own.resize(size_t(n * op.columns));
+        for (int64_t row = 0; row < n; row++)
+          rms_norm<T>(nullptr, 1.f, at<float>(op.residual, row), op.norm, op.columns, own.data() + row * op.columns);
+        has_own = true;
+        clock.lap(i);
+        continue;
+      }
+      if (op.kind == Kind::ATTENTION) attend<T>(i, team);
+      else if (op.kind == Kind::LINEAR) product<T>(i, 0, n, team.thread, team.size, has_own ? own.data() : nullptr);
+      else if (op.kind == Kind::ROPE_AND_STORE && !op.norm.data) rope_by_heads<T>(op, team);
+      else by_rows<T>(op, team.begin(n), team.end(n));
+      has_own = false;
+      team.wait();
+      clock.lap(i);
     }
-    double *seconds, last;
-  };
+  }
 
   template <class T>
   T* at(int32_t buffer, int64_t row) const {
@@ -167,21 +183,22 @@ class Program {
   }
 
   template <class T>
-  void product(size_t index, int64_t row, int64_t end_row, int part, int parts) const {
-    const Linear<T> job = linear_of<T>(ops_[index]);
+  void product(size_t index, int64_t row, int64_t end_row, int part, int parts, const T* own = nullptr) const {
+    Linear<T> job = linear_of<T>(ops_[index]);
+    if (own) job.x = own, job.ldx = job.w.columns;
     const int64_t panels = job.num_panels();
     linear(job, row, end_row, panels * part / parts, panels * (part + 1) / parts, next_weights<T>(index, part, parts));
   }
 
-  // What this thread reads after operation `index`: its first panel of the next product.
+  // What this thread reads after operation `index`: its first panels of the next product.
   template <class T>
-  const void* next_weights(size_t index, int part, int parts) const {
+  Panels<T> next_weights(size_t index, int part, int parts) const {
     for (size_t k = index + 1; k < ops_.size(); k++)
       if (ops_[k].kind == Kind::LINEAR) {
         const Linear<T> job = linear_of<T>(ops_[k]);
-        return job.w.panel(job.num_panels() * part / parts);
+        return panels_at(job, job.num_panels() * part / parts);
       }
-    return nullptr;
+    return {nullptr, nullptr, 0};
   }
 
   template <class T>
@@ -190,21 +207,25 @@ class Program {
     AttentionPlan& plan = plans_[size_t(op.plan)];
     const KvLayer<T> layer = layer_of<T>(op.layer);
     static thread_local AttentionScratch scratch;
-    auto one = [&](int64_t item) {
-      run_item<T>(plan, item, at<const T>(op.in, 0), stride<T>(op.in), layer, at<T>(op.out, 0), stride<T>(op.out), scratch);
+    const int64_t count = plan.num_items();
+    auto one = [&](int64_t item, int64_t next) {
+      run_item<T>(plan, item, next, at<const T>(op.in, 0), stride<T>(op.in), layer, at<T>(op.out, 0),
+                  stride<T>(op.out), scratch);
     };
     if (sharing_ == Sharing::SEQUENCES) {
-      for (int64_t item = plan.first_item(team.thread); item < plan.first_item(team.thread + 1); item++) one(item);
+      const int64_t end = plan.first_item(team.thread + 1);
+      for (int64_t item = plan.first_item(team.thread); item < end; item++) one(item, item + 1 < end ? item + 1 : count);
     } else {
-      const int64_t count = plan.num_items();
-      for (int64_t item; (item = taken_[index].fetch_add(1, std::memory_order_relaxed)) < count;) one(item);
+      for (int64_t item; (item = taken_[index].fetch_add(1, std::memory_order_relaxed)) < count;)
+        one(item, item + team.size);
     }
   }
 
   template <class T>
   KvLayer<T> layer_of(int32_t index) const {
     const Layer& layer = layers_[size_t(index)];
-    return {static_cast<T*>(layer.keys), static_cast<T*>(layer.values), spec_.num_units, layer.units};
+    const int64_t size = spec_.block_size * spec_.head_dim;
+    return {static_cast<T*>(layer.keys), static_cast<T*>(layer.values), spec_.num_units * size, size, layer.units};
   }
 
   // Operations that take one row after another.
@@ -228,20 +249,36 @@ class Program {
     }
   }
 
+  // Each key head with its queries for itself: where rows are few, all threads have some.
+  template <class T>
+  void rope_by_heads(const Op& op, Team& team) const {
+    const int64_t kv_heads = spec_.num_kv_heads, items = step_->rows.num_rows * kv_heads;
+    for (int64_t item = team.begin(items); item < team.end(items); item++)
+      rope_heads<T>(op, item / kv_heads, item % kv_heads, item % kv_heads + 1);
+  }
+
   template <class T>
   void rope_and_store(const Op& op, int64_t row) const {
     const int64_t heads = spec_.num_heads, kv_heads = spec_.num_kv_heads, size = spec_.head_dim;
-    float *query = at<float>(op.in, row), *key = query + heads * size, *value = key + kv_heads * size;
     if (op.norm.data) {
+      float* query = at<float>(op.in, row);
       norm_heads<T>(query, heads * size / op.norm.size, op.norm);
-      norm_heads<T>(key, kv_heads * size / op.key_norm.size, op.key_norm);
+      norm_heads<T>(query + heads * size, kv_heads * size / op.key_norm.size, op.key_norm);
     }
+    rope_heads<T>(op, row, 0, kv_heads);
+  }
+
+  // Rotate and store key heads [from, to) of a row, and rotate their queries.
+  template <class T>
+  void rope_heads(const Op& op, int64_t row, int64_t from, int64_t to) const {
+    const int64_t heads = spec_.num_heads, kv_heads = spec_.num_kv_heads, size = spec_.head_dim, group = heads / kv_heads;
+    float *query = at<float>(op.in, row), *key = query + heads * size, *value = key + kv_heads * size;
     const int64_t position = step_->rows.positions[row];
     const float *cos = op.cos + position * (size / 2), *sin = op.sin + position * (size / 2);
     T* out = at<T>(op.out, row);
-    for (int64_t h = 0; h < heads; h++) rope<T>(query + h * size, cos, sin, size, out + h * size);
+    for (int64_t h = from * group; h < to * group; h++) rope<T>(query + h * size, cos, sin, size, out + h * size);
     alignas(64) T k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
-    for (int64_t h = 0; h < kv_heads; h++) {
+    for (int64_t h = from; h < to; h++) {
       rope<T>(key + h * size, cos, sin, size, k);
       round_row<T>(value + h * size, size, v);
       store_kv<T>(layer_of<T>(op.layer), spec_.block_size, size, h, step_->rows.slots[row], k, v);

@@ -20,7 +20,7 @@ struct Op {
   int32_t layer, plan;  // ROPE_AND_STORE, ATTENTION
   int32_t wide;         // NORM: out is float32. GATE: it is GELU
   float scale;          // EMBED; NORM and ADD: of what is added
-  int32_t unused;
+  int32_t read_once;    // NORM: nothing but the product that follows reads its output
   const void *weight, *bias;  // EMBED, LINEAR
   int64_t rows, columns;      // of the weight; NORM: columns of the row; GATE: rows is the width of the output
   NormWeight norm, key_norm;  // NORM; ROPE_AND_STORE: of queries and of keys, data null for none

@@ -1,14 +1,14 @@
-#include "plan.h"
+#include "head_plan.h"
 
 #include <algorithm>
 
-namespace nano {
+namespace nano::head {
 namespace {
 
-// 1 / temperature as float32 can hold it: 0 times -inf and infinity times 0 would be NaN.
+// 1 / temperature as float32 can hold it, with room for log2(e): 0 times -inf and infinity times 0 would be NaN.
 float inverse(double temperature) {
   double inverse = 1 / temperature;
-  constexpr double low = std::numeric_limits<float>::min(), high = std::numeric_limits<float>::max();
+  constexpr double low = std::numeric_limits<float>::min(), high = std::numeric_limits<float>::max() / 2;
   return float(inverse > low ? inverse < high ? inverse : high : low);
 }
 
@@ -147,4 +147,4 @@ void Plan::edit(const DrawBatch& b, int64_t index, int64_t block, const float* r
   }
 }
 
-}  // namespace nano
+}  // namespace nano::head

@@ -6,7 +6,7 @@
 #include "head.h"
 #include "noise.h"
 
-namespace nano {
+namespace nano::head {
 
 enum class Choice : uint8_t { draw, filter, greedy, score };
 
@@ -69,4 +69,4 @@ inline bool is_filtered(const DrawBatch& b, int64_t i, int64_t vocab) {
   return (b.top_k[i] > 0 && b.top_k[i] < vocab) || b.top_p[i] < 1 || b.min_p[i] > 0;
 }
 
-}  // namespace nano
+}  // namespace nano::head

@@ -1,0 +1,261 @@
+// The inner part of attention: a few lines over one tile of 64 keys, in registers. For attention.cpp alone.
+#pragma once
+#include <algorithm>
+
+#include "attention.h"
+
+namespace nano {
+namespace {
+
+// Lines of q lie this far apart: a constant, and no power of two, which would crowd into few places of the cache.
+constexpr int Q_STRIDE = MAX_HEAD_DIM + 32;
+constexpr float MASKED = -1e30f;  // a score that weighs nothing; finite, since exp2 subtracts it from itself
+
+// Lines by vectors of a product: as many sums as there are registers for.
+#if defined(NANO_AVX512)
+constexpr int MOST_LINES = 6, MOST_VECS = 4;
+#elif defined(NANO_AVX2)
+constexpr int MOST_LINES = 3, MOST_VECS = 1;
+#else
+constexpr int MOST_LINES = 2, MOST_VECS = 1;
+#endif
+static_assert(GROUPS % MOST_VECS == 0);
+
+#define NANO_INLINE inline __attribute__((always_inline))
+#define NANO_APART __attribute__((noinline))  // so that its registers are its own
+
+NANO_INLINE Pairs load_lanes(const bf16* p) { return bload(p); }
+NANO_INLINE Vec load_lanes(const float* p) { return vload(p); }
+NANO_INLINE Pairs repeat(const bf16* p) { return bdup(p); }
+NANO_INLINE Vec repeat(const float* p) { return vset(*p); }
+NANO_INLINE Vec add_product(Vec acc, Pairs a, Pairs b) { return vdot(acc, a, b); }
+NANO_INLINE Vec add_product(Vec acc, Vec a, Vec b) { return vfma(a, b, acc); }
+
+NANO_INLINE void store_two(bf16* p, Vec a, Vec b) { vnarrow2(p, a, b); }
+NANO_INLINE void store_two(float* p, Vec a, Vec b) { vstore(p, a), vstore(p + LANES, b); }
+NANO_INLINE void store_one(bf16* p, Vec a) { vnarrow(p, a); }
+NANO_INLINE void store_one(float* p, Vec a) { vstore(p, a); }
+
+// acc[i][j] += a[i][k] * b[j][k] for each k in order; a step of k is a pair of bf16, or one float. What lies at `ahead`
+// is fetched on the way, into the second cache: the first one has too few requests in flight to wait for memory. LDA is a constant, so that one register finds all rows of a.
+template <int LDA, class T, int R, int C>
+NANO_INLINE void multiply(Vec (&acc)[R][C], const T* a, const T* const (&b)[C], int64_t ldb, int64_t num_steps,
+                          const T* const (&ahead)[C]) {
+  for (int64_t k = 0; k < num_steps; k++) {
+    decltype(load_lanes(b[0])) lanes[C];
+    for (int j = 0; j < C; j++) lanes[j] = load_lanes(b[j] + k * ldb), fetch2(ahead[j] + k * ldb);
+    for (int i = 0; i < R; i++) {
+      auto one = repeat(a + i * LDA + k * DEPTH<T>);
+      for (int j = 0; j < C; j++) acc[i][j] = add_product(acc[i][j], one, lanes[j]);
+    }
+  }
+}
+
+// 64 keys and values, in groups of 16.
+template <class T>
+struct Tile {
+  const T *keys[GROUPS], *values[GROUPS];
+};
+
+// The state of a line; its place in memory is a row of floats (AttentionPlan::state_size).
+struct State {
+  float* at;
+
+  float& highest() const { return at[0]; }
+  float& seen() const { return at[1]; }  // 0: no key yet, and the rest says nothing
+  float* total() const { return at + LANES; }
+  float* out() const { return at + 2 * LANES; }
+};
+
+// A task for one head while it runs.
+template <class T>
+struct Walk {
+  int64_t head_dim, state_size, window;
+  float scale;         // of scores in base 2
+  T* q;                // [lines][Q_STRIDE]
+  float *states, *totals;  // [lines][state_size]: of the segment, and of the segments before
+  int32_t* positions;  // [lines]
+  T* gathered;         // where a tile is packed, if blocks are not
+
+  State state(int64_t line) const { return {states + line * state_size}; }
+  State total(int64_t line) const { return {totals + line * state_size}; }
+};
+
+// The keys of a tile that a line sees: [begin, end) of 64.
+struct Sight {
+  int begin, end;
+};
+template <class T>
+NANO_INLINE Sight sight(const Walk<T>& walk, int64_t line, int32_t start) {
+  int64_t left = walk.positions[line] - start;
+  int64_t begin = walk.window ? std::max<int64_t>(0, left - walk.window + 1) : 0;
+  return {int(begin), int(std::min<int64_t>(left + 1, KEY_TILE))};
+}
+
+// What lines of a register tile hand from scores to values.
+template <class T, int R>
+struct Weights {
+  alignas(64) T p[R][KEY_TILE];
+  alignas(64) float rescale[LANES] = {};  // of each line, what it had before
+  Sight sights[R];
+};
+
+// Scores of one line times the scale, without what it does not see; returns the highest.
+NANO_INLINE float mask(Vec (&s)[GROUPS], Vec scale, Sight sight) {
+  for (int j = 0; j < GROUPS; j++) s[j] = vmul(s[j], scale);
+  if (sight.begin > 0 || sight.end < KEY_TILE) {
+    uint64_t visible = (~uint64_t(0) << sight.begin) & (~uint64_t(0) >> (KEY_TILE - sight.end));
+    for (int j = 0; j < GROUPS; j++) s[j] = vselect(Mask(visible >> (j * LANES)) & 0xffff, s[j], vset(MASKED));
+  }
+  return vhighest(vmax(vmax(s[0], s[1]), vmax(s[2], s[3])));
+}
+
+template <class T, int R>
+NANO_APART void score(const Walk<T>& walk, int64_t line, int32_t start, const Tile<T>& tile, const Tile<T>& next,
+           Weights<T, R>& weights) {
+  Vec s[R][GROUPS];
+  for (int first = 0; first < GROUPS; first += MOST_VECS) {
+    Vec acc[R][MOST_VECS];
+    for (auto& row : acc)
+      for (Vec& v : row) v = vset(0);
+    const T *keys[MOST_VECS], *ahead[MOST_VECS];
+    for (int j = 0; j < MOST_VECS; j++) keys[j] = tile.keys[first + j], ahead[j] = next.keys[first + j];
+    multiply<Q_STRIDE>(acc, walk.q + line * Q_STRIDE, keys, LANES * DEPTH<T>, walk.head_dim / DEPTH<T>, ahead);
+    for (int i = 0; i < R; i++)
+      for (int j = 0; j < MOST_VECS; j++) s[i][first + j] = acc[i][j];
+  }
+  const Vec scale = vset(walk.scale);
+  float highest[R];
+  for (int i = 0; i < R; i++) {
+    State state = walk.state(line + i);
+    weights.sights[i] = sight(walk, line + i, start);
+    float found = mask(s[i], scale, weights.sights[i]), before = state.highest();
+    state.highest() = highest[i] = found > before ? found : before;
+    weights.rescale[i] = before - highest[i];
+    state.seen() = 1;
+  }
+  vstore(weights.rescale, vexp2(vload(weights.rescale)));
+  for (int i = 0; i < R; i++) {
+    float* total = walk.state(line + i).total();
+    for (int j = 0; j < GROUPS; j++) s[i][j] = vexp2(vsub(s[i][j], vset(highest[i])));
+    Vec sum = vadd(vadd(s[i][0], s[i][1]), vadd(s[i][2], s[i][3]));
+    vstore(total, vfma(vload(total), vset(weights.rescale[i]), sum));
+    store_two(weights.p[i], s[i][0], s[i][1]), store_two(weights.p[i] + 2 * LANES, s[i][2], s[i][3]);
+  }
+}
+
+// out = out * rescale + p * values for keys [begin, end), whole pairs that all lines see; C vectors from `column` on.
+template <class T, int R, int C>
+NANO_APART void weigh(const Walk<T>& walk, int64_t line, const Tile<T>& tile, const Tile<T>& next, const Weights<T, R>& weights,
+           int64_t column, int begin, int end) {
+  const int64_t ldb = walk.head_dim * DEPTH<T>, stride = walk.state_size;
+  float* out = walk.state(line).out() + column;
+  Vec acc[R][C];
+#pragma GCC unroll 8
+  for (int i = 0; i < R; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < C; j++) acc[i][j] = vmul(vload(out + i * stride + j * LANES), vset(weights.rescale[i]));
+#pragma GCC unroll 1
+  for (int from = begin; from < end;) {
+    int group = from / LANES, to = std::min(end, (group + 1) * LANES);
+    int64_t skip = from % LANES * walk.head_dim + column * DEPTH<T>;
+    const T *values[C], *ahead[C];
+    for (int j = 0; j < C; j++) values[j] = tile.values[group] + skip + j * LANES * DEPTH<T>;
+    for (int j = 0; j < C; j++) ahead[j] = next.values[group] + skip + j * LANES * DEPTH<T>;
+    multiply<KEY_TILE>(acc, weights.p[0] + from, values, ldb, (to - from) / DEPTH<T>, ahead);
+    from = to;
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < R; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < C; j++) vstore(out + i * stride + j * LANES, acc[i][j]);
+}
+
+template <class T, int R>
+void weigh_all(const Walk<T>& walk, int64_t line, const Tile<T>& tile, const Tile<T>& next,
+               const Weights<T, R>& weights, int begin, int end) {
+  for (int64_t column = 0; column < walk.head_dim;) {
+    int64_t left = (walk.head_dim - column) / LANES, vecs = std::min<int64_t>(left, MOST_VECS);
+    if (MOST_VECS == 4 && (left == 5 || left == 6)) vecs = 3;  // 3 + 2 and 3 + 3 keep more sums busy than 4 + 1, 4 + 2
+    auto run = [&](auto width) {
+      if constexpr (decltype(width)::value <= MOST_VECS)
+        weigh<T, R, decltype(width)::value>(walk, line, tile, next, weights, column, begin, end);
+    };
+    if (vecs == 4) run(std::integral_constant<int, 4>());
+    if (vecs == 3) run(std::integral_constant<int, 3>());
+    if (vecs == 2) run(std::integral_constant<int, 2>());
+    if (vecs == 1) run(std::integral_constant<int, 1>());
+    column += vecs * LANES;
+  }
+}
+
+// One step of a line on its own: where a pair holds one key that it sees and one that it does not, that one's value,
+// which may be anything, is replaced by zero.
+NANO_INLINE Vec add_edge(Vec acc, const bf16* p, const bf16* values, bool first, bool second) {
+  const IVec halves = iset((first ? 0xffffu : 0) | (second ? 0xffff0000u : 0));
+  return vdot(acc, iand(bdup(p), halves), iand(bload(values), halves));
+}
+NANO_INLINE Vec add_edge(Vec acc, const float* p, const float* values, bool, bool) {
+  return vfma(vset(*p), vload(values), acc);
+}
+
+// Keys [begin, end) for one line.
+template <class T>
+void weigh_edge(const Walk<T>& walk, int64_t line, const Tile<T>& tile, const T* p, int begin, int end) {
+  constexpr int depth = DEPTH<T>;
+  float* out = walk.state(line).out();
+  for (int64_t d = 0; d < walk.head_dim && begin < end; d += LANES) {
+    Vec acc = vload(out + d);
+    for (int key = begin / depth * depth; key < end; key += depth) {
+      const T* values = tile.values[key / LANES] + key % LANES * walk.head_dim + d * depth;
+      acc = add_edge(acc, p + key, values, key >= begin, key + 1 < end);
+    }
+    vstore(out + d, acc);
+  }
+}
+
+// R lines from `line` on over one tile, each in the same order of keys as if it were alone.
+template <class T, int R>
+void attend(const Walk<T>& walk, int64_t line, int32_t start, const Tile<T>& tile, const Tile<T>& next) {
+  constexpr int depth = DEPTH<T>;
+  Weights<T, R> weights;
+  score<T, R>(walk, line, start, tile, next, weights);
+  int begin = 0, end = KEY_TILE, first = KEY_TILE;  // what all lines see, in whole pairs; the first key that any sees
+  for (Sight sight : weights.sights) {
+    begin = std::max(begin, (sight.begin + depth - 1) / depth * depth);
+    end = std::min(end, sight.end / depth * depth);
+    first = std::min(first, sight.begin);
+  }
+  if (begin > end) begin = end = KEY_TILE;
+  if (first < begin) {  // some begin earlier
+    for (int i = 0; i < R; i++) {
+      float* out = walk.state(line + i).out();
+      for (int64_t d = 0; d < walk.head_dim; d += LANES) vstore(out + d, vmul(vload(out + d), vset(weights.rescale[i])));
+      weights.rescale[i] = 1;
+      weigh_edge<T>(walk, line + i, tile, weights.p[i], weights.sights[i].begin, std::min(begin, weights.sights[i].end));
+    }
+  }
+  weigh_all<T, R>(walk, line, tile, next, weights, begin, end);
+  for (int i = 0; i < R; i++)
+    weigh_edge<T>(walk, line + i, tile, weights.p[i], std::max(end, weights.sights[i].begin), weights.sights[i].end);
+}
+
+template <class T>
+void attend_lines(const Walk<T>& walk, int64_t line, int64_t num_lines, int32_t start, const Tile<T>& tile,
+                  const Tile<T>& next) {
+  auto run = [&](auto lines) {
+    if constexpr (decltype(lines)::value <= MOST_LINES)
+      attend<T, decltype(lines)::value>(walk, line, start, tile, next);
+  };
+  switch (num_lines) {
+    case 1: return run(std::integral_constant<int, 1>());
+    case 2: return run(std::integral_constant<int, 2>());
+    case 3: return run(std::integral_constant<int, 3>());
+    case 4: return run(std::integral_constant<int, 4>());
+    case 5: return run(std::integral_constant<int, 5>());
+    case 6: return run(std::integral_constant<int, 6>());
+  }
+}
+
+}  // namespace
+}  // namespace nano

@@ -1,0 +1,40 @@
+"""Memory in huge pages, where the system has them: reading weights then costs fewer walks of page tables."""
+
+import math
+import mmap
+
+import torch
+from torch import Tensor
+
+CHUNK = 2**26  # bytes taken from the system at once
+HUGE_PAGE = 2**21
+ALIGNMENT = 64
+
+
+class Arena:
+    """Gives out pieces of large mappings. A mapping lives as long as a tensor of it."""
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros."""
+        size = math.prod(shape) * dtype.itemsize
+        if self._used + size > len(self._chunk):
+            self._chunk, self._used = _mapping(max(size, CHUNK)), 0
+        piece = self._chunk[self._used : self._used + size]
+        self._used += -(-size // ALIGNMENT) * ALIGNMENT
+        return piece.view(dtype).view(shape)
+
+
+def _mapping(size: int) -> Tensor:
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones get none
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without them
+            pass
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % HUGE_PAGE
+    return whole[start : start + size]

@@ -1,0 +1,24 @@
+"""The built kernels for tests: one library for each instruction set that this machine has."""
+
+import ctypes
+import functools
+
+import pytest
+
+from nano_inference.ops.cpu import build
+from nano_inference.ops.cpu.library import load
+
+
+@functools.cache
+def available() -> tuple[str, ...]:
+    """The instruction sets that run here, best first."""
+    names = tuple(build.INSTRUCTION_SETS)
+    return names[names.index(build.best_instruction_set()) :]
+
+
+def kernels(name: str | None = None) -> ctypes.CDLL:
+    """The library for an instruction set; None: the best. The test is skipped where nothing can be built."""
+    try:
+        return load(name).c
+    except build.KernelsUnavailable as problem:
+        pytest.skip(str(problem))

@@ -1,0 +1,354 @@
+"""The head of the CPU backend: against torch's reference on the same logits and noise, and against itself, bit by bit.
+
+What a draw means is checked in tests/sampling/test_pipeline.py, which runs on these kernels too.
+"""
+
+import ctypes
+import math
+import random
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nano_inference import SamplingParams
+from nano_inference.ops.cpu import head
+from nano_inference.ops.cpu.weights import PackedWeight, as_packed
+from nano_inference.sampling import sample as reference
+from nano_inference.sampling.filters import rank
+from nano_inference.sampling.noise import exponential_noise
+from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
+from tests.ops import cpu_kernels
+
+CALM = settings(deadline=None, max_examples=15)
+VOCABULARIES = [1, 15, 100, 384, 385, 8193]
+VALUES = ("token_ids", "logprobs", "raw_logprobs", "log_kept_mass", "top_ids", "top_logprobs")
+CHI_SQUARE_39 = 72.1  # one in a thousand, 39 degrees of freedom
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ctypes.CDLL:
+    return cpu_kernels.kernels()
+
+
+def random_requests(rng: random.Random, num: int, num_rows: int, vocab: int, **fixed: Any) -> list[DrawRequest]:
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(vocab) for _ in range(count)]
+
+    def one() -> DrawRequest:
+        options: dict[str, Any] = {
+            "temperature": rng.choice([0.0, 0.3, 0.7, 1.0, 1.0, 2.5]),
+            "top_k": rng.choice([0, 0, 0, 1, 5, 200, 3000]),
+            "top_p": rng.choice([1.0, 1.0, 0.2, 0.95]),
+            "min_p": rng.choice([0.0, 0.0, 0.05, 0.5]),
+            "presence_penalty": rng.choice([0.0, 0.0, 1.5]),
+            "frequency_penalty": rng.choice([0.0, -0.3]),
+            "repetition_penalty": rng.choice([1.0, 1.0, 1.3]),
+            "logit_bias": dict.fromkeys(ids(rng.randrange(3)), rng.choice([-2.5, 3.0])),
+            "allowed_token_ids": rng.choice([None, None, frozenset(ids(40))]),
+            "raw_logprobs": rng.choice([True, False]),
+        }
+        draw = (rng.randrange(2**64), rng.randrange(9), rng.randrange(4096))
+        return DrawRequest(SamplingParams(**(options | fixed)), rng.randrange(num_rows), draw, ids(20), ids(20))
+
+    return [one() for _ in range(num)]
+
+
+def same_bits(one: Draw, other: Draw, rows: slice | list[int] = slice(None)) -> bool:
+    """Whether rows of one are all of the other; NaN equals NaN."""
+    pairs = [(getattr(one, name)[rows], getattr(other, name)) for name in VALUES]
+    if one.kept is not None and other.kept is not None:
+        pairs.append((one.kept[rows], other.kept))
+    return all(torch.equal(a.nan_to_num(9e9), b.nan_to_num(9e9)) for a, b in pairs)
+
+
+def hidden_and_weight(
+    vocab: int, columns: int, rows: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[Tensor, PackedWeight]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, columns, generator=generator).to(dtype)
+    weight = torch.randn(vocab, columns, generator=generator) * (3 / math.sqrt(columns))
+    return hidden, as_packed(weight.to(dtype))
+
+
+# -- against the reference ---------------------------------------------------------------------------------------------
+
+
+@CALM
+@given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES))
+def test_the_same_tokens_as_the_reference_on_the_same_logits(kernels: ctypes.CDLL, seed: int, vocab: int) -> None:
+    rng = random.Random(seed)
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    requests = random_requests(rng, 20, 3, vocab, top_logprobs=min(4, vocab))
+    batch = replace(sampling_batch(requests), any_raw=True, any_mask=True)
+    drawn = head.draw_logits(kernels, logits, batch, num_threads=2)
+    expected = reference.sample(logits, batch)
+    agree = drawn.token_ids == expected.token_ids
+    assert int((~agree).sum()) <= 1, "float32 cannot always tell who wins a race, but seldom only"
+    if drawn.kept is not None and expected.kept is not None:
+        others = (drawn.kept != expected.kept).sum(dim=-1)
+        assert int(others.max()) <= 2, "sums of float32 round a threshold to a neighbour, not further"
+        agree &= others == 0
+    for name in ("logprobs", "raw_logprobs", "log_kept_mass"):
+        torch.testing.assert_close(getattr(drawn, name)[agree], getattr(expected, name)[agree], rtol=1e-5, atol=2e-5)
+    assert torch.equal(drawn.top_ids[agree], expected.top_ids[agree])
+
+
+def test_the_noise_is_the_references(kernels: ctypes.CDLL) -> None:
+    """All tokens equally likely: the smallest noise wins."""
+    vocab, num = 8193, 200
+    batch = sampling_batch([DrawRequest(SamplingParams(), 0, (5, i, 2 * i)) for i in range(num)])
+    drawn = head.draw_logits(kernels, torch.full((1, vocab), -7.5), batch, num_threads=2)
+    assert torch.equal(drawn.token_ids, exponential_noise(batch.noise_keys, vocab).argmin(dim=-1))
+    assert drawn.logprobs.tolist() == pytest.approx([-math.log(vocab)] * num, abs=1e-6)
+
+
+@pytest.mark.parametrize("vocab", [100, 8193, 49152, 151936])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_draws_of_hidden_rows_are_those_of_their_logits(kernels: ctypes.CDLL, vocab: int, dtype: torch.dtype) -> None:
+    hidden, weight = hidden_and_weight(vocab, 7, 5, dtype)
+    requests = random_requests(random.Random(vocab), 24, 5, vocab, top_logprobs=3)
+    batch = replace(sampling_batch(requests), any_mask=True)
+    logits = head.logits(kernels, hidden, weight, 1.5, num_threads=2)
+    streamed = head.draw(kernels, hidden, weight, 1.5, batch, num_threads=2)
+    assert same_bits(streamed, head.draw_logits(kernels, logits, batch, num_threads=1))
+    expected = reference.sample(logits, batch)
+    assert int((streamed.token_ids != expected.token_ids).sum()) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_are_the_products_over_the_divisor(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 33, generator=generator).to(dtype) for n in (70, 1000))
+    logits = head.logits(kernels, hidden, as_packed(weight), 2.5, num_threads=2)
+    torch.testing.assert_close(logits.double(), hidden.double() @ weight.double().T / 2.5, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 100, 385, 8193])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}, {"temperature": 1e30}])
+def test_the_padding_never_wins(kernels: ctypes.CDLL, vocab: int, params: dict[str, Any]) -> None:
+    """Logits far below 0, which is what the weight's padding gives."""
+    weight = as_packed(torch.full((vocab, 8), -20.0))
+    batch = sampling_batch([DrawRequest(SamplingParams(**params), 0, (1, 1, i)) for i in range(50)])
+    drawn = head.draw(kernels, torch.ones(1, 8), weight, 1.0, batch, num_threads=2)
+    assert int(drawn.token_ids.max()) < vocab
+    if not batch.any_filter and not batch.any_greedy:
+        assert drawn.logprobs.tolist() == pytest.approx([-math.log(vocab)] * 50, abs=1e-6)
+
+
+def test_many_draws_across_blocks_follow_the_distribution(kernels: ctypes.CDLL) -> None:
+    num, vocab = 100_000, 1000
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(2)) * 2
+    one = sampling_batch([DrawRequest(SamplingParams(temperature=1.3), 0, (3, 0, 0))])
+    whole = {f.name: getattr(one, f.name) for f in fields(one) if isinstance(getattr(one, f.name), Tensor)}
+    many = replace(one, **{name: part.expand(num, *part.shape[1:]) for name, part in whole.items()})
+    generator = torch.Generator().manual_seed(8)
+    many = replace(many, noise_keys=torch.randint(0, 2**32, (num, 2), generator=generator))
+    drawn = head.draw_logits(kernels, logits, many, num_threads=2)
+    probabilities = (logits[0].double() / 1.3).softmax(dim=-1)
+    bins = torch.arange(vocab) // 25
+    expected = num * torch.zeros(40, dtype=torch.float64).index_add_(0, bins, probabilities)
+    counts = torch.bincount(bins[drawn.token_ids], minlength=40)
+    assert float(((counts - expected) ** 2 / expected).sum()) < CHI_SQUARE_39
+    torch.testing.assert_close(drawn.logprobs.double(), probabilities.log()[drawn.token_ids], rtol=1e-5, atol=1e-5)
+
+
+# -- filters -----------------------------------------------------------------------------------------------------------
+
+
+@CALM
+@given(
+    seed=st.integers(0, 2**20),
+    vocab=st.sampled_from([40, 385, 8193]),
+    scale=st.sampled_from([0.1, 2.0, 20.0]),
+    top_k=st.sampled_from([0, 1, 7, 21, 22, 50, 352, 353, 5000]),
+    top_p=st.sampled_from([1.0, 0.3, 0.9, 0.999, 1 - 2**-24]),
+    min_p=st.sampled_from([0.0, 1e-6, 0.1, 1.0]),
+    dead=st.sampled_from([0.0, 0.5, 0.999]),
+)
+@example(3, 40, 0.1, 21, 1.0, 0.0, 0.0)  # -0 and +0 are equal
+def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
+    kernels: ctypes.CDLL, seed: int, vocab: int, scale: float, top_k: int, top_p: float, min_p: float, dead: float
+) -> None:
+    """Logits are multiples of 1/4, so that many are equal, and at every threshold."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(1, vocab, generator=generator) * scale * 4).round() / 4
+    masked = torch.rand(vocab, generator=generator) < dead
+    masked[seed % vocab] = False
+    logits[0, masked] = -math.inf
+    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
+    batch = replace(sampling_batch([DrawRequest(params, 0, (seed, 0, 0))]), any_mask=True, any_filter=True)
+    drawn = head.draw_logits(kernels, logits, batch, num_threads=1)
+    assert drawn.kept is not None
+    order = rank(logits).ids[0]
+    alive = int((~masked).sum())
+    num = int(drawn.kept[0].sum())
+    assert bool(drawn.kept[0, order[:num]].all()), "not the first of the ranking"
+    odds = (logits[0, order].double() - logits.max().double()).exp()
+    assert num <= (min(top_k, alive) if top_k else alive)
+    if params == SamplingParams(top_k=top_k):
+        assert num == (min(top_k, alive) if top_k else alive)
+    mass = float(odds[: min(top_k, alive) if top_k else alive].sum())
+    if top_p < 1:
+        assert num == 1 or float(odds[: num - 1].sum()) < top_p * mass * (1 + 1e-5)
+    if num < min(top_k or alive, alive):
+        enough = top_p < 1 and float(odds[:num].sum()) >= top_p * mass * (1 - 1e-5)
+        assert enough or float(odds[num]) < min_p * (1 + 1e-5)
+    assert num == 1 or float(odds[num - 1]) >= min_p * (1 - 1e-5)
+    kept_mass = math.log(float(odds[:num].sum()) / float(odds.sum()))
+    assert float(drawn.log_kept_mass[0]) == pytest.approx(kept_mass, abs=1e-5)
+    assert float(drawn.log_kept_mass[0]) <= 0
+    assert bool(drawn.kept[0, drawn.token_ids[0]])
+
+
+# -- the same bits -----------------------------------------------------------------------------------------------------
+
+
+@CALM
+@given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES), data=st.data())
+def test_a_sample_is_the_same_alone_in_any_batch_and_on_any_threads(
+    kernels: ctypes.CDLL, seed: int, vocab: int, data: st.DataObject
+) -> None:
+    rng = random.Random(seed)
+    hidden, weight = hidden_and_weight(vocab, 9, 4, torch.bfloat16, seed)
+    requests = random_requests(rng, 16, 4, vocab)
+    together = head.draw(kernels, hidden, weight, 1.0, _raw(requests), num_threads=1)
+    assert same_bits(together, head.draw(kernels, hidden, weight, 1.0, _raw(requests), num_threads=2))
+    order = data.draw(st.permutations(range(16)))
+    moved = head.draw(kernels, hidden, weight, 1.0, _raw([requests[i] for i in order]), num_threads=2)
+    assert same_bits(together, moved, list(order))
+    for i, request in enumerate(requests):
+        own = hidden[request.row : request.row + 1]
+        alone = head.draw(kernels, own, weight, 1.0, _raw([request._replace(row=0)]), num_threads=1)
+        assert same_bits(together, alone, [i])
+
+
+def _raw(requests: list[DrawRequest]) -> SamplingBatch:
+    return replace(sampling_batch(requests), any_raw=True)
+
+
+@CALM
+@given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES))
+def test_every_logprob_of_a_row_agrees_to_the_bit(kernels: ctypes.CDLL, seed: int, vocab: int) -> None:
+    """Plain at temperature 1, greedy, raw beside any other option, best tokens, score."""
+    hidden, weight = hidden_and_weight(vocab, 8, 1, torch.bfloat16, seed)
+    plain = SamplingParams()
+    others = [{"temperature": 0.0}, {"temperature": 0.4}, {"top_k": 3}, {"logit_bias": {0: 2.0}}, {"top_p": 0.5}]
+    requests = [DrawRequest(plain, 0, (seed, 0, i)) for i in range(20)]
+    requests += [DrawRequest(SamplingParams(**other), 0, (seed, 1, i)) for i, other in enumerate(others)]
+    drawn = head.draw(kernels, hidden, weight, 1.0, _raw(requests), num_threads=2)
+    assert torch.equal(drawn.logprobs[:21], drawn.raw_logprobs[:21])
+    rows = hidden.expand(len(requests), -1).contiguous()
+    scores = head.score(kernels, rows, weight, 1.0, drawn.token_ids, num_threads=2)
+    assert torch.equal(scores, drawn.raw_logprobs)
+    best = [DrawRequest(SamplingParams(top_logprobs=vocab, temperature=float(t)), 0) for t in (0, 1)]
+    shown = head.draw(kernels, hidden, weight, 1.0, sampling_batch(best), num_threads=1)
+    for i in range(2):
+        rows = hidden.expand(vocab, -1).contiguous() if vocab < 1000 else hidden.expand(5, -1).contiguous()
+        ids = shown.top_ids[i, : len(rows)]
+        assert torch.equal(head.score(kernels, rows, weight, 1.0, ids, 1), shown.top_logprobs[i, : len(rows)])
+
+
+def test_a_score_at_a_temperature_is_the_plain_logprob_there(kernels: ctypes.CDLL) -> None:
+    hidden, weight = hidden_and_weight(700, 8, 4, torch.float32)
+    requests = [DrawRequest(SamplingParams(temperature=0.6), i, (1, 2, i)) for i in range(4)]
+    drawn = head.draw(kernels, hidden, weight, 1.0, sampling_batch(requests), num_threads=2)
+    assert torch.equal(head.score(kernels, hidden, weight, 1.0, drawn.token_ids, 2, temperature=0.6), drawn.logprobs)
+
+
+def test_samples_of_a_group_draw_what_they_would_from_rows_of_their_own(kernels: ctypes.CDLL) -> None:
+    hidden, weight = hidden_and_weight(2000, 8, 2, torch.bfloat16)
+    group = [DrawRequest(SamplingParams(top_p=(1.0, 0.8)[i % 2]), 1, (4, i, 10)) for i in range(32)]
+    drawn = head.draw(kernels, hidden, weight, 1.0, sampling_batch(group), num_threads=2)
+    apart = [request._replace(row=i) for i, request in enumerate(group)]
+    rows = hidden[1:].expand(32, -1).contiguous()
+    assert same_bits(drawn, head.draw(kernels, rows, weight, 1.0, sampling_batch(apart), num_threads=2))
+    assert len(set(drawn.token_ids.tolist())) > 16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_all_instruction_sets_give_the_same_bits(dtype: torch.dtype) -> None:
+    if len(cpu_kernels.available()) < 2:
+        pytest.skip("this machine has one instruction set only")
+    hidden, weight = hidden_and_weight(8193, 31, 6, dtype)
+    hidden[5, 0] = math.nan
+    requests = random_requests(random.Random(6), 60, 6, 8193, top_logprobs=3)
+    draws = {
+        name: head.draw(cpu_kernels.kernels(name), hidden, weight, 1.7, _raw(requests), num_threads=2)
+        for name in cpu_kernels.available()
+    }
+    first = draws[cpu_kernels.available()[0]]
+    assert all(same_bits(first, other) for other in draws.values()), draws.keys()
+
+
+# -- extremes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"logit_bias": {3: 1.0}}])
+def test_a_broken_row_says_so_and_spares_the_others(
+    kernels: ctypes.CDLL, poison: float, options: dict[str, Any]
+) -> None:
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    batch = _raw([DrawRequest(SamplingParams(top_logprobs=2, **options), i, (1, 1, i)) for i in range(3)])
+    clean = head.draw_logits(kernels, logits, batch, num_threads=2)
+    for place in (0, 401, 999):
+        broken = logits.clone()
+        broken[1, place] = poison
+        drawn = head.draw_logits(kernels, broken, batch, num_threads=2)
+        assert drawn.token_ids[1] == 0
+        assert drawn.logprobs[1].isnan()
+        assert not drawn.top_logprobs[1].isfinite().any()
+        for i in (0, 2):
+            assert all(torch.equal(getattr(clean, name)[i], getattr(drawn, name)[i]) for name in VALUES)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-3, 1.0, 1e30, 1e300])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_the_only_token_left_is_drawn_with_certainty(
+    kernels: ctypes.CDLL, temperature: float, filters: dict[str, Any]
+) -> None:
+    logits = torch.full((1, 900), -math.inf)
+    logits[0, 777] = -3e5
+    batch = sampling_batch([DrawRequest(SamplingParams(temperature=temperature, **filters), 0, (2, 2, 2))])
+    drawn = head.draw_logits(kernels, logits, batch, num_threads=2)
+    assert drawn.token_ids.tolist() == [777]
+    assert drawn.logprobs.tolist() == drawn.log_kept_mass.tolist() == [0.0]
+
+
+def test_nothing_outside_the_allowed_tokens_is_drawn(kernels: ctypes.CDLL) -> None:
+    logits = torch.randn(1, 1500, generator=torch.Generator().manual_seed(0))
+    allowed = frozenset({5, 390, 1400, 1499})
+    for options in ({}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.9}, {"temperature": 1e30}):
+        params = SamplingParams(allowed_token_ids=allowed, **options)
+        batch = sampling_batch([DrawRequest(params, 0, (1, 0, i), banned=[390]) for i in range(64)])
+        drawn = set(head.draw_logits(kernels, logits, batch, num_threads=2).token_ids.tolist())
+        assert drawn <= allowed - {390}, options
+        assert len(drawn) >= 2 or "top_k" in options or params.temperature == 0
+
+
+def test_what_does_not_fit_is_refused(kernels: ctypes.CDLL) -> None:
+    hidden, weight = hidden_and_weight(100, 8, 2, torch.float32)
+    with pytest.raises(IndexError, match="2 rows"):
+        head.draw(kernels, hidden, weight, 1.0, sampling_batch([DrawRequest(SamplingParams(), 2)]), 1)
+    biased = sampling_batch([DrawRequest(SamplingParams(logit_bias={100: 1.0}))])
+    with pytest.raises(IndexError, match="100"):
+        head.draw(kernels, hidden, weight, 1.0, biased, 1)
+    with pytest.raises(IndexError, match="100"):
+        head.score(kernels, hidden, weight, 1.0, torch.tensor([3, 100]), 1)
+    with pytest.raises(ValueError, match="hidden rows"):
+        head.logits(kernels, hidden.bfloat16(), weight, 1.0, 1)
+    with pytest.raises(ValueError, match="float32"):
+        head.draw_logits(kernels, hidden.bfloat16(), sampling_batch([]), 1)
+
+
+def test_no_samples_are_no_work(kernels: ctypes.CDLL) -> None:
+    hidden, weight = hidden_and_weight(100, 8, 0, torch.float32)
+    assert len(head.draw(kernels, hidden, weight, 1.0, sampling_batch([]), 2).token_ids) == 0
+    assert head.score(kernels, hidden, weight, 1.0, torch.empty(0, dtype=torch.int64), 2).shape == (0,)
+    assert head.logits(kernels, hidden, weight, 1.0, 2).shape == (0, 100)

@@ -1,0 +1,158 @@
+"""What `BatchBuilder` gathers from its arrays is what the sequences themselves say, step after step."""
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference.batch import BatchBuilder, Chunks, ForwardBatch
+from nano_inference.config import SchedulerConfig
+from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
+from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
+from nano_inference.kv_cache.paged import PagedKVCache
+from nano_inference.sampling.sampling_batch import DrawRequest, Entries, SamplingBatch, SamplingTable, sampling_batch
+from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
+from nano_inference.types import SamplingParams
+from tests.simulation.fake_model import EOS, VOCAB, FakeRunner
+
+BLOCK_SIZE = 2
+
+
+class CheckedBuilder(BatchBuilder):
+    """Compares every batch, and the one before it again: a step in flight may still read that."""
+
+    def __init__(self) -> None:
+        super().__init__(BLOCK_SIZE)
+        self.before: list[tuple[Tensor, Tensor]] = []  # tensors of the last step, and copies
+        self.num_draws = self.num_slots_reused = 0
+
+    def forward_batches(self, chunks: Chunks, sampling_now: Mapping[int, int]) -> tuple[ForwardBatch, ...]:
+        batches = super().forward_batches(chunks, sampling_now)
+        for batch, (name, part) in zip(batches, chunks.parts, strict=True):
+            seqs = [seq for seq, own in zip(chunks.seqs, part.tolist(), strict=True) if own]
+            assert {seq.weight_set for seq in seqs} == {name}
+            width = batch.block_tables.shape[1]
+            assert width == max(len(seq.block_ids) for seq in seqs)
+            padded = [[*seq.block_ids, *[0] * (width - len(seq.block_ids))] for seq in seqs]
+            assert batch.block_tables.tolist() == padded
+            assert batch.seq_lens.tolist() == [seq.num_computed_tokens for seq in seqs]
+            starts = [int(batch.positions[first]) for first in batch.cu_seqlens_q[:-1]]
+            of_prompt = [min(seq.num_computed_tokens, seq.num_prompt_tokens) for seq in seqs]
+            assert batch.num_prompt_tokens == sum(max(0, n - s) for n, s in zip(of_prompt, starts, strict=True))
+            assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in tensors(batch))
+        return batches
+
+    def sampling_batch(self, chunks: Chunks) -> SamplingBatch:
+        batch = super().sampling_batch(chunks)
+        expected = sampling_batch(list(self.requests(chunks)))
+        for name in (field.name for field in fields(SamplingBatch)):
+            mine, theirs = getattr(batch, name), getattr(expected, name)
+            if isinstance(mine, Entries):
+                assert as_rows(mine) == as_rows(theirs), name
+            elif isinstance(mine, Tensor):
+                assert mine.dtype == theirs.dtype, name
+                assert mine.is_contiguous(), name
+                assert torch.equal(mine, theirs), name
+            else:
+                assert mine == theirs, name
+        assert all(torch.equal(tensor, copy) for tensor, copy in self.before), "a batch of the step before was written"
+        self.before = [(tensor, tensor.clone()) for tensor in tensors(batch)]
+        self.num_draws += len(batch)
+        return batch
+
+    @staticmethod
+    def requests(chunks: Chunks) -> Iterator[DrawRequest]:
+        for seq, row in zip(chunks.sampled, chunks.rows.tolist(), strict=True):
+            prompt, completion = seq.token_ids[: seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens :]
+            banned = seq.stop_ids if seq.num_computed_tokens < len(prompt) + seq.params.min_tokens else ()
+            key = seq.seed, seq.sample_index, seq.num_computed_tokens
+            yield DrawRequest(seq.params, row, key, prompt, completion, banned)
+
+
+def tensors(batch: ForwardBatch | SamplingBatch) -> list[Tensor]:
+    values = [getattr(batch, field.name) for field in fields(batch)]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def as_rows(entries: Entries) -> dict[int, dict[int, float]]:
+    assert entries.rows.tolist() == sorted(entries.rows.tolist())
+    rows: dict[int, dict[int, float]] = defaultdict(dict)
+    for row, token_id, value in zip(*(column.tolist() for column in entries), strict=True):
+        assert token_id not in rows[row]
+        rows[row][token_id] = value
+    return rows
+
+
+def random_params(r: random.Random) -> SamplingParams:
+    params = SamplingParams(max_tokens=r.randrange(3, 12), priority=r.choice([0, 0, 1]))
+    if r.random() < 0.5:
+        params = replace(params, temperature=r.choice([0.0, 0.5]), top_p=r.choice([1.0, 0.7]), top_k=r.choice([0, 3]))
+    if r.random() < 0.4:
+        params = replace(params, presence_penalty=r.choice([0.0, 0.5]), repetition_penalty=r.choice([1.0, 1.2]))
+    if r.random() < 0.3:
+        params = replace(params, logit_bias={r.randrange(VOCAB): 1.5, EOS: -1.0})
+    if r.random() < 0.3:
+        params = replace(params, allowed_token_ids=frozenset(r.sample(range(VOCAB), 3)))
+    if r.random() < 0.3:
+        params = replace(params, min_tokens=2, top_logprobs=r.randrange(3), raw_logprobs=r.random() < 0.5)
+    return params
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("seed", range(12))
+def test_batches_say_what_the_sequences_say(seed: int, lookahead: int) -> None:
+    r = random.Random(seed)
+    config = SchedulerConfig(block_size=BLOCK_SIZE, max_tokens_per_batch=r.choice([4, 64]), max_batch_size=8)
+    blocks = r.choice([18, 30, 200])
+    loop = EngineLoop(
+        PagedKVCache(blocks, BLOCK_SIZE), FakeRunner(blocks * BLOCK_SIZE, BLOCK_SIZE), config, lookahead, ""
+    )
+    loop.batches = builder = CheckedBuilder()
+    assert isinstance(loop.runner, FakeRunner)
+    loop.runner.one_version_only = False
+    if r.random() < 0.5:
+        loop.sequences.versions[REFERENCE] = 0  # it scores every sample: a second weight set in the same steps
+    for request in range(30):
+        prompt = [r.randrange(1, VOCAB) for _ in range(r.randrange(1, 12))]
+        prefix, num_samples = PrefixKeys(Namespace()), r.choice([1, 1, 3])
+        loop.inbox.append(
+            Add(
+                Sequence(
+                    loop.sequences.new_id(),
+                    request,
+                    prompt,
+                    len(prompt),
+                    random_params(r),
+                    frozenset([EOS]),
+                    r.randrange(2**64),
+                    prefix,
+                    num_samples,
+                )
+            )
+        )
+        if r.random() < 0.1:
+            loop.inbox.append(Abort(frozenset([request])))
+        if r.random() < 0.1:
+            loop.inbox.append(
+                ChangeWeights(POLICY, lambda: 1 + loop.sequences.versions[POLICY], recompute=r.random() < 0.5)
+            )
+        for _ in range(r.choice([0, 1, 5])):
+            loop.step()
+    while loop.has_pending():
+        loop.step()
+    assert builder.num_draws > 100
+    assert len(builder._prompts) < loop.sequences.new_id(), "slots of sequences that ended are used again"
+
+
+def test_a_slot_that_is_filled_again_is_read_again() -> None:
+    table, place = SamplingTable(), np.zeros(1, dtype=np.int64)
+    batches = []
+    for temperature in (0.5, 0.25):
+        table.put(0, SamplingParams(temperature=temperature), 1, 0, [])
+        batches.append(table.batch(place, place, place, {}))
+    assert [batch.temperature.tolist() for batch in batches] == [[0.5], [0.25]]
