@@ -35,9 +35,7 @@ class CpuOps:
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         return self._run(lambda r, x: r.linear(x, weight, bias), x, dtype=weight.dtype)[0]
 
-    def rms_norm(
-        self, x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
+    def rms_norm(self, x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         residual = residual if x is None else residual.clone()
         x = None if x is None else x.float()
         normed = self._run(lambda r, x, s: r.rms_norm(x, s, norm, scale)[0], x, residual, dtype=norm.dtype)[0]

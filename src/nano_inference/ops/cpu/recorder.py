@@ -99,9 +99,7 @@ class Recorder:
         self.operations.append(Operation(LINEAR, (x,), out, weight=weight, bias=bias, values=values))
         return out
 
-    def rms_norm(
-        self, x: Buffer | None, residual: Buffer, norm: Norm, scale: float = 1.0
-    ) -> tuple[Buffer, Buffer]:
+    def rms_norm(self, x: Buffer | None, residual: Buffer, norm: Norm, scale: float = 1.0) -> tuple[Buffer, Buffer]:
         """See `Ops.rms_norm`. Where x is given it is added in place: the residual stream is one buffer."""
         _require(residual.dtype == torch.float32, f"the residual stream is {residual.dtype}, expected float32.")
         _require(
@@ -244,7 +242,9 @@ def _require(holds: bool, problem: str) -> None:
 
 def to_struct(operation: Operation, places: dict[int, int]) -> library.Op:
     """The entry that C++ reads. Pointers in it live as long as the tensors that `operation` holds."""
-    entry = library.Op(kind=operation.kind, input=-1, output=places[operation.output.index], residual=-1, **operation.values)
+    entry = library.Op(
+        kind=operation.kind, input=-1, output=places[operation.output.index], residual=-1, **operation.values
+    )
     if operation.inputs:
         entry.input = places[operation.inputs[0].index]
     if operation.residual is not None:

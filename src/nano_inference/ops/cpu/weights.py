@@ -20,7 +20,9 @@ class PackedWeight:
 
     device = torch.device("cpu")
 
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype, num_threads: int, arena: Arena | None = None) -> None:
+    def __init__(
+        self, rows: int, columns: int, dtype: torch.dtype, num_threads: int, arena: Arena | None = None
+    ) -> None:
         self.rows, self.columns, self.dtype, self.num_threads = rows, columns, dtype, num_threads
         panels = -(-rows // LANES)
         shape = (panels, -(-columns // 2), LANES, 2) if dtype == torch.bfloat16 else (panels, columns, LANES)
