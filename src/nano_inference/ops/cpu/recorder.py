@@ -58,6 +58,12 @@ class Operation:
     norms: tuple[Norm, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """All that it reads or writes, each once."""
+        residual = () if self.residual is None else (self.residual,)
+        return tuple(dict.fromkeys((*self.inputs, self.output, *residual)))
+
 
 class Recorder:
     """The operations of `Ops`, on buffers; nothing is computed."""
@@ -201,8 +207,7 @@ def place_buffers(operations: Sequence[Operation], kept: Sequence[Buffer]) -> tu
     """
     last: dict[int, int] = {}
     for step, operation in enumerate(operations):
-        for buffer in (*operation.inputs, operation.output, *((operation.residual,) if operation.residual else ())):
-            last[buffer.index] = step
+        last |= {buffer.index: step for buffer in operation.buffers}
     places: dict[int, int] = {}
     sizes: list[int] = []
     free: dict[int, list[int]] = {}
@@ -210,7 +215,7 @@ def place_buffers(operations: Sequence[Operation], kept: Sequence[Buffer]) -> tu
     def place(buffer: Buffer) -> None:
         if buffer.index in places:
             return
-        if free.get(buffer.row_bytes) and buffer not in kept:
+        if free.get(buffer.row_bytes):
             places[buffer.index] = free[buffer.row_bytes].pop()
             return
         places[buffer.index] = len(sizes)
@@ -220,10 +225,9 @@ def place_buffers(operations: Sequence[Operation], kept: Sequence[Buffer]) -> tu
         place(buffer)
     keep = {buffer.index for buffer in kept}
     for step, operation in enumerate(operations):
-        used = (*operation.inputs, operation.output, *((operation.residual,) if operation.residual else ()))
-        for buffer in used:
+        for buffer in operation.buffers:
             place(buffer)
-        for buffer in dict.fromkeys(used):
+        for buffer in operation.buffers:
             if last[buffer.index] == step and buffer.index not in keep:
                 free.setdefault(buffer.row_bytes, []).append(places[buffer.index])
     return places, sizes
