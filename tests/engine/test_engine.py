@@ -942,8 +942,8 @@ def test_others_may_add_and_update_while_one_steps(build: Build, lookahead: int)
 
     writers, stepper = Threads(), Threads()
     stepper.start(step)
-    for write in (add, add, update):
-        writers.start(write)
+    for each in (add, add, update):
+        writers.start(each)
     writers.join()
     done.set()
     stepper.join()

@@ -51,7 +51,7 @@ class Weight(Protocol):
 
 
 class Norm(NamedTuple):
-    """One RMS norm: x / rms(x) * (offset + weight), rounded to dtype once, at the end. Without a weight: only rounded."""
+    """One RMS norm: x / rms(x) * (offset + weight), rounded to dtype once, at the end. No weight: only rounded."""
 
     weight: Tensor | None  # [width]
     eps: float

@@ -1,7 +1,7 @@
 """Builds the kernels with the system's C++ compiler, once for each (source, compiler, instruction set).
 
-The library lies in `~/.cache/nano-inference/kernels/`, which only its owner may enter. Any number of processes may build
-at once: each builds in a folder of its own and renames it into place; whoever comes second finds it there.
+The library lies in `~/.cache/nano-inference/kernels/`, which only its owner may enter. Any number of processes may
+build at once: each builds in a folder of its own and renames it into place; whoever comes second finds it there.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""`Program`: recorded operations with their memory, run on batches by one call each; and single operations by the way."""
+"""`Program`: recorded operations with their memory, run on batches by one call each; and single operations."""
 
 import ctypes
 from collections.abc import Callable, Sequence
