@@ -15,6 +15,10 @@ from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.sequence import Sequence, Sequences
 
 
+ALL = np.ones(0, dtype=bool)  # all chunks are of one weight set
+NOTHING = torch.empty(0, dtype=torch.int64)
+
+
 class Scored(NamedTuple):
     """Rows [start, end) of a sequence, by position, whose next token's logprob a forward computes."""
 
@@ -74,13 +78,16 @@ class BatchBuilder:
         )
         self._follow_tables(decision, sequences)
         names = list(dict.fromkeys(decision.weight_sets))
-        parts = [np.array([each == name for each in decision.weight_sets]) for name in names]
         drawn = samples > 0
-        rows = np.zeros(len(samples), dtype=np.int64)  # of the logits: there chunks are grouped by weight set
-        rows[np.concatenate([np.flatnonzero(part & drawn) for part in parts])] = np.arange(np.count_nonzero(drawn))
+        if len(names) == 1:
+            parts, rows = [(names[0], ALL)], np.cumsum(drawn) - 1
+        else:  # in the logits chunks are grouped by weight set
+            parts = [(name, np.array([each == name for each in decision.weight_sets])) for name in names]
+            rows = np.zeros(len(samples), dtype=np.int64)
+            rows[np.concatenate([np.flatnonzero(part & drawn) for _, part in parts])] = np.arange(drawn.sum())
         return Chunks(
             seqs=[sequences.by_id[seq_id] for seq_id in decision.seq_ids],
-            parts=list(zip(names, parts, strict=True)),
+            parts=parts,
             columns=_Columns(slots, starts, lengths, samples),
             sampled=sampled,
             slots=self._slots_of([seq.seq_id for seq in sampled], sequences),
@@ -94,7 +101,9 @@ class BatchBuilder:
         `sampling_now`: sequence id -> place in the samples of the step in flight, for tokens not known on the host.
         """
         return tuple(
-            self._build(name, list(compress(chunks.seqs, part.tolist())), chunks.columns.of(part), sampling_now)
+            self._build(name, chunks.seqs, chunks.columns, sampling_now)
+            if part is ALL
+            else self._build(name, list(compress(chunks.seqs, part.tolist())), chunks.columns.of(part), sampling_now)
             for name, part in chunks.parts
         )
 
@@ -123,7 +132,7 @@ class BatchBuilder:
             if end > len(token_ids):  # its newest token is being sampled right now
                 relay.append((len(input_ids), sampling_now[seq.seq_id]))
                 input_ids.append(0)
-        relay_pairs = np.array(relay, dtype=np.int64).reshape(-1, 2)
+        relay_rows, relay_sources = zip(*relay, strict=True) if relay else ((), ())
         score_rows, score_targets, scored = _rows_to_score(seqs, starts, ends, cu_seqlens)
 
         row_chunks = np.repeat(np.arange(len(seqs)), lengths)
@@ -143,8 +152,8 @@ class BatchBuilder:
             score_rows=_tensor(score_rows),
             score_targets=_tensor(score_targets),
             scored=tuple(scored),
-            relay_rows=torch.from_numpy(relay_pairs[:, 0].copy()),
-            relay_sources=torch.from_numpy(relay_pairs[:, 1].copy()),
+            relay_rows=_tensor(relay_rows),
+            relay_sources=_tensor(relay_sources),
             num_prompt_tokens=int(np.clip(self._prompts[slots] - starts, 0, lengths).sum()),
         )
 
@@ -208,7 +217,7 @@ class Chunks:
     """A step's chunks and samples as arrays; S chunks, R samples."""
 
     seqs: Listed[Sequence]  # [S]
-    parts: Listed[tuple[str, np.ndarray]]  # weight sets in order of first appearance, and whose chunks: bool [S]
+    parts: Listed[tuple[str, np.ndarray]]  # weight sets in order of first appearance, and their chunks: bool [S] or ALL
     columns: _Columns
     sampled: Listed[Sequence]  # [R]
     slots: np.ndarray  # [R]
@@ -234,5 +243,7 @@ def _rows_to_score(
     return score_rows, score_targets, scored
 
 
-def _tensor(values: list[int]) -> Tensor:
+def _tensor(values: Listed[int]) -> Tensor:
+    if not values:
+        return NOTHING
     return torch.from_numpy(np.array(values, dtype=np.int64))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nano_inference.kv_cache.units import UNIFORM, BlockLayout, UnitPool
 from nano_inference.models.spec import ModelSpec
+from nano_inference.ops.cpu.memory import advise_huge_pages
 
 
 def kv_shape(spec: ModelSpec) -> tuple[int, int, int]:
@@ -93,6 +94,9 @@ class KVStorage:
         # may never be used takes seconds.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
+        if device.type == "cpu":
+            advise_huge_pages(self.keys)
+            advise_huge_pages(self.values)
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole blocks (source, target), all layers; no target may be a source."""
@@ -117,10 +121,16 @@ class BoundKVStorage:
         self.storage = storage
         self.page_table = page_table
         self.total_len = total_len
-        self._keys = storage.keys.flatten(2, 3)  # [layers of a unit, kv heads, slots, head_dim]
-        self._values = storage.values.flatten(2, 3)
         self._places = storage.places
         self._units = storage.unit_map.units() if storage.unit_map is not None else None
+
+    @property
+    def _keys(self) -> Tensor:
+        return self.storage.keys.flatten(2, 3)  # [layers of a unit, kv heads, slots, head_dim]
+
+    @property
+    def _values(self) -> Tensor:
+        return self.storage.values.flatten(2, 3)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [N, kv heads, head_dim] at slots [N]."""

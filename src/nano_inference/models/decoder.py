@@ -25,7 +25,7 @@ class KvCache(Protocol):
 class ForwardResult(NamedTuple):
     """What a forward pass gives."""
 
-    hidden: Tensor  # [L, H], rows `batch.logits_indices` after the last norm: what the head reads
+    hidden: Tensor  # [L, H], rows `batch.logits_indices` after the last norm; good until the next forward
     scores: Tensor  # float32 [P], logprobs of `batch.score_targets` at rows `batch.score_rows`
 
 
@@ -61,7 +61,8 @@ class Decoder:
             scores = self.ops.gather_logprobs(rows, self.head, divisor, batch.score_targets)
         else:
             scores = torch.empty(0, device=self.device)
-        return ForwardResult(hidden[batch.logits_indices], scores)
+        drawn = len(batch.logits_indices)
+        return ForwardResult(hidden if drawn == len(hidden) else hidden[batch.logits_indices], scores)
 
     def draw(self, hidden: Tensor, batch: SamplingBatch) -> Draw:
         """Draw samples from the logits of rows [L, H] that a forward pass gave."""

@@ -51,18 +51,21 @@ def best_instruction_set() -> str:
     return next(name for name, (needs, _) in INSTRUCTION_SETS.items() if needs <= has)
 
 
-def build(instruction_set: str | None = None, cache_root: Path | None = None) -> Path:
+def build(
+    instruction_set: str | None = None, cache_root: Path | None = None, defines: tuple[str, ...] = ()
+) -> Path:
     """The library's path; it is built if it is not there. Raises `KernelsUnavailable`.
 
     Args:
         instruction_set: a key of `INSTRUCTION_SETS`; None: the best.
         cache_root: where libraries live; None: `~/.cache/nano-inference/kernels`.
+        defines: macros of special builds; the kernels say what they do.
     """
     name = instruction_set or best_instruction_set()
     if name not in INSTRUCTION_SETS:
         raise KernelsUnavailable(f"instruction set {name!r} is unknown; choose one of {', '.join(INSTRUCTION_SETS)}.")
     compiler, version = _compiler()
-    flags = (*FLAGS, *INSTRUCTION_SETS[name][1])
+    flags = (*FLAGS, *INSTRUCTION_SETS[name][1], *(f"-D{each}" for each in defines))
     root = Path.home() / ".cache" / "nano-inference" / "kernels" if cache_root is None else cache_root
     folder = root / f"{name}-{_key(version, flags)}"
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from nano_inference.ops.cpu import head
+from nano_inference.ops.cpu.memory import Arena
 from nano_inference.ops.cpu.build import KernelsUnavailable, best_instruction_set, build
 
 
@@ -98,6 +99,8 @@ class Library:
         c.nano_ping.argtypes = [c_int64]
         c.nano_read_rate.restype = c_double
         c.nano_read_rate.argtypes = [c_void_p, c_int64, c_int64]
+        c.nano_product_rate.restype = c_double
+        c.nano_product_rate.argtypes = [c_int64]
         c.nano_pack.argtypes = [c_void_p, c_int64, c_void_p, *[c_int64] * 5]
         c.nano_unpack.argtypes = [c_void_p, c_void_p, *[c_int64] * 4]
         head.declare(c)
@@ -108,8 +111,14 @@ class Library:
 
     def read_rate(self, num_bytes: int = 2**28, num_threads: int = 2) -> float:
         """Bytes a second that threads read from memory; the best of three passes."""
-        data = torch.zeros(num_bytes // 4)
+        data = Arena().take((num_bytes // 4,), torch.float32)
+        data.fill_(1.0)
         return max(self.c.nano_read_rate(data.data_ptr(), data.numel(), num_threads) for _ in range(3))
+
+
+    def product_rate(self, num_threads: int = 2) -> float:
+        """Operations a second of bf16 products out of the caches, two for each pair of numbers; the best of three."""
+        return max(self.c.nano_product_rate(num_threads) for _ in range(3))
 
 
 @functools.cache

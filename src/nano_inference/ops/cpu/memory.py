@@ -1,6 +1,7 @@
 """Memory in huge pages, where the system has them: reading weights then costs fewer walks of page tables."""
 
 import contextlib
+import ctypes
 import math
 import mmap
 
@@ -27,6 +28,16 @@ class Arena:
         piece = self._chunk[self._used : self._used + size]
         self._used += -(-size // ALIGNMENT) * ALIGNMENT
         return piece.view(dtype).view(shape)
+
+
+def advise_huge_pages(tensor: Tensor) -> None:
+    """Ask for huge pages behind a large tensor that was just allocated; nothing happens where there are none."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if size > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
 
 
 def _mapping(size: int) -> Tensor:

@@ -24,7 +24,8 @@ GATES = {"silu": SILU, "gelu_tanh": GELU}
 PANELS = 32  # rows of a gate's weight come in pairs of panels
 
 
-class Buffer(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Buffer:
     """Stands for a tensor [N, columns] of a step."""
 
     index: int

@@ -220,7 +220,12 @@ class Head {
     if (!(highest > -INF)) highest = -INF;
     float base = highest > -INF ? highest : 0.f;
     maxima_[size_t(v * stats_stride_ + block)] = highest;
+#if defined(NANO_NO_LOGPROBS)  // a build for one benchmark: what a step costs without logprobs (they are wrong then)
+    sums_[size_t(v * stats_stride_ + block)] = 1;
+    if (plan_.samples[size_t(view.first)].choice == Choice::draw) exponentials(z, count, base, view.inv_t, s.odds);
+#else
     sums_[size_t(v * stats_stride_ + block)] = exponentials(z, count, base, view.inv_t, s.odds);
+#endif
     int64_t start = block * VOCAB_BLOCK;
     const Runners runners{s.odds, z, raw, s.stirred, nullptr, start, count, base, view.inv_t};
     for (int64_t i = view.first; i >= 0; i = plan_.samples[size_t(i)].next) {

@@ -55,6 +55,29 @@ double nano_read_rate(const float* data, int64_t count, int64_t num_threads) {
   return double(count / 128 * 512) / (end - start);
 }
 
+// bf16 operations a second of products whose weights and rows stay in cache.
+double nano_product_rate(int64_t num_threads) {
+  constexpr int64_t ROWS_OF_ONE = 256, N = 576, K = 1536, ROUNDS = 40;
+  using nano::bf16;
+  std::vector<bf16> x(size_t(ROWS_OF_ONE * num_threads * K), 0x3f80), w(size_t(N * K), 0x3c00);
+  std::vector<float> out(size_t(ROWS_OF_ONE * num_threads * N));
+  double start = 0, end = 0;
+  auto work = [&](nano::Team& team) {
+    auto round = [&] {
+      nano::products<bf16>(x.data() + team.thread * ROWS_OF_ONE * K, K, ROWS_OF_ONE, {w.data(), N, K}, 0, N / 16,
+                           out.data() + team.thread * ROWS_OF_ONE * N, N, nullptr);
+    };
+    round();
+    team.wait();
+    if (team.thread == 0) start = now();
+    for (int i = 0; i < ROUNDS; i++) round();
+    team.wait();
+    if (team.thread == 0) end = now();
+  };
+  nano::run_team(int(num_threads), work);
+  return 2. * double(ROUNDS * ROWS_OF_ONE * num_threads * N * K) / (end - start);
+}
+
 int nano_pack(const void* source, int64_t source_is_bf16, void* packed, int64_t is_bf16, int64_t start, int64_t count,
               int64_t columns, int64_t num_threads) {
   using nano::bf16;
