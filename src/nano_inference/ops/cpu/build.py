@@ -51,9 +51,7 @@ def best_instruction_set() -> str:
     return next(name for name, (needs, _) in INSTRUCTION_SETS.items() if needs <= has)
 
 
-def build(
-    instruction_set: str | None = None, cache_root: Path | None = None, defines: tuple[str, ...] = ()
-) -> Path:
+def build(instruction_set: str | None = None, cache_root: Path | None = None, defines: tuple[str, ...] = ()) -> Path:
     """The library's path; it is built if it is not there. Raises `KernelsUnavailable`.
 
     Args:

@@ -79,6 +79,7 @@ def as_packed(weight: Any, num_threads: int = 1) -> PackedWeight:
     """A weight as the kernels read it; a plain tensor [rows, columns] is packed."""
     if isinstance(weight, PackedWeight):
         return weight
-    packed = PackedWeight(*weight.shape, weight.dtype, num_threads)
+    rows, columns = weight.shape
+    packed = PackedWeight(rows, columns, weight.dtype, num_threads)
     packed.write(0, weight)
     return packed
