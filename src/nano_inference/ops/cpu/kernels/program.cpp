@@ -13,7 +13,7 @@ namespace nano {
 namespace {
 
 constexpr int64_t ROWS_OF_A_THREAD = 32;  // from here on a thread keeps its rows from operation to operation
-constexpr int64_t BLOCK_OF_ROWS = 128;    // rows that go through a layer together: what lies between stays in cache
+constexpr int64_t BLOCK_OF_ROWS = 256;    // rows that go through a layer together: what lies between stays in cache
 constexpr int64_t FEW_ROWS = 4;           // so few that each thread normalises all of them rather than wait
 constexpr double UNEVEN = 1.08;           // how much more than its share a thread may get to own whole sequences
 
