@@ -33,7 +33,7 @@ def main() -> None:
             for _ in range(repeats):
                 for key, each in (("with", usual), ("without", without)):
                     each.flush_cache()
-                    watches[key].time(lambda each=each: run(each, workload("W2"), temperature))
+                    watches[key].time(lambda each=each, t=temperature: run(each, workload("W2"), t))
             rows += [watch.row(name=f"{label}, {key} logprobs") for key, watch in watches.items()]
             costs = measure.spread(
                 a / b - 1 for a, b in zip(watches["with"].seconds, watches["without"].seconds, strict=True)

@@ -14,7 +14,6 @@ from nano_inference.sampling.sampling_batch import SamplingBatch, SamplingTable
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.sequence import Sequence, Sequences
 
-
 ALL = np.ones(0, dtype=bool)  # all chunks are of one weight set
 NOTHING = torch.empty(0, dtype=torch.int64)
 
@@ -117,7 +116,7 @@ class BatchBuilder:
         return self._draws.batch(chunks.slots, chunks.rows, chunks.positions, banned)
 
     def _build(
-        self, weight_set: str, seqs: list[Sequence], columns: "_Columns", sampling_now: Mapping[int, int]
+        self, weight_set: str, seqs: Listed[Sequence], columns: "_Columns", sampling_now: Mapping[int, int]
     ) -> ForwardBatch:
         slots, starts, lengths, samples = columns
         ends = starts + lengths
@@ -226,7 +225,7 @@ class Chunks:
 
 
 def _rows_to_score(
-    seqs: list[Sequence], starts: np.ndarray, ends: np.ndarray, cu_seqlens: np.ndarray
+    seqs: Listed[Sequence], starts: np.ndarray, ends: np.ndarray, cu_seqlens: np.ndarray
 ) -> tuple[list[int], list[int], list[Scored]]:
     """Rows that are scored, the tokens after them, and whose they are."""
     score_rows: list[int] = []

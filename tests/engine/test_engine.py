@@ -31,6 +31,7 @@ from nano_inference import (
 from nano_inference.config import CacheType
 from nano_inference.engine.assembly import CACHES
 from nano_inference.models.loading import resolve_model
+from nano_inference.models.weights import Slot, read, write
 from tests.models.tiny import llama_config, llama_weights, tiny_llama, write_model
 
 Build = Callable[..., InferenceEngine]
@@ -625,6 +626,11 @@ def test_leaving_the_context_shuts_down(build: Build) -> None:
     assert_dead(engine, "shut down")
 
 
+def poison(engine: InferenceEngine, token: int) -> None:
+    """The row of the embedding that stands for a token is no number any more."""
+    write(engine.model.params, Slot("embed", token, (1, 64)), torch.full((1, 64), math.nan))
+
+
 @pytest.mark.parametrize("way", ["params", "update"])
 def test_logits_that_are_not_finite_end_only_their_request(build: Build, way: str) -> None:
     params = SamplingParams(max_tokens=10, seed=6, ignore_eos=True)
@@ -633,9 +639,9 @@ def test_logits_that_are_not_finite_end_only_their_request(build: Build, way: st
     assert not any(77 in s.completion_tokens for s in expected), "they would meet the poison"
     engine = build()
     if way == "params":
-        engine.model.params["embed"][77] = math.nan
+        poison(engine, 77)
     else:
-        poisoned = engine.model.params["embed"].clone()
+        poisoned = read(engine.model.params, Slot("embed", 0, (300, 64))).clone()
         poisoned[77] = math.nan
         engine.update_weights({"model.embed_tokens.weight": poisoned})
     first, sick, second = (
@@ -661,7 +667,7 @@ def test_poison_met_half_way_keeps_what_was_sampled(build: Build) -> None:
     token = whole.completion_tokens[place]
     assert token not in (1, 2, 3, *whole.completion_tokens[:place])
     engine = build()
-    engine.model.params["embed"][token] = math.nan
+    poison(engine, token)
     (sample,) = engine.generate([1, 2, 3], greedy(10, ignore_eos=True))
     assert sample.finish_reason == "abort"
     assert sample.completion_tokens == whole.completion_tokens[: place + 1]
@@ -730,12 +736,13 @@ def test_a_folder_that_is_no_model_is_a_load_error(build: Build, tmp_path: Path)
         build(tmp_path)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_samples_carry_the_fingerprint_of_the_arithmetic(build: Build, dtype: str) -> None:
-    engine = build(dtype=dtype)
+def test_samples_carry_the_fingerprint_of_the_arithmetic(build: Build, dtype: str, backend: str) -> None:
+    engine = build(dtype=dtype, backend=backend)
     (sample,) = engine.generate([1, 2], greedy(2))
     assert sample.numerics == engine.numerics.fingerprint
-    for part in ("reference", dtype, "cpu", torch.__version__):
+    for part in (f"{backend}-", dtype, "cpu", torch.__version__):
         assert part in sample.numerics
     assert engine.numerics.schedule_invariant
 
@@ -935,8 +942,8 @@ def test_others_may_add_and_update_while_one_steps(build: Build, lookahead: int)
 
     writers, stepper = Threads(), Threads()
     stepper.start(step)
-    for write in (add, add, update):
-        writers.start(write)
+    for each in (add, add, update):
+        writers.start(each)
     writers.join()
     done.set()
     stepper.join()

@@ -178,7 +178,7 @@ def test_a_stream_that_breaks_repeats_no_token(engine: InferenceEngine, monkeypa
 
     def broken(*arguments: Any) -> Any:
         result = forward(*arguments)
-        return result._replace(logits=result.logits * float("nan"))
+        return result._replace(drawn=[(model, hidden * float("nan")) for model, hidden in result.drawn])
 
     monkeypatch.setattr(engine.runner, "forward", broken)
     rest = list(stream)

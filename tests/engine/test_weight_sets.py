@@ -9,7 +9,6 @@ from nano_inference.engine.loop import Add
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.loading import load_params
-from nano_inference.ops.reference import reference_ops
 from nano_inference.scheduling.sequence import Sequence
 from tests.models.tiny import tiny_llama
 
@@ -38,8 +37,9 @@ def test_each_weight_set_computes_its_own_chunks(tmp_path: Path) -> None:
     assert alone["policy"].completion_tokens != alone["other"].completion_tokens
 
     with engine_on(folders["policy"]) as engine:
-        params = load_params(folders["other"], engine.spec, torch.float32, torch.device("cpu"))
-        engine.runner.models["other"] = Decoder(engine.spec, params, reference_ops(), engine.max_model_len)
+        ops = engine.model.ops
+        params = load_params(folders["other"], engine.spec, torch.float32, torch.device("cpu"), ops.allocate)
+        engine.runner.models["other"] = Decoder(engine.spec, params, ops, engine.max_model_len)
         engine.runner.storages["other"] = engine.runner.storage
         engine.loop.sequences.versions["other"] = 0
         order = ["policy", "other", "other", "policy"]

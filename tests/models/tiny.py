@@ -155,7 +155,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 20,
         "max_window_layers": 1,
     },
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 24},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",

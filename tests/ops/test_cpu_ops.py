@@ -57,7 +57,9 @@ def same_bits_alone(op: Callable[[Tensor], Tensor], rows: Tensor) -> None:
 
 @FEW
 @given(ROWS, sizes, sizes, dtypes, st.booleans(), st.integers(0, 9))
-def test_linear_is_within_its_bound(ops: CpuOps, m: int, k: int, n: int, dtype: Any, with_bias: bool, seed: int) -> None:
+def test_linear_is_within_its_bound(
+    ops: CpuOps, m: int, k: int, n: int, dtype: Any, with_bias: bool, seed: int
+) -> None:
     x, weight = numbers(seed, m, k, dtype=dtype), numbers(seed + 10, n, k, dtype=dtype)
     bias = numbers(seed + 20, n, dtype=dtype) if with_bias else None
     packed = as_packed(weight)
@@ -111,7 +113,9 @@ def test_rms_norm(ops: CpuOps, m: int, h: int, dtype: Any, offset: float, added:
 
 
 @FEW
-@given(ROWS, sizes, dtypes, st.sampled_from(["silu", "gelu_tanh"]), st.sampled_from([1.0, 8.0, 60.0]), st.integers(0, 9))
+@given(
+    ROWS, sizes, dtypes, st.sampled_from(["silu", "gelu_tanh"]), st.sampled_from([1.0, 8.0, 60.0]), st.integers(0, 9)
+)
 def test_gate(ops: CpuOps, m: int, inner: int, dtype: Any, activation: str, scale: float, seed: int) -> None:
     x = numbers(seed, m, 2 * inner, scale=scale)
     got = ops.gate(x, activation, dtype)

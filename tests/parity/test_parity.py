@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from tests.models.tiny import FAMILIES, tiny_llama, tiny_model
+from nano_inference.config import Backend, CacheType
+from tests.models.tiny import FAMILIES, Rope, tiny_llama, tiny_model
 from tests.parity.compare import MODEL, ROWS, TOLERANCE, agreement, compare_rows, complete, prompts, smollm2_oracle
 
 COMMON: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kv_cache_memory": 2**29}
@@ -40,23 +41,27 @@ def test_smollm2_has_the_same_bits_in_other_configurations(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
-@pytest.mark.parametrize("tie", [False, True])
-def test_tiny_models_agree_with_transformers(tmp_path: Path, rope: str, tie: bool) -> None:
+@pytest.mark.parametrize(("tie", "backend"), [(False, "cpu"), (True, "cpu"), (True, "reference")])
+def test_tiny_models_agree_with_transformers(tmp_path: Path, rope: str, tie: bool, backend: Backend) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = tiny_llama(tmp_path, rope=rope, tie=tie)
     oracle = AutoModelForCausalLM.from_pretrained(folder).eval()
     token_ids = [list(range(3, 3 + length)) for length in (1, 5, 40, 200)]
-    with InferenceEngine(EngineConfig(model_path=str(folder), dtype="float32", **TINY)) as engine:
+    with InferenceEngine(EngineConfig(model_path=str(folder), dtype="float32", backend=backend, **TINY)) as engine:
         samples, _ = complete(engine, token_ids, SamplingParams(temperature=0, max_tokens=64), 1, preempted=False)
     found = agreement(oracle, samples)
     assert found.tokens_equal == found.tokens
     assert found.largest_difference <= TOLERANCE
 
 
-@pytest.mark.parametrize("cache_type", ["paged", "radix"])
+@pytest.mark.parametrize(
+    ("cache_type", "backend"), [("paged", "cpu"), ("radix", "cpu"), ("paged", "reference"), ("radix", "reference")]
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_agrees_with_transformers(tmp_path: Path, family: str, cache_type: str) -> None:
+def test_every_family_agrees_with_transformers(
+    tmp_path: Path, family: str, cache_type: CacheType, backend: Backend
+) -> None:
     """Windows are shorter than the prompts, and the last prompt finds the one before it in the cache."""
     from transformers import AutoModelForCausalLM
 
@@ -66,7 +71,8 @@ def test_every_family_agrees_with_transformers(tmp_path: Path, family: str, cach
     assert not loaded["missing_keys"]
     assert not loaded["unexpected_keys"]
     token_ids = [list(range(3, 3 + length)) for length in (1, 5, 40, 200, 220)]
-    config = EngineConfig(model_path=str(folder), dtype="float32", cache_type=cache_type, max_batch_size=2, **TINY)  # pyright: ignore[reportArgumentType]
+    common = {"dtype": "float32", "max_batch_size": 2, **TINY}
+    config = EngineConfig(model_path=str(folder), cache_type=cache_type, backend=backend, **common)
     with InferenceEngine(config) as engine:
         params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
         samples, _ = complete(engine, token_ids, params, 1, preempted=False)
@@ -76,20 +82,32 @@ def test_every_family_agrees_with_transformers(tmp_path: Path, family: str, cach
     assert found.largest_difference <= TOLERANCE
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [("float32", "cpu"), ("bfloat16", "cpu"), ("bfloat16", "reference"), ("float16", "reference")]
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_the_same_bits_in_other_configurations(tmp_path: Path, family: str, dtype: str) -> None:
+def test_every_family_has_the_same_bits_in_other_configurations(
+    tmp_path: Path, family: str, dtype: str, backend: Backend
+) -> None:
     folder = tiny_model(tmp_path, family)
     token_ids = [list(range(3, 3 + length)) for length in (1, 30, 33, 70, 130)]
-    for result in compare_rows(str(folder), dtype, token_ids, 12, (ROWS[1], ROWS[4], ROWS[5]), **TINY):
+    rows = (ROWS[1], ROWS[4], ROWS[5])
+    for result in compare_rows(str(folder), dtype, token_ids, 12, rows, backend=backend, **TINY):
         assert result["equal"] == result["samples"], result
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
-def test_tiny_models_have_the_same_bits_in_every_configuration(tmp_path: Path, rope: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("rope", "dtype", "backend"),
+    [
+        *itertools.product(["default", "linear", "llama3", "yarn"], ["float32", "bfloat16"], ["cpu"]),
+        ("default", "float32", "reference"),
+    ],
+)
+def test_tiny_models_have_the_same_bits_in_every_configuration(
+    tmp_path: Path, rope: Rope, dtype: str, backend: Backend
+) -> None:
     folder = tiny_llama(tmp_path, rope=rope)
     token_ids = [list(range(3, 3 + length)) for length in (1, 8, 30, 33, 64, 70, 100, 130)]
-    for result in compare_rows(str(folder), dtype, token_ids, 16, **TINY):
+    for result in compare_rows(str(folder), dtype, token_ids, 16, backend=backend, **TINY):
         assert result["equal"] == result["samples"], result
         assert result["forced"] > 0 or not result["preempted"]

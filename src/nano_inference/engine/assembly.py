@@ -1,5 +1,6 @@
 """From a config to the parts of an engine: device, models by weight set, KV tensors, memory budget, numerics."""
 
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -150,8 +151,13 @@ def _ops(
     if wanted:
         raise ConfigError(f"backend='cpu' is not available: {problem}")
     if device.type == "cpu":
-        logger.warning("The reference backend runs, many times slower than the CPU kernels: %s", problem)
+        _warn_of_the_reference(problem)
     return reference_ops()
+
+
+@functools.cache  # one warning a process
+def _warn_of_the_reference(problem: str) -> None:
+    logger.warning("The reference backend runs, many times slower than the CPU kernels: %s", problem)
 
 
 def _no_kernels_for(specs: Mapping[str, ModelSpec], dtype: torch.dtype, device: torch.device) -> str | None:

@@ -147,7 +147,7 @@ def write(params: dict[str, Any], slot: Slot, tensor: Tensor) -> None:
 
 
 def read(params: dict[str, Any], slot: Slot) -> Tensor:
-    """What one checkpoint name stands for, in the parameter's dtype: a view, or a copy where a backend packs weights."""
+    """What one checkpoint name stands for, in the parameter's dtype: a view, or a copy where weights are packed."""
     param = params[slot.param]
     if isinstance(param, Tensor):
         return param.narrow(0, slot.start, slot.shape[0])

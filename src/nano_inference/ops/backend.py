@@ -51,7 +51,7 @@ class Weight(Protocol):
 
 
 class Norm(NamedTuple):
-    """One RMS norm: x / rms(x) * (offset + weight), rounded to dtype once, at the end. Without a weight: only rounded."""
+    """One RMS norm: x / rms(x) * (offset + weight), rounded to dtype once, at the end. No weight: only rounded."""
 
     weight: Tensor | None  # [width]
     eps: float
@@ -105,7 +105,10 @@ class Ops:
     sample_logits: Callable[[Tensor, SamplingBatch], Draw]
     gather_logprobs: Callable[[Tensor, Any, float, Tensor], Tensor]
     allocate: Callable[[tuple[int, ...], torch.dtype, torch.device], Any]
-    compile: Callable[[Callable[..., Tensor], ForwardBatch, KvcacheView, torch.dtype], Callable[[ForwardBatch], Tensor]] | None
+    compile: (
+        Callable[[Callable[..., Tensor], ForwardBatch, KvcacheView, torch.dtype], Callable[[ForwardBatch], Tensor]]
+        | None
+    )
 
 
 Operations = Any  # an `Ops`, or what takes the same calls and records them

@@ -30,14 +30,15 @@ class CpuOps:
         self.arena = Arena()
 
     def embed(self, input_ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
+        """See `Ops.embed`."""
         return self._run(lambda r: r.embed(input_ids, weight, scale), dtype=weight.dtype, input_ids=input_ids)[0]
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        """See `Ops.linear`."""
         return self._run(lambda r, x: r.linear(x, weight, bias), x, dtype=weight.dtype)[0]
 
-    def rms_norm(
-        self, x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
+    def rms_norm(self, x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """See `Ops.rms_norm`."""
         residual = residual if x is None else residual.clone()
         x = None if x is None else x.float()
         normed = self._run(lambda r, x, s: r.rms_norm(x, s, norm, scale)[0], x, residual, dtype=norm.dtype)[0]
@@ -56,6 +57,7 @@ class CpuOps:
         num_kv_heads: int,
         norms: tuple[Norm, Norm] | None = None,
     ) -> Tensor:
+        """See `Ops.rope_and_store`."""
         storage: Any = view.storage
         q = self._run(
             lambda r, x: r.rope_and_store(
@@ -70,11 +72,13 @@ class CpuOps:
         return q.view(len(q), num_heads, -1)
 
     def plan_attention(self, batch: ForwardBatch, _block_size: int, window: int = 0) -> tuple[ForwardBatch, int]:
+        """C++ plans each step by itself."""
         return batch, window
 
     def attention(
         self, q: Tensor, view: KvcacheView, layer: int, plan: tuple[ForwardBatch, int], scale: float
     ) -> Tensor:
+        """See `Ops.attention`."""
         storage: Any = view.storage
         batch, window = plan
         num_heads, head_dim = q.shape[1:]
@@ -87,21 +91,27 @@ class CpuOps:
         return self._run(record, q.flatten(1).contiguous(), dtype=q.dtype, storage=storage, batch=batch)[0]
 
     def gate(self, x: Tensor, activation: str = "silu", dtype: torch.dtype | None = None) -> Tensor:
+        """See `Ops.gate`; `dtype` is what it is rounded to, by default that of x."""
         return self._run(lambda r, x: r.gate(x, activation), x.float(), dtype=dtype or x.dtype)[0]
 
     def logits(self, hidden: Tensor, weight: Any, divisor: float = 1.0) -> Tensor:
+        """See `Ops.logits`."""
         return head.logits(self.kernels, hidden, as_packed(weight), divisor, self.num_threads)
 
     def sample(self, hidden: Tensor, weight: Any, divisor: float, batch: SamplingBatch) -> Draw:
+        """See `Ops.sample`."""
         return head.draw(self.kernels, hidden, as_packed(weight), divisor, batch, self.num_threads)
 
     def sample_logits(self, logits: Tensor, batch: SamplingBatch) -> Draw:
+        """See `Ops.sample_logits`."""
         return head.draw_logits(self.kernels, logits, batch, self.num_threads)
 
     def gather_logprobs(self, hidden: Tensor, weight: Any, divisor: float, token_ids: Tensor) -> Tensor:
+        """See `Ops.gather_logprobs`."""
         return head.score(self.kernels, hidden, as_packed(weight), divisor, token_ids, self.num_threads)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> PackedWeight:
+        """See `Ops.allocate`."""
         rows, columns = shape
         return PackedWeight(rows, columns, dtype, self.num_threads, self.arena)
 

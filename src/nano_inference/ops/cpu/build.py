@@ -1,7 +1,7 @@
 """Builds the kernels with the system's C++ compiler, once for each (source, compiler, instruction set).
 
-The library lies in `~/.cache/nano-inference/kernels/`, which only its owner may enter. Any number of processes may build
-at once: each builds in a folder of its own and renames it into place; whoever comes second finds it there.
+The library lies in `~/.cache/nano-inference/kernels/`, which only its owner may enter. Any number of processes may
+build at once: each builds in a folder of its own and renames it into place; whoever comes second finds it there.
 """
 
 import hashlib
@@ -24,6 +24,9 @@ SOURCES = Path(__file__).parent / "kernels"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-mtune=native", "-fvisibility=default", "-w")
 LIBRARY = "libnano.so"
+MOST_WORDS = 3000  # characters of a compiler's complaint that are passed on
+
+_failed: dict[Path, str] = {}  # what this process need not try again: the same source with the same compiler
 
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-DNANO_AVX512")
 # Instruction set -> (flags of the processor that it needs, flags of the compiler). Best first. All give the same bits.
@@ -48,9 +51,7 @@ def best_instruction_set() -> str:
     return next(name for name, (needs, _) in INSTRUCTION_SETS.items() if needs <= has)
 
 
-def build(
-    instruction_set: str | None = None, cache_root: Path | None = None, defines: tuple[str, ...] = ()
-) -> Path:
+def build(instruction_set: str | None = None, cache_root: Path | None = None, defines: tuple[str, ...] = ()) -> Path:
     """The library's path; it is built if it is not there. Raises `KernelsUnavailable`.
 
     Args:
@@ -69,11 +70,21 @@ def build(
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)
         if not (folder / LIBRARY).is_file():
-            _build_into(folder, compiler, flags, name)
+            _build_once(folder, compiler, flags, name)
         _require_own(folder)
     except OSError as problem:
         raise KernelsUnavailable(f"the CPU kernels cannot be kept in {root}: {problem}") from problem
     return folder / LIBRARY
+
+
+def _build_once(folder: Path, compiler: str, flags: tuple[str, ...], name: str) -> None:
+    if folder in _failed:
+        raise KernelsUnavailable(_failed[folder])
+    try:
+        _build_into(folder, compiler, flags, name)
+    except KernelsUnavailable as problem:
+        _failed[folder] = str(problem)
+        raise
 
 
 def _build_into(folder: Path, compiler: str, flags: tuple[str, ...], name: str) -> None:
@@ -109,7 +120,8 @@ def _run(command: list[str]) -> None:
     except subprocess.TimeoutExpired:
         raise KernelsUnavailable(f"building the CPU kernels took more than 600 s: {' '.join(command)}") from None
     if done.returncode:
-        raise KernelsUnavailable(f"the CPU kernels could not be built: {' '.join(command)}\n{done.stderr.strip()[:2000]}")
+        complaint = done.stderr.strip()[:MOST_WORDS]
+        raise KernelsUnavailable(f"the CPU kernels could not be built: {' '.join(command)}\n{complaint}")
 
 
 def _compiler() -> tuple[str, str]:

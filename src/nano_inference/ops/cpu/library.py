@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from nano_inference.ops.cpu import head
-from nano_inference.ops.cpu.memory import Arena
 from nano_inference.ops.cpu.build import KernelsUnavailable, best_instruction_set, build
+from nano_inference.ops.cpu.memory import Arena
 
 
 class NormWeight(Structure):
@@ -114,7 +114,6 @@ class Library:
         data = Arena().take((num_bytes // 4,), torch.float32)
         data.fill_(1.0)
         return max(self.c.nano_read_rate(data.data_ptr(), data.numel(), num_threads) for _ in range(3))
-
 
     def product_rate(self, num_threads: int = 2) -> float:
         """Operations a second of bf16 products out of the caches, two for each pair of numbers; the best of three."""

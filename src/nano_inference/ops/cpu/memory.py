@@ -1,5 +1,6 @@
 """Memory in huge pages, where the system has them: reading weights then costs fewer walks of page tables."""
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -42,10 +43,8 @@ def advise_huge_pages(tensor: Tensor) -> None:
 def _mapping(size: int) -> Tensor:
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones get none
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without them
-            pass
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + size]

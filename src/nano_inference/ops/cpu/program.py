@@ -1,4 +1,4 @@
-"""`Program`: recorded operations with their memory, run on batches by one call each; and single operations by the way."""
+"""`Program`: recorded operations with their memory, run on batches by one call each; and single operations."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -12,6 +12,8 @@ from nano_inference.ops.cpu import library
 from nano_inference.ops.cpu.recorder import Buffer, Heads, Recorder, place_buffers, to_struct
 
 ALIGNMENT = 64  # bytes
+NO_TABLE = 2**62  # positions that a program without a rotary table may have
+OF_CHUNKS = ("cu_seqlens", "seq_lens", "tables")  # the other tensors of a batch have a number a row
 PROBLEMS = {
     1: "a token id is outside of the vocabulary.",
     2: "a position is negative or beyond the rotary table.",
@@ -92,6 +94,11 @@ class Program:
         for name, tensor in rows.items():
             if tensor.dtype != torch.int64 or not tensor.is_contiguous() or tensor.device.type != "cpu":
                 raise ValueError(f"{name} must be a contiguous int64 tensor on the CPU, not {tensor.dtype}.")
+            size = num_rows
+            if name in OF_CHUNKS:
+                size = (step.num_chunks + 1, step.num_chunks, tensor.numel())[OF_CHUNKS.index(name)]
+            if tensor.numel() != size:
+                raise ValueError(f"{name} has {tensor.numel()} numbers, expected {size}.")
             setattr(step, name, tensor.data_ptr())
         problem = self._c.nano_program_run(self._program, ctypes.byref(step)) if num_rows else 0
         if problem:
@@ -129,7 +136,7 @@ class Program:
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
-            num_positions=recorder.num_positions,
+            num_positions=recorder.num_positions or NO_TABLE,
             block_size=1,
         )
         if storage is not None:

@@ -24,7 +24,8 @@ GATES = {"silu": SILU, "gelu_tanh": GELU}
 PANELS = 32  # rows of a gate's weight come in pairs of panels
 
 
-class Buffer(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Buffer:
     """Stands for a tensor [N, columns] of a step."""
 
     index: int
@@ -57,6 +58,12 @@ class Operation:
     bias: Tensor | None = None
     norms: tuple[Norm, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """All that it reads or writes, each once."""
+        residual = () if self.residual is None else (self.residual,)
+        return tuple(dict.fromkeys((*self.inputs, self.output, *residual)))
 
 
 class Recorder:
@@ -99,9 +106,7 @@ class Recorder:
         self.operations.append(Operation(LINEAR, (x,), out, weight=weight, bias=bias, values=values))
         return out
 
-    def rms_norm(
-        self, x: Buffer | None, residual: Buffer, norm: Norm, scale: float = 1.0
-    ) -> tuple[Buffer, Buffer]:
+    def rms_norm(self, x: Buffer | None, residual: Buffer, norm: Norm, scale: float = 1.0) -> tuple[Buffer, Buffer]:
         """See `Ops.rms_norm`. Where x is given it is added in place: the residual stream is one buffer."""
         _require(residual.dtype == torch.float32, f"the residual stream is {residual.dtype}, expected float32.")
         _require(
@@ -203,8 +208,7 @@ def place_buffers(operations: Sequence[Operation], kept: Sequence[Buffer]) -> tu
     """
     last: dict[int, int] = {}
     for step, operation in enumerate(operations):
-        for buffer in (*operation.inputs, operation.output, *((operation.residual,) if operation.residual else ())):
-            last[buffer.index] = step
+        last |= {buffer.index: step for buffer in operation.buffers}
     places: dict[int, int] = {}
     sizes: list[int] = []
     free: dict[int, list[int]] = {}
@@ -212,7 +216,7 @@ def place_buffers(operations: Sequence[Operation], kept: Sequence[Buffer]) -> tu
     def place(buffer: Buffer) -> None:
         if buffer.index in places:
             return
-        if free.get(buffer.row_bytes) and buffer not in kept:
+        if free.get(buffer.row_bytes):
             places[buffer.index] = free[buffer.row_bytes].pop()
             return
         places[buffer.index] = len(sizes)
@@ -222,10 +226,9 @@ def place_buffers(operations: Sequence[Operation], kept: Sequence[Buffer]) -> tu
         place(buffer)
     keep = {buffer.index for buffer in kept}
     for step, operation in enumerate(operations):
-        used = (*operation.inputs, operation.output, *((operation.residual,) if operation.residual else ()))
-        for buffer in used:
+        for buffer in operation.buffers:
             place(buffer)
-        for buffer in dict.fromkeys(used):
+        for buffer in operation.buffers:
             if last[buffer.index] == step and buffer.index not in keep:
                 free.setdefault(buffer.row_bytes, []).append(places[buffer.index])
     return places, sizes
@@ -244,7 +247,9 @@ def _require(holds: bool, problem: str) -> None:
 
 def to_struct(operation: Operation, places: dict[int, int]) -> library.Op:
     """The entry that C++ reads. Pointers in it live as long as the tensors that `operation` holds."""
-    entry = library.Op(kind=operation.kind, input=-1, output=places[operation.output.index], residual=-1, **operation.values)
+    entry = library.Op(
+        kind=operation.kind, input=-1, output=places[operation.output.index], residual=-1, **operation.values
+    )
     if operation.inputs:
         entry.input = places[operation.inputs[0].index]
     if operation.residual is not None:

@@ -20,7 +20,9 @@ class PackedWeight:
 
     device = torch.device("cpu")
 
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype, num_threads: int, arena: Arena | None = None) -> None:
+    def __init__(
+        self, rows: int, columns: int, dtype: torch.dtype, num_threads: int, arena: Arena | None = None
+    ) -> None:
         self.rows, self.columns, self.dtype, self.num_threads = rows, columns, dtype, num_threads
         panels = -(-rows // LANES)
         shape = (panels, -(-columns // 2), LANES, 2) if dtype == torch.bfloat16 else (panels, columns, LANES)
@@ -77,6 +79,7 @@ def as_packed(weight: Any, num_threads: int = 1) -> PackedWeight:
     """A weight as the kernels read it; a plain tensor [rows, columns] is packed."""
     if isinstance(weight, PackedWeight):
         return weight
-    packed = PackedWeight(*weight.shape, weight.dtype, num_threads)
+    rows, columns = weight.shape
+    packed = PackedWeight(rows, columns, weight.dtype, num_threads)
     packed.write(0, weight)
     return packed

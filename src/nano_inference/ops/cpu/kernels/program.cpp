@@ -66,9 +66,11 @@ class Program {
     if (spec_.num_windows) {
       if (b.num_chunks < 1 || b.cu_seqlens[0] != 0 || b.cu_seqlens[b.num_chunks] != b.num_rows) return BAD_LENGTHS;
       for (int64_t c = 0; c < b.num_chunks; c++) {
-        const int64_t length = b.cu_seqlens[c + 1] - b.cu_seqlens[c], context = b.seq_lens[c];
-        if (length < 1 || context < length || context > b.table_stride * spec_.block_size) return BAD_LENGTHS;
-        if (b.positions[b.cu_seqlens[c]] != context - length) return BAD_LENGTHS;
+        const int64_t begin = b.cu_seqlens[c], end = b.cu_seqlens[c + 1], context = b.seq_lens[c];
+        if (end <= begin || end > b.num_rows) return BAD_LENGTHS;
+        if (context < end - begin || context > b.table_stride * spec_.block_size) return BAD_LENGTHS;
+        for (int64_t i = begin; i < end; i++)
+          if (b.positions[i] != context - end + i || b.row_chunks[i] != c) return BAD_LENGTHS;
         for (int64_t i = 0; i * spec_.block_size < context; i++) {
           const int64_t block = b.tables[c * b.table_stride + i];
           if (block < 0 || block >= spec_.num_blocks) return BAD_TABLE;

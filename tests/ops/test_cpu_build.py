@@ -1,0 +1,242 @@
+"""Building the kernels: once, safely, by many at a time, and what happens where they cannot be built."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import ConfigError, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.engine import assembly
+from nano_inference.ops.cpu import build, library
+from nano_inference.ops.cpu.backend import cpu_ops
+from tests.models.tiny import tiny_llama, tiny_model
+from tests.ops.compiler import NEEDS_COMPILER
+
+SETS = [name for name, (needs, _) in build.INSTRUCTION_SETS.items() if needs <= build._processor_flags()]
+SOURCE = 'extern "C" int nano_answer() { return 42; }\n'
+BUILD = """
+import sys
+from pathlib import Path
+from nano_inference.ops.cpu import build
+build.SOURCES, root = map(Path, sys.argv[1:])
+print("ready", flush=True)
+sys.stdin.readline()
+print(build.build("portable", root))
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Kernels that are built in no time."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "answer.cpp").write_text(SOURCE)
+    monkeypatch.setattr(build, "SOURCES", folder)
+    return folder
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that has loaded no kernels, said nothing and kept no library."""
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    monkeypatch.setattr(build, "_failed", {})
+    for remembered in (library.load, assembly._warn_of_the_reference):
+        remembered.cache_clear()
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    for remembered in (library.load, assembly._warn_of_the_reference):
+        remembered.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_llama(tmp_path_factory.mktemp("tiny")))
+
+
+def config(model: str, **options: Any) -> EngineConfig:
+    return EngineConfig(model_path=model, device="cpu", kv_cache_memory=2**20, num_threads=1, **options)
+
+
+def lost(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was said about the backend."""
+    return [r.getMessage() for r in caplog.records if "reference backend" in r.getMessage()]
+
+
+def numerics(model: str, **options: Any) -> str:
+    """The fingerprint of a sample of a new engine."""
+    with InferenceEngine(config(model, **options)) as engine:
+        return engine.generate([3, 4, 5], SamplingParams(max_tokens=2))[0].numerics
+
+
+# -- where there are no kernels ----------------------------------------------------------------------------------------
+
+
+def test_without_a_compiler_the_reference_runs_and_says_so_once(
+    model: str, fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    for _ in range(3):
+        assert numerics(model).startswith("reference-")
+    (said,) = lost(caplog)
+    for part in ("slower", "no C++ compiler", "g++"):
+        assert part in said
+    with pytest.raises(ConfigError, match="backend='cpu' is not available: no C"):
+        InferenceEngine(config(model, backend="cpu"))
+
+
+@NEEDS_COMPILER
+def test_what_the_compiler_says_is_passed_on_and_not_asked_again(
+    model: str, sources: Path, fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (sources / "answer.cpp").write_text(SOURCE.replace("42", "forty_two"))
+    asked: list[list[str]] = []
+    run = build._run
+    monkeypatch.setattr(build, "_run", lambda command: (asked.append(command), run(command)))
+    assert numerics(model).startswith("reference-")
+    assert numerics(model).startswith("reference-")
+    (said,) = lost(caplog)
+    assert "forty_two" in said
+    assert "answer.cpp" in said
+    with pytest.raises(ConfigError, match="forty_two"):
+        InferenceEngine(config(model, backend="cpu"))
+    assert len(asked) == 1
+    (sources / "answer.cpp").write_text(SOURCE)
+    assert build.build("portable").is_file(), "another source is tried"
+    assert not list((Path.home() / ".cache/nano-inference/kernels").glob(".*")), "what failed leaves nothing behind"
+
+
+@NEEDS_COMPILER
+def test_kernels_of_another_source_are_not_used(sources: Path, fresh: None) -> None:
+    (sources / "sizes.cpp").write_text('extern "C" void nano_sizes(long* sizes) { sizes[0] = 1; }\n')
+    with pytest.raises(build.KernelsUnavailable, match="another source"):
+        library.load("portable")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"dtype": "float16"}, "float16 has no CPU kernels"), ({}, "head_dim=24 has no CPU kernels")],
+)
+def test_what_has_no_kernels_runs_on_the_reference(
+    tmp_path: Path, model: str, fresh: None, options: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not options:
+        model = str(tiny_model(tmp_path / "odd", "qwen3", head_dim=24))
+    for _ in range(2):
+        assert numerics(model, **options).startswith("reference-")
+    (said,) = lost(caplog)
+    assert why in said
+    with pytest.raises(ConfigError, match=why):
+        InferenceEngine(config(model, backend="cpu", **options))
+
+
+def test_who_asks_for_the_reference_is_told_nothing(
+    model: str, fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        numerics(model, backend="reference")
+        numerics(model, dtype="float16", backend="reference")
+    assert not caplog.records
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'sse' is unknown.*portable"):
+        build.build("sse")
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+@NEEDS_COMPILER
+def test_a_library_is_built_once(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = build.build("portable", tmp_path / "root")
+    before = path.stat()
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_build_into", None)
+        assert build.build("portable", tmp_path / "root") == path
+    assert path.stat() == before
+    (sources / "answer.cpp").write_text(SOURCE.replace("42", "43"))
+    other = build.build("portable", tmp_path / "root")
+    assert other != path, "another source, another library"
+    (sources / "answer.h").write_text("// a header counts too\n")
+    assert build.build("portable", tmp_path / "root") not in (path, other)
+
+
+@NEEDS_COMPILER
+def test_two_processes_build_at_once(sources: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BUILD, str(sources), str(tmp_path / "root")]
+    builders = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    for each in builders:
+        assert each.stdout is not None
+        assert each.stdout.readline() == "ready\n"
+    for each in builders:
+        assert each.stdin is not None
+        each.stdin.write("\n")
+        each.stdin.flush()
+    said = [each.communicate(timeout=60) for each in builders]
+    assert [each.returncode for each in builders] == [0] * 3, said
+    paths = {out.strip() for out, _ in said}
+    assert len(paths) == 1
+    assert sum("Built" in err for _, err in said) >= 1
+    (folder,) = (tmp_path / "root").iterdir()
+    assert [each.name for each in folder.iterdir()] == [build.LIBRARY], "nothing is left behind"
+
+
+@NEEDS_COMPILER
+def test_nobody_else_may_write_where_code_is_loaded_from(sources: Path, tmp_path: Path) -> None:
+    path = build.build("portable", tmp_path / "root")
+    assert (tmp_path / "root").stat().st_mode & 0o777 == 0o700
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    for spoiled in (path, path.parent):
+        mode = spoiled.stat().st_mode
+        for others in (0o020, 0o002):
+            spoiled.chmod(mode | others)
+            with pytest.raises(build.KernelsUnavailable, match="written by others"):
+                build.build("portable", tmp_path / "root")
+        spoiled.chmod(mode)
+    assert build.build("portable", tmp_path / "root") == path
+
+
+def test_a_cache_that_cannot_be_made_is_named(sources: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(build.KernelsUnavailable, match="cannot be kept in"):
+        build.build("portable", tmp_path / "file" / "root")
+
+
+# -- instruction sets --------------------------------------------------------------------------------------------------
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_whole_generation_has_the_same_bits_on_every_instruction_set(
+    model: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=24, seed=5, raw_logprobs=True, prompt_logprobs=True)
+    found: dict[str, list[TrainingSample]] = {}
+    threads = torch.get_num_threads()
+    for name in SETS:
+        monkeypatch.setattr(assembly, "cpu_ops", lambda num_threads, name=name: cpu_ops(num_threads, name))
+        with InferenceEngine(config(model, dtype=dtype, backend="cpu")) as engine:
+            assert engine.model.ops.linear.__self__.kernels is library.load(name).c  # pyright: ignore
+            found[name] = engine.generate([list(range(3, 80)), [5, 6]], params, 2)
+    torch.set_num_threads(threads)
+    assert "portable" in found
+    first = bits(found["portable"])
+    for samples in found.values():
+        assert bits(samples) == first
+
+
+def bits(samples: list[TrainingSample]) -> list[tuple[object, ...]]:
+    return [
+        (s.completion_tokens, s.logprobs, s.raw_logprobs, s.log_kept_mass, (s.prompt_logprobs or ())[1:], s.numerics)
+        for s in samples
+    ]
