@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint types layers check parity simulate mutants peers clean
+.PHONY: help demo test test-slow lint types layers check parity simulate mutants sanitize peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -59,6 +59,9 @@ simulate: $(INSTALLED) ## the loop on a fake model: 3,000 random workloads
 
 mutants: $(INSTALLED) ## seeded faults that the tests must notice
 	$(BIN)/python -m tests.mutants.run
+
+sanitize: ## the CPU kernels under address, undefined-behaviour and thread sanitizers
+	bash tests/sanitize/run.sh
 
 peers: $(INSTALLED) ## install other engines to compare with (15 minutes, 6 GB); benchmarks/peers/install.py
 	$(BIN)/python -m benchmarks.peers.install --torch "$(TORCH)"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.batch import BatchBuilder, Chunks, ForwardBatch
+from nano_inference.batch import ALL, BatchBuilder, Chunks, ForwardBatch
 from nano_inference.config import SchedulerConfig
 from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
@@ -34,7 +34,8 @@ class CheckedBuilder(BatchBuilder):
     def forward_batches(self, chunks: Chunks, sampling_now: Mapping[int, int]) -> tuple[ForwardBatch, ...]:
         batches = super().forward_batches(chunks, sampling_now)
         for batch, (name, part) in zip(batches, chunks.parts, strict=True):
-            seqs = [seq for seq, own in zip(chunks.seqs, part.tolist(), strict=True) if own]
+            chosen = [True] * len(chunks.seqs) if part is ALL else part.tolist()
+            seqs = [seq for seq, own in zip(chunks.seqs, chosen, strict=True) if own]
             assert {seq.weight_set for seq in seqs} == {name}
             width = batch.block_tables.shape[1]
             assert width == max(len(seq.block_ids) for seq in seqs)
