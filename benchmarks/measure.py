@@ -75,7 +75,7 @@ def write(command: str, rows: list[Row], options: dict[str, Any], out: Path | No
     stamp = {"commit": machine.commit(), "date": datetime.date.today().isoformat()}
     new = [row | stamp for row in rows]
     names = {row["name"] for row in new}
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    old = json.loads(path.read_text()).get("rows", []) if path.exists() else []
     report = {
         "command": command,
         "model": model,

@@ -18,7 +18,7 @@ SCHEDULES: list[dict[str, Any]] = [
     {},
     {"cache_type": "radix", "block_size": 4, "max_chunk_tokens": 5},
     {"max_batch_size": 2, "max_tokens_per_batch": 7, "lookahead": 1},
-    {"enable_prefix_caching": False, "lookahead": 1, "block_size": 8, "kv_cache_memory": 16 * 8 * 1300},
+    {"enable_prefix_caching": False, "lookahead": 1, "block_size": 8, "kv_cache_memory": 16 * 8 * 1600},
 ]
 
 
