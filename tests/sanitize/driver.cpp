@@ -21,6 +21,7 @@ int nano_program_run(void* program, const nano::Step* step);
 namespace {
 
 using namespace nano;
+using nano::head::DrawBatch, nano::head::Entries, nano::head::HeadInput;
 std::mt19937 random_bits(1);
 
 int64_t pick(std::initializer_list<int64_t> choices) { return *(choices.begin() + random_bits() % choices.size()); }
