@@ -37,7 +37,16 @@ REQUIRED = object()
 
 NAMES = {
     *("InferenceEngine", "EngineConfig", "SamplingParams", "SchedulerConfig", "SchedulerOutput", "CacheAllocation"),
-    *("TrainingSample", "VersionSpan", "SamplingMask", "EngineStats", "Sequence", "SequenceStatus", "Block"),
+    *(
+        "TrainingSample",
+        "VersionSpan",
+        "SamplingMask",
+        "EngineStats",
+        "ContextVersions",
+        "Sequence",
+        "SequenceStatus",
+        "Block",
+    ),
     *("AsyncInferenceEngine", "Delta", "TopLogprobs", "SamplingPipeline"),
     *("KVCacheManager", "PagedKVCache", "RadixKVCache", "WeightSyncManager", "WeightUpdate"),
     *("schedule", "sample_with_logprobs", "model_forward", "compute_block_hash"),
@@ -111,6 +120,9 @@ FIELDS: dict[type, dict[str, Any]] = {
         "request_id": 0,
         "cached_tokens": 0,
         "text": None,
+        "kv_versions": (),
+        "loss_mask": (),
+        "sampling_params": None,
     },
     SchedulerConfig: {
         "max_batch_size": 256,
@@ -135,7 +147,6 @@ FIELDS: dict[type, dict[str, Any]] = {
 
 LATER: dict[type, set[str]] = {
     EngineConfig: {"batch_invariant"},
-    TrainingSample: {"kv_versions", "oldest_weight_version"},
 }
 LATER_NAMES = {"replay", "score", "PolicyModel"}
 LATER_METHODS = {"resume_from", "pause", "resume", "sleep", "wake", "weights_checksum"}

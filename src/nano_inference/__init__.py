@@ -25,6 +25,7 @@ from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.schedule import schedule
 from nano_inference.scheduling.sequence import Sequence, SequenceStatus
 from nano_inference.types import (
+    ContextVersions,
     Delta,
     EngineStats,
     SamplingMask,
@@ -60,6 +61,7 @@ __all__ = [
     "Block",
     "CacheAllocation",
     "ConfigError",
+    "ContextVersions",
     "Delta",
     "EngineConfig",
     "EngineDead",

@@ -147,6 +147,18 @@ class SamplingMask:
     token_ids: tuple[int, ...]
 
 
+class ContextVersions(NamedTuple):
+    """Which weights computed what the completion tokens [token_start, token_end) attended to.
+
+    `versions` tile the context of the last of them, by position in the whole sequence; an earlier one saw the part
+    before it. Neighbours of one version are one span.
+    """
+
+    token_start: int
+    token_end: int
+    versions: tuple[VersionSpan, ...]
+
+
 class TopLogprobs(NamedTuple):
     """The most probable tokens of one position, best first, ties by lower id."""
 
@@ -169,7 +181,11 @@ class TrainingSample:
         finish_reason: `"stop"`, `"length"` or `"abort"`.
         stop_reason: the id or the string that stopped it; for an abort a word on why, where there is more to say; else
             None.
-        weight_versions: which version sampled which tokens, in order, without gaps.
+        weight_versions: which version sampled which tokens, in order, without gaps. Tokens that were appended belong to
+            the span before them.
+        kv_versions: which versions computed the keys and values that the tokens attended to; a new entry only where
+            that changed: at an update, or where the context was computed again. Appended tokens have none.
+        loss_mask: False at tokens that were appended (a tool's, an environment's), not sampled; their logprob is 0.
         raw_logprobs: the model's own log-probabilities (temperature 1, nothing applied), if asked for.
         log_kept_mass: log of the mass that the filters kept, after temperature (0 where nothing was cut):
             `logprobs + log_kept_mass` is what a trainer over the full vocabulary computes at that temperature.
@@ -185,6 +201,7 @@ class TrainingSample:
         cached_tokens: prompt tokens that the prefix cache provided, as first computed for the group.
         text: the completion as text, where the prompt was text or stop strings were given. It ends before a stop string
             and leaves special tokens out.
+        sampling_params: what the request asked for: with prompt, seed and weights all that a replay needs.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -206,6 +223,14 @@ class TrainingSample:
     request_id: int = 0
     cached_tokens: int = 0
     text: str | None = None
+    kv_versions: tuple[ContextVersions, ...] = ()
+    loss_mask: tuple[bool, ...] = ()
+    sampling_params: SamplingParams | None = None
+
+    @property
+    def oldest_weight_version(self) -> int:
+        """The oldest version that sampled a token of it: what a filter for stale samples asks."""
+        return min((span.version for span in self.weight_versions), default=self.weight_version)
 
 
 @dataclass(frozen=True, slots=True)

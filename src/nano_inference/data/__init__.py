@@ -7,6 +7,8 @@ How a field is written follows from its type in `TrainingSample`:
 | `int`, `str`, `bool`        | itself                    | int64, … | itself                                         |
 | `float`                     | itself                    | double   | all digits; nan: `null`; ∞: `"Infinity"`       |
 | `tuple[X, ...]`             | list                      | list     | array                                          |
+| `frozenset[X]`              | sorted list               | list     | array                                          |
+| `Mapping[X, Y]`             | list of `{"key", "value"}`| list     | array of objects                               |
 | a record like `VersionSpan` | dict                      | struct   | object                                         |
 | `int` or `str`              | `{"int": 2, "str": None}` | struct   | object                                         |
 | `X` or `None`               | None, or as X             | null     | `null`                                         |

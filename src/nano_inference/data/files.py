@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from nano_inference.data.columns import DataError, check_names, make_sample, samples_of, to_columns
-from nano_inference.data.kinds import FIELDS
+from nano_inference.data.kinds import FIELDS, column_type
 from nano_inference.errors import ConfigError
 from nano_inference.types import TrainingSample
-
-_UNSIGNED = ("seed",)
 
 
 def write_jsonl(samples: Iterable[TrainingSample], path: str | os.PathLike[str]) -> None:
@@ -62,7 +60,7 @@ def write_parquet(samples: Iterable[TrainingSample], path: str | os.PathLike[str
     pa, parquet = _pyarrow()
     arrays: dict[str, Any] = {}
     for name, values in to_columns(samples).items():
-        kind = pa.uint64() if name in _UNSIGNED else FIELDS[name].arrow(pa)
+        kind = column_type(pa, name, FIELDS[name])
         try:
             arrays[name] = pa.array(values, type=kind)
         except (pa.ArrowException, OverflowError, UnicodeError) as error:

@@ -1,5 +1,6 @@
 """How values of a field's type are written as plain Python values and as Arrow types. See the package's table."""
 
+import collections.abc
 import dataclasses
 import math
 import types
@@ -7,6 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from nano_inference.errors import InvalidRequest
 from nano_inference.types import TrainingSample
 
 _INFINITIES = {"Infinity": math.inf, "-Infinity": -math.inf}
@@ -83,6 +85,41 @@ class _List:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Set:
+    """A set of scalars, written in rising order."""
+
+    item: Kind
+
+    def to_plain(self, value: Any) -> Any:
+        return sorted(value)
+
+    def from_plain(self, plain: Any) -> Any:
+        return frozenset(_List(self.item).from_plain(plain))
+
+    def arrow(self, pa: Any) -> Any:
+        return pa.list_(self.item.arrow(pa))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """A mapping, as a list of objects: JSON and Parquet have no keys but strings."""
+
+    key: Kind
+    value: Kind
+
+    def to_plain(self, value: Any) -> Any:
+        return [{"key": self.key.to_plain(k), "value": self.value.to_plain(v)} for k, v in value.items()]
+
+    def from_plain(self, plain: Any) -> Any:
+        if not isinstance(plain, list) or not all(isinstance(e, dict) and e.keys() == {"key", "value"} for e in plain):
+            raise Mismatch(f"{plain!r} is not a list of objects with key, value.")
+        return {self.key.from_plain(entry["key"]): self.value.from_plain(entry["value"]) for entry in plain}
+
+    def arrow(self, pa: Any) -> Any:
+        return pa.list_(pa.struct([("key", self.key.arrow(pa)), ("value", self.value.arrow(pa))]))
+
+
+@dataclasses.dataclass(frozen=True)
 class _Record:
     """A dataclass or a named tuple."""
 
@@ -95,10 +132,13 @@ class _Record:
     def from_plain(self, plain: Any) -> Any:
         if not isinstance(plain, dict) or plain.keys() != self.fields.keys():
             raise Mismatch(f"{plain!r} is not an object with {', '.join(self.fields)}.")
-        return self.type(**{name: kind.from_plain(plain[name]) for name, kind in self.fields.items()})
+        try:
+            return self.type(**{name: kind.from_plain(plain[name]) for name, kind in self.fields.items()})
+        except InvalidRequest as problem:  # a record that checks itself
+            raise Mismatch(str(problem)) from problem
 
     def arrow(self, pa: Any) -> Any:
-        return pa.struct([(name, kind.arrow(pa)) for name, kind in self.fields.items()])
+        return pa.struct([(name, column_type(pa, name, kind)) for name, kind in self.fields.items()])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +174,11 @@ class _Optional:
         return self.kind.arrow(pa)
 
 
+def column_type(pa: Any, name: str, kind: Kind) -> Any:
+    """The Arrow type of a field. A seed is unsigned."""
+    return pa.uint64() if name == "seed" else kind.arrow(pa)
+
+
 def kind_of(annotation: Any) -> Kind:
     """How values of this type are written. Raises TypeError where there is no way yet."""
     arguments = typing.get_args(annotation)
@@ -148,6 +193,10 @@ def kind_of(annotation: Any) -> Kind:
             return _Scalar(str, arguments)
         case origin if origin is tuple and arguments[1:] == (...,):
             return _List(kind_of(arguments[0]))
+        case origin if origin is frozenset:
+            return _Set(kind_of(arguments[0]))
+        case collections.abc.Mapping:
+            return _Table(kind_of(arguments[0]), kind_of(arguments[1]))
         case typing.Union | types.UnionType:
             return _union(arguments)
         case _:

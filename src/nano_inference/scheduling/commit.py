@@ -222,6 +222,8 @@ def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str)
             sample_index=index,
             request_id=seq.request_id,
             cached_tokens=seq.cached_tokens,
+            loss_mask=(True,) * len(completion),
+            sampling_params=seq.params,
         )
         for index in range(seq.sample_index, seq.sample_index + seq.num_samples)
     ]
