@@ -140,7 +140,7 @@ def test_batches_say_what_the_sequences_say(seed: int, lookahead: int) -> None:
             loop.inbox.append(Abort(frozenset([request])))
         if r.random() < 0.1:
             loop.inbox.append(
-                ChangeWeights(POLICY, lambda: 1 + loop.sequences.versions[POLICY], recompute=r.random() < 0.5)
+                ChangeWeights(POLICY, lambda: 1 + loop.sequences.versions[POLICY], r.choice(["recompute", "keep"]))
             )
         for _ in range(r.choice([0, 1, 5])):
             loop.step()

@@ -97,7 +97,7 @@ class AsyncInferenceEngine:
         Waits for the step that is running.
         """
         self._stopping = True
-        self.engine.work_arrived.set()
+        self.engine.shared.work_arrived.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._fail(EngineDead("the engine was stopped."))
@@ -138,10 +138,10 @@ class AsyncInferenceEngine:
         engine = self.engine
         try:
             while not self._stopping:
-                engine.work_arrived.wait()
-                engine.work_arrived.clear()
+                engine.shared.work_arrived.wait()
+                engine.shared.work_arrived.clear()
                 while engine.loop.has_pending() and not self._stopping:
-                    engine.advance()
+                    engine.shared.advance()
         except EngineDead as problem:
             self._fail(problem)
 

@@ -20,6 +20,10 @@ class WeightUpdate:
         self.tensors = tensors
         self._applied = threading.Event()
 
+    @property
+    def params(self):
+        return frozenset(slot.param for slot, _ in self.tensors)
+
     def done(self) -> bool:
         """Whether the new weights serve."""
         return self._applied.is_set()
@@ -61,7 +65,7 @@ class WeightSyncManager:
         self._slots = slots(param_table(model.spec))
         self._newest = 0  # version of the newest update, pending or applied
 
-    def stage(self, weights: Mapping[str, Tensor], *, version: int | None = None, copy: bool = True) -> WeightUpdate:
+    def stage(self, weights: Mapping[str, Tensor], *, version: int | None = None, copy: bool = True, complete=False, check_finite=False) -> WeightUpdate:
         """Check a state dict and queue it. With `copy` the tensors are the caller's again when this returns.
 
         Raises `WeightUpdateError`, with nothing changed.

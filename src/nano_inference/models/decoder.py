@@ -36,6 +36,7 @@ class Decoder:
         self.spec = spec
         self.params = params
         self.ops = ops
+        self.num_positions = num_positions
         self.device = params["embed"].device
         self.dtype = params["embed"].dtype
         # Layers with a window may turn at other frequencies. One table where they do not.
@@ -71,6 +72,10 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits of rows [L, H] that a forward pass gave: float32 [L, V]."""
         return self.ops.logits(hidden, self.head, self.spec.logits_divisor)
+
+    def forget_recorded(self) -> None:
+        """Record anew what the backend records: weights or KV tensors have moved."""
+        self._compiled.clear()
 
     def close(self) -> None:
         """Let go of the weights. Nothing may be called afterwards."""
