@@ -180,7 +180,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "min_version": None,
         "max_staleness": None,
     },
-    "resume_from": {"sample": REQUIRED, "append": (), "max_new_tokens": None, "version": None},
+    "resume_from": {"sample": REQUIRED, "append": (), "max_new_tokens": None, "version": None, "sink": None},
     "pause": {"mode": "keep"},
     "resume": {},
     "is_paused": {},

@@ -170,6 +170,7 @@ class InferenceEngine:
         append: Iterable[int] = (),
         max_new_tokens: int | None = None,
         version: int | None = None,
+        sink: Sink | None = None,
     ) -> int:
         """Go on where a sample stopped, token for token as if it had not; returns the id of the new request.
 
@@ -182,6 +183,7 @@ class InferenceEngine:
                 and their `loss_mask` False.
             max_new_tokens: sample so many more; None: up to the sample's own `max_tokens`, appended tokens included.
             version: go on with exactly these weights; None: with those that serve.
+            sink: takes the sample, as in `submit`; None: `step` returns it.
 
         Raises `InvalidRequest` (also for a version that is gone) or `RequestTooLarge`.
         """
@@ -191,6 +193,8 @@ class InferenceEngine:
             self.shared.handle()
             if version is not None:
                 sequence.weight_set = self._weight_set_of(version)
+            if sink is not None:
+                self.shared.open([sequence], sink)
             return self.shared.enqueue(sequence)
 
     def submit(self, prompt: Any, params: SamplingParams, num_samples: int, sink: Sink, *, stream: bool) -> int:

@@ -112,9 +112,7 @@ class Intake:
     def _params_to_go_on(self, sample: TrainingSample, num_appended: int, max_new_tokens: int | None) -> SamplingParams:
         params = sample.sampling_params
         if params is None:
-            raise InvalidRequest(
-                "the sample has no sampling_params, so nobody knows how to go on."
-            )
+            raise InvalidRequest("the sample has no sampling_params, so nobody knows how to go on.")
         if sample.numerics != self._numerics:
             raise InvalidRequest(
                 f"the sample was made by {sample.numerics!r} and this engine computes with {self._numerics!r}; other "

@@ -28,7 +28,7 @@ class SharedLoop:
         self._unclaimed: list[TrainingSample] = []  # for the next `step`
         self._running = threading.Event()  # not set while the engine is paused
         self._running.set()
-        self._paused_by: int | None = None  # the thread that did it
+        self._paused_by: threading.Thread | None = None  # not its ident, which a later thread may get
         self._sleep: Sleep | None = None
         self._dead: str | None = None
 
@@ -122,7 +122,7 @@ class SharedLoop:
                 self.advance()
         with self.lock:
             self._running.clear()
-            self._paused_by = threading.get_ident()
+            self._paused_by = threading.current_thread()
             self.loop.paused = True
             self.advance()  # what is in flight comes home
             return self.abort(None) if mode == "abort" else []
@@ -140,7 +140,7 @@ class SharedLoop:
 
     def is_paused_by_me(self) -> bool:
         """Whether the calling thread paused it, so that waiting here would be for ever."""
-        return self._paused_by == threading.get_ident()
+        return self._paused_by is threading.current_thread()
 
     def has_no_weights(self) -> bool:
         """Whether the weights' memory was given back."""

@@ -65,7 +65,15 @@ class WeightSyncManager:
         self._slots = slots(param_table(model.spec))
         self._newest = 0  # version of the newest update, pending or applied
 
-    def stage(self, weights: Mapping[str, Tensor], *, version: int | None = None, copy: bool = True, complete=False, check_finite=False) -> WeightUpdate:
+    def stage(
+        self,
+        weights: Mapping[str, Tensor],
+        *,
+        version: int | None = None,
+        copy: bool = True,
+        complete=False,
+        check_finite=False,
+    ) -> WeightUpdate:
         """Check a state dict and queue it. With `copy` the tensors are the caller's again when this returns.
 
         Raises `WeightUpdateError`, with nothing changed.
