@@ -249,11 +249,11 @@ def test_a_sleep_gives_memory_back(tmp_path: Path) -> None:
         held = sum(param.numel() * 4 for param in engine.model.params.values())
         full = process.memory_info().rss
         engine.sleep()
-        assert full - process.memory_info().rss > 0.9 * kv
+        assert full - process.memory_info().rss > 0.9 * kv, "the cache"
         engine.wake()
         asleep = process.memory_info().rss
         engine.sleep(weights=True)
-        assert asleep - process.memory_info().rss > 0.8 * held
+        assert asleep - process.memory_info().rss > 0.8 * held, "the weights"
         engine.wake()
         engine.generate([1, 2, 3], SamplingParams(max_tokens=3))
 

@@ -348,7 +348,7 @@ class InferenceEngine:
         Requests stay, and compute their context again after `wake`; nothing else changes for them.
         """
         runner = self.runner
-        self.shared.sleep(lambda: Sleep(runner.storages.values(), runner.models, weights=weights))
+        self.shared.sleep(lambda: Sleep(runner.storages.values(), runner.models.values(), weights=weights))
 
     def wake(self) -> None:
         """Take the memory again and go on. Without a sleep nothing happens."""

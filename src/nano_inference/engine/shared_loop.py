@@ -7,7 +7,7 @@ from typing import get_args
 from nano_inference.engine.delivery import Delivery, Sink
 from nano_inference.engine.loop import Abort, Add, EngineLoop, Message
 from nano_inference.engine.sleeping import Sleep
-from nano_inference.errors import EngineDead, InvalidRequest
+from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
 from nano_inference.scheduling.sequence import Sequence
 from nano_inference.types import PauseMode, TrainingSample
 
@@ -152,16 +152,26 @@ class SharedLoop:
         with self.lock:
             if self._sleep is not None:
                 raise InvalidRequest("the engine is asleep already; wake() it first.")
+            was_paused = self.loop.paused
             self.pause("keep")
             self.loop.vacate()
-            self._sleep = give_back()
+            try:
+                self._sleep = give_back()
+            except OSError as problem:
+                if not was_paused:
+                    self.resume()
+                raise NanoInferenceError(f"the weights could not be put aside: {problem}.") from problem
 
     def wake(self) -> None:
         """Take the memory again and go on. Without a sleep nothing happens."""
         self.require_alive()
         with self.lock:
             if self._sleep is not None:
-                self._sleep.end()
+                try:
+                    self._sleep.end()
+                except Exception as problem:
+                    self._dead = f"the weights that were put aside are lost: {type(problem).__name__}: {problem}"
+                    raise EngineDead(self._dead) from problem
                 self._sleep = None
                 self.resume()
 

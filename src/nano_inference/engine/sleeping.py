@@ -2,32 +2,34 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+import torch
 from torch import Tensor
 
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.weights import param_table, read, slots, write
 from nano_inference.ops.cpu.memory import discard
 
 
 class Sleep:
-    """Memory that was given back. Everything keeps its address on a CPU, so nothing has to be recorded anew."""
+    """Memory that was given back. Everything keeps its address on a CPU, so nothing has to be recorded anew.
 
-    def __init__(self, storages: Iterable[KVStorage], models: Mapping[str, Decoder], *, weights: bool) -> None:
+    Raises `OSError`, with nothing given back, where the weights cannot be written.
+    """
+
+    def __init__(self, storages: Iterable[KVStorage], models: Iterable[Decoder], *, weights: bool) -> None:
         self.holds_weights = weights
-        self._tensors = [tensor for storage in set(storages) for tensor in (storage.keys, storage.values)]
-        self._models = dict(models)
-        self._folder = Path(tempfile.mkdtemp(prefix="nano-inference-sleep-")) if weights else None  # mode 0700
+        self._models = list(models)
+        caches = [tensor for storage in set(storages) for tensor in (storage.keys, storage.values)]
+        held = [_memory(param) for model in self._models for param in model.params.values()] if weights else []
+        self._weights = list({tensor.data_ptr(): tensor for tensor in held}.values())  # sets may share some
+        self._folder = Path(tempfile.mkdtemp(prefix="nano-inference-")) if weights else None  # mode 0700
         if self._folder is not None:
-            for name, model in self._models.items():
-                places = slots(param_table(model.spec)).items()
-                save_file({key: read(model.params, slot).contiguous() for key, slot in places}, self._folder / name)
-            self._tensors += [_memory(param) for model in self._models.values() for param in model.params.values()]
+            self._save(self._folder / "weights")
+        self._tensors = [*caches, *self._weights]
         self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
         for tensor in self._tensors:
             if tensor.device.type == "cpu":
@@ -40,9 +42,14 @@ class Sleep:
         for tensor, size in zip(self._tensors, self._sizes, strict=True):
             if tensor.device.type != "cpu":
                 tensor.untyped_storage().resize_(size)
-        for name, model in self._models.items():
-            if self._folder is not None:
-                _fill(model, self._folder / name)
+        if self._folder is not None:
+            with (self._folder / "weights").open("rb") as file:
+                for tensor in self._weights:
+                    there = _bytes(tensor) if tensor.device.type == "cpu" else torch.empty(tensor.nbytes, dtype=torch.uint8)
+                    file.readinto(memoryview(there.numpy()))
+                    if tensor.device.type != "cpu":
+                        _bytes(tensor).copy_(there)
+        for model in self._models:
             if model.device.type != "cpu":
                 model.forget_recorded()
         self.forget()
@@ -52,11 +59,18 @@ class Sleep:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _save(self, path: Path) -> None:
+        try:
+            with path.open("wb") as file:
+                for tensor in self._weights:  # one by one: no second copy of them all
+                    file.write(memoryview(_bytes(tensor).cpu().numpy()))
+        except OSError:
+            self.forget()
+            raise
 
-def _fill(model: Decoder, file: Path) -> None:
-    places = slots(param_table(model.spec))
-    for key, tensor in load_file(file).items():
-        write(model.params, places[key], tensor)
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _memory(param: Any) -> Tensor:
