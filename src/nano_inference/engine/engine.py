@@ -16,6 +16,7 @@ from nano_inference.engine.requests import RequestChecks, many_prompts, params_f
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.engine.sleeping import Sleep
+from nano_inference.engine.statistics import collect
 from nano_inference.engine.weight_sync import WeightSyncManager, WeightUpdate
 from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE, Sequence
@@ -358,26 +359,7 @@ class InferenceEngine:
 
     def stats(self) -> EngineStats:
         """Counters since the engine was built, and its state now."""
-        loop, runner = self.loop, self.runner
-        num_free, num_blocks = self.cache.num_free_blocks(), self.cache.num_blocks
-        seconds = loop.clock.seconds
-        return EngineStats(
-            num_waiting=len(loop.sequences.waiting),
-            num_running=len(loop.sequences.running),
-            num_held=len(loop.sequences.held),
-            num_free_blocks=num_free,
-            num_blocks=num_blocks,
-            kv_use=self.cache.share_in_use(),
-            num_steps=loop.num_steps,
-            num_preemptions=loop.num_preemptions,
-            tokens_computed=runner.tokens_computed,
-            prompt_tokens_computed=runner.prompt_tokens_computed,
-            prompt_tokens_cached=loop.num_cached_tokens,
-            hit_rate=loop.num_cached_tokens / max(loop.num_cached_tokens + runner.prompt_tokens_computed, 1),
-            completion_tokens=loop.num_completion_tokens,
-            tokens_per_second=loop.num_completion_tokens / seconds if seconds else 0.0,
-            step_microseconds=loop.clock.microseconds(loop.num_steps),
-        )
+        return collect(self.loop, self.runner)
 
     def shutdown(self) -> None:
         """Let go of weights and KV cache. Unfinished requests are lost; every later call raises `EngineDead`."""

@@ -45,7 +45,9 @@ class Sleep:
         if self._folder is not None:
             with (self._folder / "weights").open("rb") as file:
                 for tensor in self._weights:
-                    there = _bytes(tensor) if tensor.device.type == "cpu" else torch.empty(tensor.nbytes, dtype=torch.uint8)
+                    there = (
+                        _bytes(tensor) if tensor.device.type == "cpu" else torch.empty(tensor.nbytes, dtype=torch.uint8)
+                    )
                     file.readinto(memoryview(there.numpy()))
                     if tensor.device.type != "cpu":
                         _bytes(tensor).copy_(there)
