@@ -239,6 +239,14 @@ class InferenceEngine:
                 self._lock.release()
         return update
 
+    def between_steps(self, weight_set: str, change: Callable[[], int | None]) -> None:
+        """Call `change` with nothing in flight. What it returns is the weight set's new version; None: as it was."""
+        self._require_alive()
+        with self._lock:
+            self.loop.inbox.append(ChangeWeights(weight_set, change, recompute=True))
+            self.work_arrived.set()
+            self._deliver(self._guarded(self.loop.handle))
+
     def get_weight_version(self) -> int:
         """The version that serves now."""
         return self.weight_sync.version

@@ -62,7 +62,7 @@ def score_tokens(
         if versions[weight_set] == version:
             return [next(scores) if request.start < len(request.token_ids) else [] for request in requests]
     raise WeightUpdateError(
-        f"the weights changed in each of {ATTEMPTS} attempts to score; score fewer tokens at once, or update less often."
+        f"the weights changed in each of {ATTEMPTS} attempts to score; score less at once, or update less often."
     )
 
 

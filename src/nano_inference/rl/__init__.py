@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nano_inference.rl.policy import PolicyModel
+    from nano_inference.rl.policy import PolicyModel
     from nano_inference.rl.score import score
 
 __all__ = ["PolicyModel", "score"]
