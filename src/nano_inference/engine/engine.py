@@ -54,14 +54,14 @@ class InferenceEngine:
         if REFERENCE in parts.models:
             self.loop.sequences.versions[REFERENCE] = 0
         checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
-        self._intake = Intake(checks, self.loop.sequences, self.numerics.fingerprint, config.seed)
+        self.intake = Intake(checks, self.loop.sequences, self.numerics.fingerprint, config.seed)
         self.shared = SharedLoop(self.loop)
         self._announcing = threading.Lock()  # held while a weight update is staged and announced
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer (or the one at `tokenizer_path`), read when it is first asked for."""
-        return self._intake.checks.tokenizer
+        return self.intake.checks.tokenizer
 
     # -- generating ---------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class InferenceEngine:
         """
         self.shared.require_alive()
         limits = {"min_version": min_version, "max_staleness": max_staleness}
-        return self.shared.enqueue(self._intake.sequence(prompt, params, num_samples, stream=False, **limits))
+        return self.shared.enqueue(self.intake.sequence(prompt, params, num_samples, stream=False, **limits))
 
     def resume_from(
         self,
@@ -189,7 +189,7 @@ class InferenceEngine:
         Raises `InvalidRequest` (also for a version that is gone) or `RequestTooLarge`.
         """
         self.shared.require_alive()
-        sequence = self._intake.resumed(sample, append, max_new_tokens, stream=False)
+        sequence = self.intake.resumed(sample, append, max_new_tokens, stream=False)
         with self.shared.lock:
             self.shared.handle()
             if version is not None:
@@ -204,7 +204,7 @@ class InferenceEngine:
         Without `stream` there is one delta a sample, when it has ended. For engines around this one.
         """
         self.shared.require_alive()
-        sequence = self._intake.sequence(prompt, params, num_samples, stream=stream)
+        sequence = self.intake.sequence(prompt, params, num_samples, stream=stream)
         self.shared.open([sequence], sink)
         return self.shared.enqueue(sequence)
 
@@ -388,7 +388,7 @@ class InferenceEngine:
         self.shared.require_alive()
         many = many_prompts(prompts)
         pairs = zip(many, params_for(sampling_params, len(many)), strict=True)
-        return [self._intake.sequence(prompt, params, num_samples, stream=stream) for prompt, params in pairs]
+        return [self.intake.sequence(prompt, params, num_samples, stream=stream) for prompt, params in pairs]
 
     def _weight_set_of(self, version: int) -> str:
         """Which weights have this version. Raises `InvalidRequest`."""

@@ -1,7 +1,7 @@
 """`generate`, seen from inside: add requests, step until they have ended, hand out their deltas."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from nano_inference.engine.progress import Progress, progress_of
 from nano_inference.engine.shared_loop import SharedLoop
@@ -11,12 +11,12 @@ from nano_inference.types import Delta
 PATIENCE = 0.5  # seconds between two looks at an engine that is paused
 
 
-def run(engine: SharedLoop, requests: list[Sequence], progress: Progress) -> Iterator[Delta]:
+def run(engine: SharedLoop, requests: list[Sequence], progress: Progress) -> Generator[Delta]:
     """Add requests and step until they have ended, yielding their deltas. Closing it aborts what is left.
 
     While another thread has paused the engine it waits.
     """
-    left = sum(request.num_samples for request in requests)
+    left = sum(request.width for request in requests)
     arrived: deque[Delta] = deque()
     show = progress_of(progress, left, engine.loop)
     request_ids = [request.request_id for request in requests]

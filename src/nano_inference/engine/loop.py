@@ -178,6 +178,14 @@ class EngineLoop:
                     finished += self._change_weights()
         return finished + self._change_weights()
 
+    def change_now(self, weight_set: str, write: Callable[[], int | None]) -> list[TrainingSample]:
+        """Call `write` with nothing in flight, past all updates that wait. It returns a new version, or None."""
+        finished = self._retire(keep=0)
+        version = write()
+        if version is not None:
+            change_version(self.sequences, self.cache, weight_set, version)
+        return finished
+
     def resume(self) -> None:
         """Go on after a pause."""
         self.paused, self.admitting = False, True

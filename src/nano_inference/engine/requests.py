@@ -151,7 +151,7 @@ def params_for(sampling_params: SamplingParams | Iterable[SamplingParams], num_p
 
 
 def checked_ids(prompt: Any, vocab_size: int) -> list[int]:
-    """Token ids as integers. Raises `InvalidRequest`."""
+    """Token ids as integers. Raises `InvalidRequest` for anything else, and for ids outside the vocabulary."""
     if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__iter__"):
         raise InvalidRequest(f"a prompt must be token ids, a string or a chat, not {type(prompt).__name__}.")
     ids: list[int] = []

@@ -62,6 +62,12 @@ class SharedLoop:
         with self.lock:
             self._deliver(self._guarded(self.loop.handle))
 
+    def between_steps(self, weight_set: str, change: Callable[[], int | None]) -> None:
+        """Call `change` with nothing in flight. What it returns is the weight set's new version; None: as it was."""
+        with self.lock:
+            self.handle()
+            self._deliver(self._guarded(lambda: self.loop.change_now(weight_set, change)))
+
     def has_pending(self) -> bool:
         """Whether a step would do or return anything."""
         return self._dead is None and (bool(self._unclaimed) or self.loop.has_pending())
@@ -87,7 +93,7 @@ class SharedLoop:
                 "for itself; resume() or wake() it first, or use add_request."
             )
         for request in requests:
-            self.delivery.open(request.request_id, request.num_samples, sink)
+            self.delivery.open(request.request_id, request.width, sink)
 
     def abandon(self, request_ids: Iterable[int]) -> None:
         """Nobody waits for these requests any more: those that have not ended do so now, and are lost."""

@@ -32,7 +32,7 @@ class Sleep:
         self._tensors = [*caches, *self._weights]
         self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
         for tensor in self._tensors:
-            if tensor.device.type == "cpu":
+            if on_cpu(tensor):
                 discard(tensor)
             else:
                 tensor.untyped_storage().resize_(0)
@@ -40,7 +40,7 @@ class Sleep:
     def end(self) -> None:
         """Take the memory again and put the weights back, to the bit."""
         for tensor, size in zip(self._tensors, self._sizes, strict=True):
-            if tensor.device.type != "cpu":
+            if not on_cpu(tensor):
                 tensor.untyped_storage().resize_(size)
         if self._folder is not None:
             with (self._folder / "weights").open("rb") as file:
@@ -48,11 +48,11 @@ class Sleep:
                     there = (
                         _bytes(tensor) if tensor.device.type == "cpu" else torch.empty(tensor.nbytes, dtype=torch.uint8)
                     )
-                    file.readinto(memoryview(there.numpy()))
+                    file.readinto(there.numpy().data)
                     if tensor.device.type != "cpu":
                         _bytes(tensor).copy_(there)
         for model in self._models:
-            if model.device.type != "cpu":
+            if not on_cpu(model):
                 model.forget_recorded()
         self.forget()
 
@@ -65,10 +65,15 @@ class Sleep:
         try:
             with path.open("wb") as file:
                 for tensor in self._weights:  # one by one: no second copy of them all
-                    file.write(memoryview(_bytes(tensor).cpu().numpy()))
+                    file.write(_bytes(tensor).cpu().numpy().data)
         except OSError:
             self.forget()
             raise
+
+
+def on_cpu(held: Any) -> bool:
+    """Whether a tensor or a model lies in the host's memory."""
+    return held.device.type == "cpu"
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -97,6 +97,7 @@ class Sequence:
     min_version: int | None = None  # it is held until this version of the policy serves
     max_staleness: int | None = None  # it ends when its oldest version is this much older than the newest
     scored: range = range(0)  # rows (positions) whose next token's logprob is wanted
+    score_temperature: float = 1.0  # under which; above 0
     scores: list[float] = field(default_factory=list[float])  # of the first of them; a group's samples share the list
     output_text: GrowingText | None = None  # where text is wanted
     stop_string: str | None = None  # the one that the newest token completed
@@ -216,6 +217,7 @@ class Sequence:
             min_version=self.min_version,
             max_staleness=self.max_staleness,
             scored=self.scored,
+            score_temperature=self.score_temperature,
             scores=self.scores,
             output_text=self.output_text.copy() if self.output_text is not None else None,
             streaming=self.streaming,
