@@ -151,7 +151,7 @@ def test_who_paused_cannot_wait_for_itself(build: Build) -> None:
     engine.resume()
     engine.step()
     engine.pause()
-    with pytest.raises(WeightUpdateError, match="waits for requests that are paused"):
+    with pytest.raises(WeightUpdateError, match="would wait for requests that are paused"):
         engine.update_weights(NEW, blocking=True, kv_policy="wait")
     engine.update_weights(NEW, blocking=True)
     assert engine.get_weight_version() == 1
@@ -227,7 +227,7 @@ def test_a_sleep_changes_no_bit(build: Build, weights: bool, backend: str) -> No
         engine.sleep()
     if weights:
         with pytest.raises(WeightUpdateError, match="asleep"):
-            engine.update_weights(NEW)
+            engine.update_weights(NEW, blocking=True)
         with pytest.raises(WeightUpdateError, match="asleep"):
             engine.weights_checksum()
     engine.wake()
@@ -258,15 +258,25 @@ def test_a_sleep_gives_memory_back(tmp_path: Path) -> None:
         engine.generate([1, 2, 3], SamplingParams(max_tokens=3))
 
 
-def test_an_update_during_a_light_sleep_serves_after_it(build: Build) -> None:
+@pytest.mark.parametrize("weights", [False, True])
+def test_an_update_during_a_sleep_serves_after_it(build: Build, weights: bool) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn())
     engine.step()
-    engine.sleep()
-    engine.update_weights(NEW, blocking=True)
+    engine.sleep(weights)
+    given = {name: tensor.clone() for name, tensor in NEW.items()}
+    update = engine.update_weights(given, kv_policy="recompute")
+    assert update.done() is not weights
+    for tensor in given.values():
+        tensor.zero_()
     engine.wake()
+    engine.step()
+    assert update.done()
+    checksum = engine.weights_checksum()
+    engine.update_weights(NEW, blocking=True)
+    assert engine.weights_checksum() == checksum
     (sample,) = drain(engine)
-    assert [span.version for span in sample.weight_versions] == [0, 1]
+    assert {span.version for span in sample.weight_versions} == {0, 1, 2}
 
 
 # -- going on ----------------------------------------------------------------------------------------------------------

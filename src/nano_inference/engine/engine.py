@@ -1,23 +1,24 @@
 """`InferenceEngine`: owns the loop and the parts it runs on; takes requests in and hands samples out."""
 
-import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine import generation
 from nano_inference.engine.assembly import assemble
 from nano_inference.engine.delivery import Sink
 from nano_inference.engine.intake import Intake
-from nano_inference.engine.loop import Abort, ChangeWeights, EngineLoop
+from nano_inference.engine.loop import Abort, EngineLoop
 from nano_inference.engine.progress import Progress
 from nano_inference.engine.requests import RequestChecks, many_prompts, params_for
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.engine.sleeping import Sleep
 from nano_inference.engine.statistics import collect
-from nano_inference.engine.weight_sync import WeightSyncManager, WeightUpdate
+from nano_inference.engine.transports import WeightTransport
+from nano_inference.engine.updates import Updates
+from nano_inference.engine.weight_update import WeightUpdate
 from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE, Sequence
 from nano_inference.text.tokenizer import Tokenizer
@@ -47,7 +48,6 @@ class InferenceEngine:
         self.max_model_len = self.memory_budget.max_model_len
         self.runner = ModelRunner(parts.models, parts.storages)
         self.cache = parts.cache
-        self.weight_sync = WeightSyncManager(self.model)
         device = self.model.device
         lookahead = config.lookahead if config.lookahead is not None else int(device.type == "cuda")
         self.loop = EngineLoop(self.cache, self.runner, config.scheduler, lookahead, self.numerics.fingerprint)
@@ -56,7 +56,8 @@ class InferenceEngine:
         checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
         self.intake = Intake(checks, self.loop.sequences, self.numerics.fingerprint, config.seed)
         self.shared = SharedLoop(self.loop)
-        self._announcing = threading.Lock()  # held while a weight update is staged and announced
+        self._updates = Updates(self.model, self.runner, self.shared)
+        self.weight_sync = self._updates.manager
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -254,55 +255,36 @@ class InferenceEngine:
 
         Raises `WeightUpdateError`, with the old version serving untouched.
         """
-        self.shared.require_alive()
-        policy = self._policy(kv_policy, blocking)
-        lock = self.shared.lock
-        held = lock.acquire(blocking=blocking)  # not held: another thread is stepping and will apply it
-        try:
-            # What is still in flight once every sequence has ended is an overrun: nobody would step to retire it.
-            idle = not self.loop.in_flight or not self.loop.sequences.by_id
-            at_once = held and (blocking or idle)
-            in_place = at_once and (blocking or policy not in ("wait", "finish_old"))
-            with self._announcing:  # versions and messages in one order
-                update = self.weight_sync.stage(
-                    weights, version=version, copy=not in_place, complete=complete, check_finite=check_finite
-                )
-                self._announce(update, policy)
-            if at_once:
-                self.shared.handle()
-        finally:
-            if held:
-                lock.release()
-        while blocking and not update.done():
-            self.shared.advance_or_wait(generation.PATIENCE)
-        if blocking:
-            update.result(0)
-        return update
+        options = {"version": version, "complete": complete, "check_finite": check_finite}
+        return self._updates.update(weights, blocking, kv_policy, **options)
 
-    def _policy(self, kv_policy: KvPolicy | None, blocking: bool) -> KvPolicy:
-        policy = kv_policy if kv_policy is not None else "recompute" if blocking else "keep"
-        if policy not in get_args(KvPolicy):
-            raise WeightUpdateError(f"kv_policy={kv_policy!r} is not one of {', '.join(get_args(KvPolicy))}.")
-        if self.shared.has_no_weights():
-            raise WeightUpdateError("the weights are asleep; call wake() before an update.")
-        if blocking and self.shared.is_paused_by_me() and self.loop.would_wait(policy):
-            raise WeightUpdateError(
-                f"kv_policy={policy!r} waits for requests that are paused, by this thread; resume() first."
-            )
-        return policy
+    def receive_weights(
+        self,
+        transport: WeightTransport,
+        *,
+        kv_policy: KvPolicy | None = None,
+        version: int | None = None,
+        complete: bool = False,
+        check_finite: bool = False,
+        timeout: float = 300.0,
+    ) -> WeightUpdate:
+        """Begin to receive an update from a trainer, on a thread of its own, while requests go on; returns at once.
 
-    def _announce(self, update: WeightUpdate, policy: KvPolicy) -> None:
-        """Tell the loop of an update that was checked and queued."""
+        It is applied between two steps when all of it has arrived and was checked. Whatever goes wrong, a dead peer or
+        a deadline too, fails the returned update and leaves the old version serving.
 
-        def set_aside() -> bool:
-            try:
-                self.runner.set_aside(POLICY, PREVIOUS, update.params)
-            except (MemoryError, RuntimeError) as problem:  # torch's way to say that memory is out
-                self.weight_sync.refuse(f"there is no memory to keep the old weights aside: {problem}")
-                return False
-            return True
+        Args:
+            transport: what brings it (`engine/transports`).
+            kv_policy: what becomes of running requests (`KvPolicy`); None: `"keep"`.
+            version: number of the new version; None: the trainer's, or counted up.
+            complete: as in `update_weights`.
+            check_finite: as in `update_weights`.
+            timeout: seconds by which it must have arrived.
 
-        self.shared.post(ChangeWeights(POLICY, self.weight_sync.finish, policy, update.version, set_aside))
+        Raises `WeightUpdateError` if a weight session is open.
+        """
+        options = {"version": version, "complete": complete, "check_finite": check_finite, "timeout": timeout}
+        return self._updates.receive(transport, kv_policy, **options)
 
     def weights_checksum(self) -> dict[str, str]:
         """SHA-256 of every tensor as it serves now, by its checkpoint name: of its bytes, row by row, in the engine's

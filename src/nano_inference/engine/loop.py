@@ -115,6 +115,7 @@ class EngineLoop:
         self.inbox: deque[Message] = deque()
         self.updates: deque[ChangeWeights] = deque()  # in order; the first may wait for sequences to end
         self.paused = False  # nothing is launched
+        self.writable = True  # False: updates wait, because the weights are put aside
         self.admitting = True  # False: newcomers are held until the engine is resumed
         self.num_steps = 0
         self.num_preemptions = 0
@@ -243,11 +244,13 @@ class EngineLoop:
         enter(seq, self.sequences, self.config.block_size)
 
     def would_wait(self, kv_policy: KvPolicy) -> bool:
-        """Whether an update of this policy would have to wait for sequences to end."""
+        """Whether an update of this policy could not be applied now."""
         return not self._may_change(ChangeWeights(POLICY, lambda: None, kv_policy))
 
     def _may_change(self, update: ChangeWeights) -> bool:
-        """Whether an update need not wait for sequences to end."""
+        """Whether an update need not wait."""
+        if not self.writable:
+            return False
         if update.kv_policy == "wait":
             return all(seq.status is SequenceStatus.HELD for seq in self.sequences.of_weight_set(update.weight_set))
         return update.kv_policy != "finish_old" or not self.sequences.of_weight_set(PREVIOUS)

@@ -163,6 +163,7 @@ class SharedLoop:
             self.loop.vacate()
             try:
                 self._sleep = give_back()
+                self.loop.writable = not self._sleep.holds_weights
             except OSError as problem:
                 if not was_paused:
                     self.resume()
@@ -179,6 +180,7 @@ class SharedLoop:
                     self._dead = f"the weights that were put aside are lost: {type(problem).__name__}: {problem}"
                     raise EngineDead(self._dead) from problem
                 self._sleep = None
+                self.loop.writable = True
                 self.resume()
 
     # -- the end ------------------------------------------------------------------------------------------------------
