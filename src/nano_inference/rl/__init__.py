@@ -1,0 +1,1 @@
+"""What RL training needs beside the engine: replay and reports."""
