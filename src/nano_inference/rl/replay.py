@@ -92,6 +92,10 @@ class Replayer:
             self.decoders.require(needed)
         return params
 
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Ids that end a sample."""
+        return self._checks.stop_ids(params)
+
     @torch.inference_mode()
     def replay(self, sample: TrainingSample) -> TrainingSample:
         """See `replay`."""
@@ -100,7 +104,7 @@ class Replayer:
         params = self.check(sample)
         with engine._lock:  # weights may change, and operations are shared with the engine's steps
             self.decoders.renew()
-            run = _Run(self, sample, params, self._checks.stop_ids(params))
+            run = _Run(self, sample, params, self.stop_ids(params))
             for stretch in stretches(sample):
                 run.go(stretch)
             again = run.result()
@@ -133,6 +137,26 @@ class Replayer:
         return tuple(found)
 
 
+class Draws(NamedTuple):
+    """How a sample's tokens are drawn."""
+
+    sample: TrainingSample
+    params: SamplingParams
+    stop_ids: frozenset[int]
+
+    def request(self, tokens: Sequence[int], row: int, position: int) -> DrawRequest:
+        """The draw of the token at `position`, after those in `tokens` before it, from `row` of some logits."""
+        first = len(self.sample.prompt_tokens)
+        return DrawRequest(
+            self.params,
+            row,
+            (self.sample.seed, self.sample.sample_index, position),
+            prompt=tokens[:first] if self.params.penalizes else (),
+            completion=tokens[first:position] if self.params.penalizes else (),
+            banned=self.stop_ids if position < first + self.params.min_tokens else (),
+        )
+
+
 class _Drawn(NamedTuple):
     """One token and what is known of its draw."""
 
@@ -151,6 +175,7 @@ class _Run:
         self, replayer: Replayer, sample: TrainingSample, params: SamplingParams, stop_ids: frozenset[int]
     ) -> None:
         self.sample, self.params, self.stop_ids = sample, params, stop_ids
+        self.how = Draws(sample, params, stop_ids)
         self.prompt_len = len(sample.prompt_tokens)
         self.tokens = [*sample.prompt_tokens, *sample.completion_tokens]  # a draft, until it is drawn again
         self.sampled = was_sampled(sample)
@@ -210,7 +235,7 @@ class _Run:
         self.prompt_scores += result.scores.tolist()
         if not drawing:
             return []
-        requests = [self._request(place, row + 1) for place, row in enumerate(drawing)]
+        requests = [self.how.request(self.tokens, place, row + 1) for place, row in enumerate(drawing)]
         sampled = Sampled(model.draw(result.hidden, sampling_batch(requests).to(model.device)), result.scores).wait()
         rows = range(len(drawing))
         return [
@@ -224,17 +249,6 @@ class _Run:
             )
             for i in rows
         ]
-
-    def _request(self, row: int, position: int) -> DrawRequest:
-        penalizes = self.params.penalizes
-        return DrawRequest(
-            self.params,
-            row,
-            (self.sample.seed, self.sample.sample_index, position),
-            prompt=self.sample.prompt_tokens if penalizes else (),
-            completion=self.tokens[self.prompt_len : position] if penalizes else (),
-            banned=self.stop_ids if position < self.prompt_len + self.params.min_tokens else (),
-        )
 
     def result(self) -> TrainingSample:
         """The sample as it came out. What stands beside appended tokens is the given sample's."""
