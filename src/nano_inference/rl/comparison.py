@@ -1,12 +1,15 @@
 """Where a sample and its replay differ, bit by bit."""
 
 import itertools
+import reprlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from nano_inference.types import SamplingMask, TrainingSample
 
 _PER_TOKEN = ("completion_tokens", "logprobs", "raw_logprobs", "log_kept_mass", "ref_logprobs", "top_logprobs")
+_SHORT = reprlib.Repr()
+_SHORT.maxother = 200
 _OF_ALL = ("weight_versions", "weight_version", "finish_reason", "stop_reason")
 
 
@@ -29,7 +32,7 @@ class Difference(NamedTuple):
         where = "the sample"
         if self.token is not None:
             where = f"{'prompt' if self.field == 'prompt_logprobs' else 'completion'} token {self.token}"
-        return f"{where}: {self.field} is {self.recorded!r}, replayed {self.replayed!r}"
+        return f"{where}: {self.field} is {_SHORT.repr(self.recorded)}, replayed {_SHORT.repr(self.replayed)}"
 
 
 def differences(sample: TrainingSample, replayed: TrainingSample) -> tuple[Difference, ...]:
