@@ -52,8 +52,9 @@ class MismatchReport:
     deltas: Any = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
+        left_out = f", {self.num_not_finite:,} left out that are not finite" if self.num_not_finite else ""
         lines = [
-            f"tokens compared    {self.num_tokens:,}" + f", {self.num_not_finite:,} not finite" * bool(self.num_not_finite),
+            f"tokens compared    {self.num_tokens:,}{left_out}",
             f"equal to the bit   {self.num_equal:,} ({self.num_equal / max(self.num_tokens, 1):.2%})",
             f"KL(engine|trainer) {self.kl_k1:.3e} (k1), {self.kl_k3:.3e} (k3)",
             f"|engine - trainer| max {self.max_abs:.3e}, mean {self.mean_abs:.3e}, 95 % {self.p95_abs:.3e}, "
@@ -68,7 +69,7 @@ class MismatchReport:
         ]
         return "\n".join(lines)
 
-    def histogram(self, path: str | os.PathLike[str], *, num_bins: int = 80) -> None:
+    def histogram(self, path: str | os.PathLike[str], *, num_bins: int = 81) -> None:
         """Write a PNG: how often which delta, on a logarithmic scale, with the band of the ratio.
 
         Raises `ConfigError` without matplotlib.
@@ -83,7 +84,7 @@ class MismatchReport:
         figure = Figure(figsize=(7, 4), layout="constrained", dpi=150)
         axes = figure.subplots()
         reach = max(1.1 * float(np.abs(deltas).max(initial=0.0)), 1e-8)
-        axes.hist(deltas, bins=num_bins, range=(-reach, reach), color="#3b6fb6", log=True)
+        axes.hist(deltas, bins=num_bins, range=(-reach, reach), color="#3b6fb6", log=len(deltas) > 0)
         axes.set_ylim(bottom=0.5)  # a bin of one token is seen
         low, high = (-float(np.log(edge)) for edge in reversed(BAND))
         for edge, name in ((low, f"ratio {BAND[1]}"), (high, f"ratio {BAND[0]}")):
@@ -134,7 +135,7 @@ def mismatch_report(
         if len(sampled) != len(own) or len(own) != len(sample.completion_tokens):
             raise DataError(f"sample {number}: logprobs and loss_mask must be one a completion token.")
         if not renormalized and sample.log_kept_mass is not None and any(sample.log_kept_mass):
-            own = own + np.array(sample.log_kept_mass, dtype=np.float64)
+            own = (own + np.array(sample.log_kept_mass)).astype(np.float32).astype(np.float64)  # as a trainer has it
         engine.append(own[sampled])
         trainer.append(_aligned(row, sampled, number))
         versions.append(_versions(sample)[sampled])
@@ -197,15 +198,15 @@ def _report(engine: np.ndarray, trainer: np.ndarray, versions: np.ndarray) -> Mi
         )
     some = delta if len(delta) else np.full(1, np.nan)
     absolute = np.abs(some)
-    with np.errstate(over="ignore"):  # a trainer that thinks a token e^700 times likelier: infinite, and outside
-        ratio = np.exp(-some)
+    with np.errstate(over="ignore"):  # a trainer that thinks a token e^710 times likelier: infinite, and outside
+        ratio, surprise = np.exp(-some), np.expm1(-some) + some
     outside = (ratio < BAND[0]) | (ratio > BAND[1])
     return MismatchReport(
         num_tokens=len(delta),
         num_not_finite=int((~finite).sum()),
         num_equal=int((delta == 0).sum()),
         kl_k1=float(some.mean()),
-        kl_k3=float((np.expm1(-some) + some).mean()) if np.isfinite(ratio).all() or not len(delta) else float("inf"),
+        kl_k3=float(surprise.mean()),
         max_abs=float(absolute.max()),
         mean_abs=float(absolute.mean()),
         std=float(some.std()),
