@@ -26,7 +26,9 @@ from nano_inference.rl.replay import MOST_ROWS, Draws, Replayer
 from nano_inference.sampling.sampling_batch import sampling_batch
 from nano_inference.types import TrainingSample
 
-MOST_SINGLE = 256  # rows computed one at a time; those before them go in one chunk
+# Rows computed one at a time, the last ones; those before them go in one chunk. What differs is the last row, and an
+# operation by itself costs much more than its share of a compiled step.
+MOST_SINGLE = 64
 
 WHOLE, SINGLE = "in one chunk", "token by token"
 COMPILED, COMPILED_SINGLE, ONE_THREAD = "compiled, in one chunk", "compiled, token by token", "on one thread"
