@@ -74,7 +74,7 @@ class ModelRunner:
         if block_copies:
             for storage in set(self.storages.values()):
                 storage.copy_blocks(block_copies)
-        results = [self._forward_one(_to_device(batch, self.device), previous) for batch in batches]
+        results = [self._forward_one(to_device(batch, self.device), previous) for batch in batches]
         drawn = [
             (self.models[batch.weight_set], result.hidden)
             for batch, result in zip(batches, results, strict=True)
@@ -90,7 +90,7 @@ class ModelRunner:
         shared = [key for key in changing if kept[key] is model.params[key]]
         if shared or name not in self.models:
             params = {**kept, **{key: model.params[key].clone() for key in shared}}
-            self.models[name] = Decoder(model.spec, params, model.ops, model.num_positions)
+            self.models[name] = model.twin(params)
             self.storages[name] = self.storages[weight_set]
 
     def drop(self, weight_set: str) -> None:
@@ -122,7 +122,7 @@ class ModelRunner:
         return self.models[batch.weight_set].forward(batch, self.storages[batch.weight_set])
 
 
-def _to_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
+def to_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
     """The same batch with its tensors on another device."""
     if device.type == "cpu":
         return batch

@@ -1,5 +1,6 @@
 """The decoder: one forward pass over the rows of a batch, by a `ModelSpec` and the operations it is given."""
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -36,7 +37,6 @@ class Decoder:
         self.spec = spec
         self.params = params
         self.ops = ops
-        self.num_positions = num_positions
         self.device = params["embed"].device
         self.dtype = params["embed"].dtype
         # Layers with a window may turn at other frequencies. One table where they do not.
@@ -77,6 +77,14 @@ class Decoder:
     def forget_recorded(self) -> None:
         """Record anew what the backend records: weights or KV tensors have moved."""
         self._compiled.clear()
+
+    def twin(self, params: dict[str, Any] | None = None, ops: Ops | None = None) -> "Decoder":
+        """The same model with other weights, or other operations, or for KV tensors of its own; tables are shared."""
+        other = copy.copy(self)
+        other.params = self.params if params is None else params
+        other.ops = self.ops if ops is None else ops
+        other._compiled = {}
+        return other
 
     def close(self) -> None:
         """Let go of the weights. Nothing may be called afterwards."""

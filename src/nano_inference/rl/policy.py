@@ -179,7 +179,7 @@ class _TrainerWeights:
         self._packed: dict[str, tuple[int, int]] | None = None  # by name: where it lay, and its version
         policy = engine.model
         params = allocate(param_table(policy.spec), policy.dtype, policy.device, policy.ops.allocate)
-        self._decoder = Decoder(policy.spec, params, policy.ops, engine.max_model_len)
+        self._decoder = policy.twin(params)
         self.name = WEIGHT_SET
         engine.shared.between_steps(POLICY, self._register)
 
