@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nano_inference.rl.policy import PolicyModel
-    from nano_inference.rl.policy import PolicyModel
-    from nano_inference.rl.score import score
+    from nano_inference.rl.scoring import score
 
 __all__ = ["PolicyModel", "score"]
 
-_MODULES = {"PolicyModel": "nano_inference.rl.policy", "score": "nano_inference.rl.score"}
+# No module may bear the name of what it holds: importing it would set that name, here, to the module.
+_MODULES = {"PolicyModel": "nano_inference.rl.policy", "score": "nano_inference.rl.scoring"}
 
 
 def __getattr__(name: str) -> Any:

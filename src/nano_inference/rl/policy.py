@@ -20,7 +20,7 @@ from nano_inference.models.decoder import Decoder
 from nano_inference.models.loading import load_params
 from nano_inference.models.weights import allocate, param_table, read, slots, write
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
-from nano_inference.rl.score import ScoreBatch, TokenIds, check_batch, score_batch
+from nano_inference.rl.scoring import ScoreBatch, TokenIds, check_batch, score_batch
 from nano_inference.rl.torch_decoder import TorchDecoder
 from nano_inference.scheduling.sequence import POLICY
 
