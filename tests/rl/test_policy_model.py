@@ -81,6 +81,7 @@ def optimizer_step(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimize
         optimizer_step(lambda params: torch.optim.AdamW(params, lr=0.1, fused=True)),
         lambda model: model.load_state_dict({k: v * 1.5 for k, v in model.state_dict().items()}),
         lambda model: model.to(torch.bfloat16),
+        lambda model: [param.data.mul_(1.5) for param in model.parameters()],
     ],
 )
 def test_every_way_to_change_a_parameter_is_seen(folder: Path, step: Step) -> None:
@@ -164,6 +165,10 @@ def test_parameters_that_change_before_backward_are_an_error(folder: Path) -> No
         with torch.no_grad():
             next(model.parameters()).mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        loss = model.logprobs([[5, 6, 7]], from_position=1)[0].sum()
+        next(model.parameters()).data.mul_(2)
+        with pytest.raises(RuntimeError, match="modified between logprobs and backward"):
             loss.backward()
 
 
