@@ -213,6 +213,22 @@ def test_a_second_finish_old_waits_for_those_who_finish(build: Build) -> None:
     assert bits(samples[1]) == bits(alone(build, 1, PROMPT, 12)), "the update waited longer than it ran"
 
 
+def test_old_and_new_do_not_meet_in_the_cache(build: Build, stops: dict[str, Any]) -> None:
+    """Both lose their blocks and compute the same prompt again, in one step."""
+    engine = build()
+    engine.add_request(PROMPT, drawn())
+    for _ in range(3):
+        engine.step()
+    engine.update_weights(NEW, kv_policy="finish_old")
+    engine.add_request(PROMPT, drawn())
+    engine.step()
+    engine.sleep()
+    engine.wake()
+    old, new = drain(engine)
+    assert bits(old) == bits(stops["old"])
+    assert bits(new) == bits(stops["new"])
+
+
 def test_a_group_finishes_on_the_old_weights(build: Build) -> None:
     engine = build(max_tokens_per_batch=8)
     engine.add_request(PROMPT, drawn(), num_samples=3)

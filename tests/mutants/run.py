@@ -20,6 +20,7 @@ SCHEDULE = "tests/scheduling/test_schedule.py"
 OPERATIONS = "tests/ops/test_reference.py"
 BATCHES = "tests/test_batch.py"
 SIMULATION = "tests/simulation/test_simulation.py"
+POLICIES = "tests/engine/test_kv_policies.py"
 WINDOW_CACHES = "tests/kv_cache/test_window_cache.py"
 CATCHES = {
     "linear_splits_k_by_rows": ON_REFERENCE,
@@ -44,6 +45,9 @@ CATCHES = {
     "window_one_too_wide": OPERATIONS,
     "scored_rows_from_the_cache": SIMULATION,
     "block_table_of_the_readmitted_is_stale": BATCHES,
+    "old_context_one_too_short": SIMULATION,
+    "previous_has_the_new_name": POLICIES,
+    "previous_weights_change": POLICIES,
 }
 SECONDS = 400  # for one fault; a run that does not end is red too
 RED = 1  # pytest's exit code for failed tests; others mean that the tests did not run
