@@ -272,10 +272,11 @@ def _add(totals: dict[str, Tensor], grads: Mapping[str, Tensor]) -> None:
 @contextmanager
 def _single_threaded(workers: int) -> Iterator[ThreadPoolExecutor]:
     """Threads whose torch operations run on one thread each: a product split between threads has other bits."""
-    before = torch.get_num_threads()  # also makes this thread's own number final
+    before = torch.get_num_threads()
     pinned = threading.Barrier(workers + 1)
 
     def pin() -> None:
+        torch.get_num_threads()  # else it would take the process's number later, when it first asks
         torch.set_num_threads(1)
         pinned.wait()
 
