@@ -16,7 +16,6 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.weight_sync import WeightUpdate
 from nano_inference.errors import ConfigError
-from nano_inference.models.decoder import Decoder
 from nano_inference.models.loading import load_params
 from nano_inference.models.weights import allocate, param_table, read, slots, write
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
@@ -188,16 +187,16 @@ class _TrainerWeights:
         self._packed: list[tuple[int, ...]] = []  # the states of the parameters that were written last
         policy = engine.model
         params = allocate(param_table(policy.spec), policy.dtype, policy.device, policy.ops.allocate)
-        self._decoder = Decoder(policy.spec, params, policy.ops, engine.max_model_len)
+        self._decoder = policy.twin(params)
         self.name = WEIGHT_SET
-        engine.between_steps(POLICY, self._register)
+        engine.shared.between_steps(POLICY, self._register)
 
     def follow(self, params: Mapping[str, Tensor]) -> None:
         """Write the parameters into the set if any has changed."""
         now = _states([*params.values()])
         if now != self._packed:
             self._packed = []
-            self.engine.between_steps(self.name, lambda: self._write(params))
+            self.engine.shared.between_steps(self.name, lambda: self._write(params))
             self._packed = now
 
     def _register(self) -> None:
@@ -228,7 +227,7 @@ def _initial_weights(engine: InferenceEngine, dtype: torch.dtype) -> dict[str, T
             same = torch.equal(exact.to(serving.dtype), serving)
             found[name] = (exact if same else serving).to(dtype, copy=True)
 
-    engine.between_steps(POLICY, take)
+    engine.shared.between_steps(POLICY, take)
     return found
 
 
