@@ -95,9 +95,11 @@ def test_bfloat16_gradients_are_near_those_of_the_same_weights_in_float32(tmp_pa
     folder = tiny_llama(tmp_path, dtype=torch.bfloat16, std=0.1)
     with build(folder, dtype="bfloat16") as engine:
         rounded = gradients(PolicyModel(engine))
+        exact = gradients(PolicyModel(engine, gradient_dtype=torch.float32))
     with build(folder, dtype="float32") as engine:
-        exact = gradients(PolicyModel(engine))
+        other = gradients(PolicyModel(engine))
     assert 0 < worst_difference(rounded, exact) < 0.03
+    assert all(bits(other[name]) == bits(grad) for name, grad in exact.items())
 
 
 def test_gradients_pass_the_cast_as_they_are(tmp_path: Path) -> None:

@@ -207,6 +207,7 @@ def test_bad_arguments_are_refused(folder: Path) -> None:
             ({"micro_batch_tokens": 0}, "micro_batch_tokens=0 must be a positive integer"),
             ({"num_workers": 1.5}, r"num_workers=1\.5"),
             ({"dtype": torch.int64}, "floating point"),
+            ({"gradient_dtype": torch.float16}, r"gradient_dtype=torch\.float16"),
         ):
             with pytest.raises(ConfigError, match=message):
                 PolicyModel(engine, **options)

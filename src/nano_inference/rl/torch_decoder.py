@@ -17,7 +17,7 @@ RopeTables = Mapping[bool, tuple[Tensor, Tensor]]  # layers with a window, or wi
 class TorchDecoder:
     """Forward and backward of one micro-batch, by the decoder's own parameters (fused, under its own names).
 
-    Products are made in the parameters' dtype, with sums in float32, and everything between them in float32.
+    Products are made in the parameters' dtype, with sums in float32; norms, rotation and residual stream are float32.
     """
 
     def __init__(self, spec: ModelSpec, ropes: RopeTables, embed_scale: float, dtype: torch.dtype) -> None:
@@ -151,7 +151,7 @@ class TorchDecoder:
         return x * scale * (self.spec.norm_offset + weight.float())
 
     def _gate(self, gate_up: Tensor) -> Tensor:
-        first, second = gate_up.float().chunk(2, dim=-1)
+        first, second = gate_up.chunk(2, dim=-1)
         if self.spec.activation == "silu":
             return (functional.silu(first) * second).to(self.dtype)
         return (functional.gelu(first, approximate="tanh") * second).to(self.dtype)
