@@ -63,6 +63,7 @@ def batch(sequences: int, context: int, rows: int) -> ForwardBatch:
         logits_indices=none,
         score_rows=none,
         score_targets=none,
+        score_temperatures=none,
         scored=(),
         relay_rows=none,
         relay_sources=none,

@@ -25,7 +25,7 @@ GROUPS = {
     ),
     "Errors": (
         *("NanoInferenceError", "ConfigError", "ModelLoadError", "InvalidRequest", "RequestTooLarge"),
-        *("WeightUpdateError", "EngineDead"),
+        *("WeightUpdateError", "RequestAborted", "EngineDead"),
     ),
 }
 DATA = ("pad_samples", "to_columns", "from_columns", "write_jsonl", "read_jsonl", "write_parquet", "read_parquet")

@@ -51,7 +51,7 @@ NAMES = {
     *("KVCacheManager", "PagedKVCache", "RadixKVCache", "WeightSyncManager", "WeightUpdate"),
     *("schedule", "sample_with_logprobs", "model_forward", "compute_block_hash"),
     *("NanoInferenceError", "ConfigError", "ModelLoadError", "InvalidRequest", "RequestTooLarge"),
-    *("WeightUpdateError", "EngineDead"),
+    *("WeightUpdateError", "RequestAborted", "EngineDead"),
 }
 
 FIELDS: dict[type, dict[str, Any]] = {

@@ -13,6 +13,7 @@ from nano_inference.errors import (
     InvalidRequest,
     ModelLoadError,
     NanoInferenceError,
+    RequestAborted,
     RequestTooLarge,
     WeightUpdateError,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "NanoInferenceError",
     "PagedKVCache",
     "RadixKVCache",
+    "RequestAborted",
     "RequestTooLarge",
     "SamplingMask",
     "SamplingParams",

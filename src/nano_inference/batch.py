@@ -16,6 +16,7 @@ from nano_inference.scheduling.sequence import Sequence, Sequences
 
 ALL = np.ones(0, dtype=bool)  # all chunks are of one weight set
 NOTHING = torch.empty(0, dtype=torch.int64)
+NO_TEMPERATURES = torch.empty(0, dtype=torch.float64)
 
 
 class Scored(NamedTuple):
@@ -41,6 +42,7 @@ class ForwardBatch:
     logits_indices: Tensor  # [L] rows whose logits are needed
     score_rows: Tensor  # [P] rows of which only the logprob of one given token is wanted
     score_targets: Tensor  # [P] that token: the one which follows the row
+    score_temperatures: Tensor  # float64 [P] under which the logprob is
     scored: tuple[Scored, ...]  # whose rows these are, in order
     relay_rows: Tensor  # [R] rows whose token the step before is sampling
     relay_sources: Tensor  # [R] where in that step's samples it stands
@@ -150,6 +152,7 @@ class BatchBuilder:
             logits_indices=torch.from_numpy(cu_seqlens[1:][samples > 0] - 1),
             score_rows=_tensor(score_rows),
             score_targets=_tensor(score_targets),
+            score_temperatures=_temperatures(scored),
             scored=tuple(scored),
             relay_rows=_tensor(relay_rows),
             relay_sources=_tensor(relay_sources),
@@ -240,6 +243,13 @@ def _rows_to_score(
             score_targets += seq.token_ids[rows.start + 1 : rows.stop + 1]
             scored.append(Scored(seq, rows.start, rows.stop))
     return score_rows, score_targets, scored
+
+
+def _temperatures(scored: Listed[Scored]) -> Tensor:
+    if not scored:
+        return NO_TEMPERATURES
+    each = [seq.score_temperature for seq, _, _ in scored]
+    return torch.from_numpy(np.repeat(np.array(each, dtype=np.float64), [end - start for _, start, end in scored]))
 
 
 def _tensor(values: Listed[int]) -> Tensor:

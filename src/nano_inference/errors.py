@@ -21,6 +21,10 @@ class RequestTooLarge(InvalidRequest):
     """A well-formed request that can never fit this engine. The message says which limit and what would fit."""
 
 
+class RequestAborted(NanoInferenceError):
+    """A call waited for a request that was aborted, and has nothing partial to return."""
+
+
 class WeightUpdateError(NanoInferenceError):
     """A weight update was refused. The old version goes on serving, untouched."""
 

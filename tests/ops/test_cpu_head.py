@@ -244,21 +244,24 @@ def test_every_logprob_of_a_row_agrees_to_the_bit(kernels: ctypes.CDLL, seed: in
     drawn = head.draw(kernels, hidden, weight, 1.0, _raw(requests), num_threads=2)
     assert torch.equal(drawn.logprobs[:21], drawn.raw_logprobs[:21])
     rows = hidden.expand(len(requests), -1).contiguous()
-    scores = head.score(kernels, rows, weight, 1.0, drawn.token_ids, num_threads=2)
+    scores = head.score(kernels, rows, weight, 1.0, drawn.token_ids, torch.ones(len(rows)), num_threads=2)
     assert torch.equal(scores, drawn.raw_logprobs)
     best = [DrawRequest(SamplingParams(top_logprobs=vocab, temperature=float(t)), 0) for t in (0, 1)]
     shown = head.draw(kernels, hidden, weight, 1.0, sampling_batch(best), num_threads=1)
     for i in range(2):
         rows = hidden.expand(vocab, -1).contiguous() if vocab < 1000 else hidden.expand(5, -1).contiguous()
         ids = shown.top_ids[i, : len(rows)]
-        assert torch.equal(head.score(kernels, rows, weight, 1.0, ids, 1), shown.top_logprobs[i, : len(rows)])
+        scores = head.score(kernels, rows, weight, 1.0, ids, torch.ones(len(rows)), 1)
+        assert torch.equal(scores, shown.top_logprobs[i, : len(rows)])
 
 
 def test_a_score_at_a_temperature_is_the_plain_logprob_there(kernels: ctypes.CDLL) -> None:
     hidden, weight = hidden_and_weight(700, 8, 4, torch.float32)
-    requests = [DrawRequest(SamplingParams(temperature=0.6), i, (1, 2, i)) for i in range(4)]
+    temperatures = [0.6, 1.0, 1e-3, 0.6]
+    requests = [DrawRequest(SamplingParams(temperature=t), i, (1, 2, i)) for i, t in enumerate(temperatures)]
     drawn = head.draw(kernels, hidden, weight, 1.0, sampling_batch(requests), num_threads=2)
-    assert torch.equal(head.score(kernels, hidden, weight, 1.0, drawn.token_ids, 2, temperature=0.6), drawn.logprobs)
+    wanted = torch.tensor(temperatures, dtype=torch.float64)
+    assert torch.equal(head.score(kernels, hidden, weight, 1.0, drawn.token_ids, wanted, 2), drawn.logprobs)
 
 
 def test_samples_of_a_group_draw_what_they_would_from_rows_of_their_own(kernels: ctypes.CDLL) -> None:
@@ -340,7 +343,7 @@ def test_what_does_not_fit_is_refused(kernels: ctypes.CDLL) -> None:
     with pytest.raises(IndexError, match="100"):
         head.draw(kernels, hidden, weight, 1.0, biased, 1)
     with pytest.raises(IndexError, match="100"):
-        head.score(kernels, hidden, weight, 1.0, torch.tensor([3, 100]), 1)
+        head.score(kernels, hidden, weight, 1.0, torch.tensor([3, 100]), torch.ones(2), 1)
     with pytest.raises(ValueError, match="hidden rows"):
         head.logits(kernels, hidden.bfloat16(), weight, 1.0, 1)
     with pytest.raises(ValueError, match="float32"):
@@ -350,5 +353,5 @@ def test_what_does_not_fit_is_refused(kernels: ctypes.CDLL) -> None:
 def test_no_samples_are_no_work(kernels: ctypes.CDLL) -> None:
     hidden, weight = hidden_and_weight(100, 8, 0, torch.float32)
     assert len(head.draw(kernels, hidden, weight, 1.0, sampling_batch([]), 2).token_ids) == 0
-    assert head.score(kernels, hidden, weight, 1.0, torch.empty(0, dtype=torch.int64), 2).shape == (0,)
+    assert head.score(kernels, hidden, weight, 1.0, torch.empty(0, dtype=torch.int64), torch.empty(0), 2).shape == (0,)
     assert head.logits(kernels, hidden, weight, 1.0, 2).shape == (0, 100)

@@ -59,6 +59,7 @@ def batch_of(chunks: Chunks) -> ForwardBatch:
         logits_indices=empty,
         score_rows=empty,
         score_targets=empty,
+        score_temperatures=empty,
         scored=(),
         relay_rows=empty,
         relay_sources=empty,

@@ -112,6 +112,7 @@ class Paged:
             logits_indices=bounds[1:] - 1,
             score_rows=none,
             score_targets=none,
+            score_temperatures=none,
             scored=(),
             relay_rows=none,
             relay_sources=none,

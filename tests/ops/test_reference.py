@@ -290,6 +290,7 @@ class Paged:
             logits_indices=bounds[1:] - 1,
             score_rows=empty,
             score_targets=empty,
+            score_temperatures=empty,
             scored=(),
             relay_rows=empty,
             relay_sources=empty,

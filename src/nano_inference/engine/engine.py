@@ -4,7 +4,7 @@ import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -159,6 +159,15 @@ class InferenceEngine:
         self._delivery.open(sequence.request_id, num_samples, sink)
         return self._add(sequence)
 
+    def run_sequences(self, sequences: list[Sequence]) -> Generator[Delta, None, None]:
+        """Add sequences with ids from `new_ids` and step until they have ended. For functions around this engine."""
+        self._require_alive()
+        return self._run(sequences, progress=False)
+
+    def new_ids(self) -> tuple[int, int]:
+        """A sequence id and a request id that were never used."""
+        return self.loop.sequences.new_id(), next(self._request_ids)
+
     def step(self) -> list[TrainingSample]:
         """Run one step; returns the samples that ended since the last call."""
         self.advance()
@@ -230,6 +239,14 @@ class InferenceEngine:
                 self._lock.release()
         return update
 
+    def between_steps(self, weight_set: str, change: Callable[[], int | None]) -> None:
+        """Call `change` with nothing in flight. What it returns is the weight set's new version; None: as it was."""
+        self._require_alive()
+        with self._lock:
+            self.loop.inbox.append(ChangeWeights(weight_set, change, recompute=True))
+            self.work_arrived.set()
+            self._deliver(self._guarded(self.loop.handle))
+
     def get_weight_version(self) -> int:
         """The version that serves now."""
         return self.weight_sync.version
@@ -295,14 +312,14 @@ class InferenceEngine:
         pairs = zip(many, params_for(sampling_params, len(many)), strict=True)
         return [self._new_sequence(prompt, params, num_samples, stream) for prompt, params in pairs]
 
-    def _run(self, requests: list[Sequence], progress: Progress) -> Iterator[Delta]:
+    def _run(self, requests: list[Sequence], progress: Progress) -> Generator[Delta, None, None]:
         """Add requests and step until they have ended, yielding their deltas. Closing it aborts what is left."""
-        left = sum(request.num_samples for request in requests)
+        left = sum(request.width for request in requests)
         arrived: deque[Delta] = deque()
         show = progress_of(progress, left, self)
         request_ids = [request.request_id for request in requests]
         for request in requests:
-            self._delivery.open(request.request_id, request.num_samples, arrived.append)
+            self._delivery.open(request.request_id, request.width, arrived.append)
         try:
             for request in requests:
                 self._add(request)

@@ -40,7 +40,7 @@ class RequestChecks:
             return self._nonempty(self.need_tokenizer("a prompt of text").encode(prompt, add_special_tokens=True))
         if is_chat(prompt):
             return self._nonempty(encode_chat(self.need_tokenizer("a chat"), prompt))
-        return self._nonempty(_checked_ids(prompt, self.spec.vocab_size))
+        return self._nonempty(checked_ids(prompt, self.spec.vocab_size))
 
     def need_tokenizer(self, what: str) -> Tokenizer:
         """The tokenizer. Raises `InvalidRequest` where there is none."""
@@ -150,7 +150,8 @@ def params_for(sampling_params: SamplingParams | Iterable[SamplingParams], num_p
     return each
 
 
-def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:
+def checked_ids(prompt: Any, vocab_size: int) -> list[int]:
+    """Token ids as integers. Raises `InvalidRequest` for anything else, and for ids outside the vocabulary."""
     if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__iter__"):
         raise InvalidRequest(f"a prompt must be token ids, a string or a chat, not {type(prompt).__name__}.")
     ids: list[int] = []

@@ -26,7 +26,7 @@ class ForwardResult(NamedTuple):
     """What a forward pass gives."""
 
     hidden: Tensor  # [L, H], rows `batch.logits_indices` after the last norm; good until the next forward
-    scores: Tensor  # float32 [P], logprobs of `batch.score_targets` at rows `batch.score_rows`
+    scores: Tensor  # float32 [P], logprobs of `batch.score_targets` at rows `batch.score_rows`, at their temperatures
 
 
 class Decoder:
@@ -58,7 +58,8 @@ class Decoder:
         divisor = self.spec.logits_divisor
         if len(batch.score_rows):
             rows = hidden[batch.score_rows]
-            scores = self.ops.gather_logprobs(rows, self.head, divisor, batch.score_targets)
+            targets, temperatures = batch.score_targets, batch.score_temperatures
+            scores = self.ops.gather_logprobs(rows, self.head, divisor, targets, temperatures)
         else:
             scores = torch.empty(0, device=self.device)
         drawn = len(batch.logits_indices)

@@ -81,7 +81,8 @@ class Ops:
         logits: (hidden [L, H], weight [V, H], divisor) -> hidden @ weight.T / divisor, float32 [L, V].
         sample: (hidden [L, H], weight, divisor, batch) -> `Draw` from these logits.
         sample_logits: (logits [L, V], batch) -> the same `Draw`, from logits that are there already.
-        gather_logprobs: (hidden [L, H], weight, divisor, token_ids [L]) -> float32 [L], under softmax of these logits.
+        gather_logprobs: (hidden [L, H], weight, divisor, token_ids [L], temperatures [L]) -> float32 [L], under softmax
+            of these logits over the temperature (above 0): the same bits as `sample` reports of that token.
         allocate: ([out, in], dtype, device) -> a weight as the products read it, not initialised: a tensor, or
             something with the methods of `Weight`.
         compile: (trunk, batch, view, dtype) -> a function of a batch that gives what `trunk(ops, batch, view)` gives;
@@ -103,7 +104,7 @@ class Ops:
     logits: Callable[[Tensor, Any, float], Tensor]
     sample: Callable[[Tensor, Any, float, SamplingBatch], Draw]
     sample_logits: Callable[[Tensor, SamplingBatch], Draw]
-    gather_logprobs: Callable[[Tensor, Any, float, Tensor], Tensor]
+    gather_logprobs: Callable[[Tensor, Any, float, Tensor, Tensor], Tensor]
     allocate: Callable[[tuple[int, ...], torch.dtype, torch.device], Any]
     compile: (
         Callable[[Callable[..., Tensor], ForwardBatch, KvcacheView, torch.dtype], Callable[[ForwardBatch], Tensor]]

@@ -14,6 +14,7 @@ from torch.nn import functional
 from nano_inference.ops.backend import KvcacheView, Norm, Ops
 from nano_inference.ops.reference_attention import attention, plan_attention
 from nano_inference.sampling.logprobs import gather_logprobs
+from nano_inference.sampling.pipeline import divide
 from nano_inference.sampling.sample import Draw, sample
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
@@ -112,11 +113,11 @@ def draw(hidden: Tensor, weight: Tensor, divisor: float, batch: SamplingBatch) -
     return sample(logits(hidden, weight, divisor), batch)
 
 
-def score(hidden: Tensor, weight: Tensor, divisor: float, token_ids: Tensor) -> Tensor:
+def score(hidden: Tensor, weight: Tensor, divisor: float, token_ids: Tensor, temperatures: Tensor) -> Tensor:
     """Logprobs of given tokens, few rows at a time: only one number of each row's logits is wanted."""
     scores = [
-        gather_logprobs(logits(rows, weight, divisor), targets)
-        for rows, targets in zip(hidden.split(SCORE_TILE), token_ids.split(SCORE_TILE), strict=True)
+        gather_logprobs(divide(logits(rows, weight, divisor), own), targets)
+        for rows, targets, own in zip(*(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True)
     ]
     return torch.cat(scores)
 

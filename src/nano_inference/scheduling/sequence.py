@@ -81,6 +81,7 @@ class Sequence:
         default_factory=list[tuple[int, int]]
     )  # (weight version, first completion token)
     scored: range = range(0)  # rows (positions) whose next token's logprob is wanted
+    score_temperature: float = 1.0  # under which; above 0
     scores: list[float] = field(default_factory=list[float])  # of the first of them; a group's samples share the list
     output_text: GrowingText | None = None  # where text is wanted
     stop_string: str | None = None  # the one that the newest token completed
@@ -181,6 +182,7 @@ class Sequence:
             last_step=self.last_step,
             cached_tokens=self.cached_tokens,
             scored=self.scored,
+            score_temperature=self.score_temperature,
             scores=self.scores,
             output_text=self.output_text.copy() if self.output_text is not None else None,
             streaming=self.streaming,

@@ -106,9 +106,11 @@ class CpuOps:
         """See `Ops.sample_logits`."""
         return head.draw_logits(self.kernels, logits, batch, self.num_threads)
 
-    def gather_logprobs(self, hidden: Tensor, weight: Any, divisor: float, token_ids: Tensor) -> Tensor:
+    def gather_logprobs(
+        self, hidden: Tensor, weight: Any, divisor: float, token_ids: Tensor, temperatures: Tensor
+    ) -> Tensor:
         """See `Ops.gather_logprobs`."""
-        return head.score(self.kernels, hidden, as_packed(weight), divisor, token_ids, self.num_threads)
+        return head.score(self.kernels, hidden, as_packed(weight), divisor, token_ids, temperatures, self.num_threads)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> PackedWeight:
         """See `Ops.allocate`."""

@@ -1,7 +1,7 @@
 """The end of a step on the CPU: draws, scores and logits of hidden rows, each one call of the kernels in head.cpp."""
 
 import ctypes
-from ctypes import Structure, c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from typing import Any, Protocol
 
 import torch
@@ -66,7 +66,7 @@ class ScoreBatch(Structure):
         ("num_samples", c_int64),
         ("rows", c_void_p),
         ("token_ids", c_void_p),
-        ("temperature", c_double),
+        ("temperatures", c_void_p),
         ("logprobs", c_void_p),
     )
 
@@ -114,12 +114,13 @@ def score(
     weight: PackedWeight,
     divisor: float,
     token_ids: Tensor,
+    temperatures: Tensor,
     num_threads: int,
-    temperature: float = 1.0,
 ) -> Tensor:
     """Log-probability of one token a row under softmax(logits / temperature).
 
-    At temperature 1 it is to the bit what `draw` reports as raw logprob of that token.
+    It is to the bit what `draw` reports of that token: at temperature 1 as the raw logprob, at another as the logprob
+    of a sample that was drawn there without filters.
 
     Args:
         kernels: as in `draw`, like all that is not said here.
@@ -127,8 +128,8 @@ def score(
         weight: [V, H].
         divisor: of the products.
         token_ids: int64 [L].
+        temperatures: [L], above 0.
         num_threads: as in `draw`.
-        temperature: above 0.
 
     Returns:
         float32 [L].
@@ -136,10 +137,10 @@ def score(
     Raises:
         IndexError: a token is not in the vocabulary.
     """
-    token_ids = _plain(token_ids, torch.int64)
+    token_ids, temperatures = _plain(token_ids, torch.int64), _plain(temperatures, torch.float64)
     rows = torch.arange(len(token_ids))
     out = torch.empty(len(token_ids))
-    targets = ScoreBatch(len(token_ids), rows.data_ptr(), token_ids.data_ptr(), temperature, out.data_ptr())
+    targets = ScoreBatch(len(token_ids), rows.data_ptr(), token_ids.data_ptr(), temperatures.data_ptr(), out.data_ptr())
     given = _products(hidden, weight, divisor, num_threads)
     _check(kernels.nano_score(ctypes.addressof(given), ctypes.addressof(targets)), given)
     return out

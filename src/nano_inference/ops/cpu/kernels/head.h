@@ -53,7 +53,7 @@ struct DrawBatch {
 struct ScoreBatch {
   int64_t num_samples;
   const int64_t *rows, *token_ids;
-  double temperature;
+  const double* temperatures;
   float* logprobs;
 };
 

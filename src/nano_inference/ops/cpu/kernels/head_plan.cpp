@@ -81,11 +81,10 @@ HeadError Plan::make(const HeadInput& input, const DrawBatch& b) {
 
 HeadError Plan::make(const HeadInput& input, const ScoreBatch& b) {
   start(input, b.num_samples);
-  float inv_t = inverse(b.temperature);
   for (int64_t i = 0; i < b.num_samples; i++) {
     if (b.rows[i] < 0 || b.rows[i] >= input.num_rows) return HEAD_BAD_ROW;
     if (b.token_ids[i] < 0 || b.token_ids[i] >= input.vocab) return HEAD_BAD_ID;
-    int64_t view = view_of(b.rows[i], inv_t);
+    int64_t view = view_of(b.rows[i], inverse(b.temperatures[i]));
     samples.push_back({Choice::score, view, view, views[view].first, b.token_ids[i], {}});
     views[view].first = i;
   }

@@ -1,0 +1,106 @@
+"""Scoring tokens that are given: sequences of no samples, in the loop with all others."""
+
+from collections.abc import Sequence as Listed
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.requests import checked_ids, is_text
+from nano_inference.errors import InvalidRequest, RequestAborted, RequestTooLarge, WeightUpdateError
+from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
+from nano_inference.scheduling.sequence import POLICY, Sequence
+from nano_inference.types import SamplingParams, TrainingSample
+
+ATTEMPTS = 8  # to score under one version of the weights
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """Tokens of a sequence from position `start` (at least 1) to its end, each scored given those before it."""
+
+    token_ids: list[int]
+    start: int
+    temperature: float = 1.0  # above 0
+
+
+def checked_sequence(engine: InferenceEngine, sequence: Any, place: int) -> list[int]:
+    """Token ids of a sequence that can be scored; `place` names it in errors.
+
+    Raises `InvalidRequest` or `RequestTooLarge`.
+    """
+    if is_text(sequence) or not hasattr(sequence, "__len__"):
+        raise InvalidRequest(f"sequence {place} must be a list of token ids, not {type(sequence).__name__}.")
+    if len(sequence) == 0:
+        raise InvalidRequest(f"sequence {place} is empty; give at least one token id.")
+    token_ids = checked_ids(sequence, engine.spec.vocab_size)
+    most, config = engine.max_model_len, engine.config
+    if len(token_ids) > most:
+        raise RequestTooLarge(f"sequence {place} of {len(token_ids)} tokens exceeds max_model_len={most}.")
+    limit = config.max_tokens_per_batch
+    if not config.enable_chunked_prefill and len(token_ids) - 1 > limit:
+        raise RequestTooLarge(
+            f"sequence {place} of {len(token_ids)} tokens exceeds max_tokens_per_batch={limit}, which bounds a request "
+            f"without chunked prefill; enable it, or allow {len(token_ids) - 1} tokens a batch."
+        )
+    return token_ids
+
+
+def score_tokens(
+    engine: InferenceEngine, requests: Listed[ScoreRequest], weight_set: str = POLICY
+) -> list[list[float]]:
+    """The logprobs of the tokens of each request, all under one version of a weight set.
+
+    Where the weights change meanwhile, all is scored again under the new ones. Any thread may call this. Raises
+    `RequestAborted`, `EngineDead`, and `WeightUpdateError` where the weights change faster than this can score.
+    """
+    wanted = [request for request in requests if request.start < len(request.token_ids)]
+    versions = engine.loop.sequences.versions
+    for _ in range(ATTEMPTS):
+        version = versions[weight_set]
+        scores = iter(_scores(engine, wanted, weight_set))
+        if versions[weight_set] == version:
+            return [next(scores) if request.start < len(request.token_ids) else [] for request in requests]
+    raise WeightUpdateError(
+        f"the weights changed in each of {ATTEMPTS} attempts to score; score less at once, or update less often."
+    )
+
+
+def _scores(engine: InferenceEngine, requests: Listed[ScoreRequest], weight_set: str) -> list[list[float]]:
+    scorers = [_scorer(engine, request, weight_set) for request in requests]
+    by_id: dict[int, list[float]] = {}
+    with closing(engine.run_sequences(scorers)) as deltas:
+        for sample in (delta.finished for delta in deltas if delta.finished is not None):
+            if sample.ref_logprobs is None:
+                raise RequestAborted("a sequence was aborted before it was scored; nothing is returned for the others.")
+            by_id[sample.request_id] = list(sample.ref_logprobs)
+    return [by_id[scorer.request_id] for scorer in scorers]
+
+
+def _scorer(engine: InferenceEngine, request: ScoreRequest, weight_set: str) -> Sequence:
+    seq_id, request_id = engine.new_ids()
+    params = SamplingParams()
+    stand_in = TrainingSample(  # the scores come back in it
+        prompt_tokens=(),
+        completion_tokens=(),
+        logprobs=(),
+        ref_logprobs=None,
+        weight_version=engine.loop.sequences.versions[weight_set],
+        finish_reason="stop",
+        request_id=request_id,
+    )
+    return Sequence(
+        seq_id=seq_id,
+        request_id=request_id,
+        token_ids=request.token_ids,
+        num_prompt_tokens=len(request.token_ids),
+        params=params,
+        stop_ids=frozenset(),
+        seed=0,
+        prefix=PrefixKeys(Namespace()),
+        num_samples=0,
+        weight_set=weight_set,
+        scored=range(request.start - 1, len(request.token_ids) - 1),
+        score_temperature=request.temperature,
+        judged=stand_in,
+    )

@@ -1,0 +1,125 @@
+"""Sequences cut into fixed micro-batches of rows, in which a beginning that sequences have in common stands once."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSequence:
+    """A sequence, and what the loss gives each logprob of its tokens from `start` on, none before position 1."""
+
+    token_ids: list[int]
+    start: int
+    gradients: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Neighbouring rows [start, end) of one sequence, and where its rows from the first to the last of them stand."""
+
+    start: int
+    end: int
+    path: Tensor  # int64 [L]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows whose gradients are computed together. N rows, U of them with targets, P targets; integers are int64."""
+
+    token_ids: Tensor  # [N]
+    positions: Tensor  # [N]
+    segments: tuple[Segment, ...]  # in the order of the rows
+    scored_rows: Tensor  # [U] rows that have targets
+    owners: Tensor  # [P] place of the target's row in `scored_rows`
+    targets: Tensor  # [P] a token after that row; no row has one twice
+    gradients: Tensor  # float32 [P] of its logprob
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same with its tensors on another device."""
+        if device.type == "cpu":
+            return self
+        moved = {name: value.to(device) for name, value in _tensors(self).items()}
+        segments = tuple(replace(each, path=each.path.to(device)) for each in self.segments)
+        return replace(self, segments=segments, **moved)
+
+
+def micro_batches(sequences: Iterable[ScoredSequence], max_rows: int) -> Iterator[MicroBatch]:
+    """Cut sequences, in their order, into micro-batches of at most `max_rows` rows; a longer sequence stands alone.
+
+    The cut depends on the arguments alone, as the order of additions in a gradient does. Rows that no gradient comes
+    from are left out, and so are whole sequences.
+    """
+    rows = _Rows()
+    for sequence in sequences:
+        wanted = [(row, grad) for row, grad in enumerate(sequence.gradients, sequence.start - 1) if grad != 0]
+        if not wanted:
+            continue
+        last = wanted[-1][0]
+        if rows.num_rows and rows.num_rows + rows.num_new(sequence.token_ids[: last + 1]) > max_rows:
+            yield rows.freeze()
+            rows = _Rows()
+        path = rows.add(sequence.token_ids[: last + 1])
+        for row, grad in wanted:
+            target = (path[row], sequence.token_ids[row + 1])
+            rows.targets[target] = rows.targets.get(target, 0.0) + grad
+    if rows.num_rows:
+        yield rows.freeze()
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Rows as nodes of a tree of tokens."""
+
+    children: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])  # (parent, token) -> row
+    token_ids: list[int] = field(default_factory=list[int])
+    positions: list[int] = field(default_factory=list[int])
+    segments: list[Segment] = field(default_factory=list[Segment])
+    targets: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])  # (row, token) -> grad
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids)
+
+    def num_new(self, token_ids: list[int]) -> int:
+        """How many rows a sequence would add."""
+        parent = -1
+        for position, token_id in enumerate(token_ids):
+            if (parent, token_id) not in self.children:
+                return len(token_ids) - position
+            parent = self.children[parent, token_id]
+        return 0
+
+    def add(self, token_ids: list[int]) -> list[int]:
+        """Add a sequence; returns the row of each of its tokens."""
+        path: list[int] = []
+        first, parent = self.num_rows, -1
+        for position, token_id in enumerate(token_ids):
+            row = self.children.setdefault((parent, token_id), self.num_rows)
+            if row == self.num_rows:
+                self.token_ids.append(token_id)
+                self.positions.append(position)
+            path.append(row)
+            parent = row
+        if self.num_rows > first:
+            self.segments.append(Segment(first, self.num_rows, torch.tensor(path)))
+        return path
+
+    def freeze(self) -> MicroBatch:
+        owners = {row: place for place, row in enumerate(dict.fromkeys(row for row, _ in self.targets))}
+        return MicroBatch(
+            token_ids=torch.tensor(self.token_ids),
+            positions=torch.tensor(self.positions),
+            segments=tuple(self.segments),
+            scored_rows=torch.tensor(list(owners)),
+            owners=torch.tensor([owners[row] for row, _ in self.targets]),
+            targets=torch.tensor([token_id for _, token_id in self.targets]),
+            gradients=torch.tensor(list(self.targets.values()), dtype=torch.float32),
+        )
+
+
+def _tensors(batch: MicroBatch) -> dict[str, Tensor]:
+    values = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}

@@ -1,0 +1,268 @@
+"""`PolicyModel`: the trainer's copy of the policy, whose logprobs are the engine's to the bit."""
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from nano_inference.config import EngineConfig
+from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.weight_sync import WeightUpdate
+from nano_inference.errors import ConfigError
+from nano_inference.models.decoder import Decoder
+from nano_inference.models.loading import load_params
+from nano_inference.models.weights import allocate, param_table, read, slots, write
+from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
+from nano_inference.rl.score import ScoreBatch, TokenIds, check_batch, score_batch
+from nano_inference.rl.torch_decoder import TorchDecoder
+from nano_inference.scheduling.sequence import POLICY
+
+WEIGHT_SET = "trainer"
+
+
+class PolicyModel(nn.Module):
+    """Ordinary parameters under the checkpoint's names, and their logprobs by the engine's own operations.
+
+    Forward: the parameters, cast to the engine's dtype, score the sequences in the engine, as a weight set of their own
+    (`"trainer"`). So logprobs equal to the bit what the engine reports under the same weights, and are computed from
+    the parameters as they are. Backward: a forward in plain torch at the same cast weights is differentiated, sequence
+    by sequence in a fixed order; the cast passes gradients as they are. Gradients have the same bits whatever the
+    number of threads and the engine's options are.
+
+    Parameters are seen to change by their version counters; what is written through `.data` is not seen.
+
+    Args:
+        engine: an engine, or the configuration to build one from (`model.engine`).
+        dtype: of the parameters. In float32 they start with the checkpoint's digits, as far as the engine still serves
+            the checkpoint.
+        micro_batch_tokens: rows whose gradients are computed together. It bounds the memory of a backward pass, and it
+            decides the order of additions: another number gives other last bits.
+        num_workers: micro-batches in computation at once, each on one thread; no bit depends on it. None: as many as
+            torch has threads now.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine | EngineConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        micro_batch_tokens: int = 512,
+        num_workers: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not dtype.is_floating_point:
+            raise ConfigError(f"dtype={dtype} must be a floating point dtype, such as torch.float32.")
+        for name, count in (("micro_batch_tokens", micro_batch_tokens), ("num_workers", num_workers)):
+            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ConfigError(f"{name}={count!r} must be a positive integer.")
+        self.engine = engine if isinstance(engine, InferenceEngine) else InferenceEngine(engine)
+        self.micro_batch_tokens = micro_batch_tokens
+        self.num_workers = num_workers
+        self._table = param_table(self.engine.spec)
+        self._slots = slots(self._table)
+        for name, tensor in _initial_weights(self.engine, dtype).items():
+            _place(self, name, nn.Parameter(tensor))
+        self._trainer = _TrainerWeights(self.engine)
+        policy = self.engine.model
+        products = policy.dtype if policy.dtype == torch.bfloat16 else torch.float32
+        self._decoder = TorchDecoder(policy.spec, policy.ropes, policy.embed_scale, products)
+
+    def forward(
+        self, sequences: Iterable[TokenIds], *, from_position: int | Iterable[int] = 0, temperature: float = 1.0
+    ) -> list[Tensor]:
+        """See `logprobs`."""
+        return self.logprobs(sequences, from_position=from_position, temperature=temperature)
+
+    def logprobs(
+        self, sequences: Iterable[TokenIds], *, from_position: int | Iterable[int] = 0, temperature: float = 1.0
+    ) -> list[Tensor]:
+        """Log-probability of each token given those before it, under the parameters; differentiable.
+
+        Arguments, results and errors are those of `score`. Parameters must not change before `backward`, which raises
+        torch's error if they did. Entries of gradient 0 cost nothing in it, nor do sequences of nothing else.
+        """
+        batch = check_batch(self.engine, sequences, from_position, temperature)
+        params = dict(self.named_parameters())
+        if torch.is_grad_enabled() and any(param.requires_grad for param in params.values()):
+            flat: Tensor = _Logprobs.apply(self, batch, *params.values())  # pyright: ignore
+            lengths = [len(ids) - start for ids, start in zip(batch.token_ids, batch.positions, strict=True)]
+            ends = list(itertools.accumulate(lengths))
+            return [flat[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+        return self._score(batch)
+
+    def publish(self, *, blocking: bool = True, **options: Any) -> WeightUpdate:
+        """Let the engine serve the parameters as a new version; options are those of `engine.update_weights`."""
+        with torch.no_grad():
+            return self.engine.update_weights(dict(self.named_parameters()), blocking=blocking, **options)
+
+    def _score(self, batch: ScoreBatch) -> list[Tensor]:
+        with self._trainer.lock:
+            self._trainer.follow(dict(self.named_parameters()))
+            return score_batch(self.engine, batch, self._trainer.name)
+
+    @torch.no_grad()
+    def _gradients(self, batch: ScoreBatch, values: Mapping[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
+        """Gradients of the parameters in `values` that want one, float32; `grad` is that of all logprobs in a row."""
+        device = self.engine.model.device
+        params = self._cast(values)
+        wanted = {slot.param for name, slot in self._slots.items() if values[name].requires_grad}
+        head = params[self._decoder.head].float()
+
+        def compute(part: MicroBatch) -> dict[str, Tensor]:
+            return self._decoder.gradients(params, head, part.to(device), batch.temperature, wanted)
+
+        workers = (self.num_workers or torch.get_num_threads()) if device.type == "cpu" else 1
+        parts = micro_batches(_scored(batch, grad), self.micro_batch_tokens)
+        totals: dict[str, Tensor] = {}
+        with _single_threaded(workers) as pool:
+            running: deque[Future[dict[str, Tensor]]] = deque()
+            for part in itertools.chain(parts, itertools.repeat(None, workers)):  # the last ones only wait
+                if len(running) == workers or (part is None and running):
+                    _add(totals, running.popleft().result())
+                if part is not None:
+                    running.append(pool.submit(compute, part))
+        return {name: self._part(totals, name) for name in self._slots if self._slots[name].param in wanted}
+
+    def _part(self, totals: Mapping[str, Tensor], name: str) -> Tensor:
+        slot = self._slots[name]
+        if slot.param not in totals:  # no logprob had a gradient
+            return torch.zeros(slot.shape, device=self.engine.model.device)
+        return totals[slot.param].narrow(0, slot.start, slot.shape[0])
+
+    def _cast(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The decoder's parameters as plain tensors, with the values that the engine computes with."""
+        own, products = self.engine.model.dtype, self._decoder.dtype
+        params: dict[str, Tensor] = {}
+        for param in self._table:
+            parts = [values[source].detach() for source, _ in param.sources]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            params[param.name] = whole.float() if param.keep_float32 else whole.to(own).to(products)
+        return params
+
+
+class _Logprobs(torch.autograd.Function):
+    """All logprobs of a batch in a row, as a function of the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, model: PolicyModel, batch: ScoreBatch, *params: Tensor) -> Tensor:
+        ctx.model, ctx.batch = model, batch
+        ctx.save_for_backward(*params)
+        return torch.cat([torch.empty(0), *model._score(batch)])  # pyright: ignore[reportPrivateUsage]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        names = [name for name, _ in ctx.model.named_parameters()]
+        values = dict(zip(names, ctx.saved_tensors, strict=True))
+        found = ctx.model._gradients(ctx.batch, values, grads[0])
+        return (
+            None,
+            None,
+            *(found[name].to(values[name].dtype) if values[name].requires_grad else None for name in names),
+        )
+
+
+class _TrainerWeights:
+    """A weight set of the engine that follows the parameters of a model."""
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self.engine = engine
+        self.lock = threading.Lock()  # held while the set is written and scored under
+        self._slots = slots(param_table(engine.spec))
+        self._packed: dict[str, tuple[int, int]] | None = None  # by name: where it lay, and its version
+        policy = engine.model
+        params = allocate(param_table(policy.spec), policy.dtype, policy.device, policy.ops.allocate)
+        self._decoder = Decoder(policy.spec, params, policy.ops, engine.max_model_len)
+        self.name = WEIGHT_SET
+        engine.between_steps(POLICY, self._register)
+
+    def follow(self, params: Mapping[str, Tensor]) -> None:
+        """Write the parameters into the set if any has changed."""
+        now = {name: (param.data_ptr(), param._version) for name, param in params.items()}
+        if now != self._packed:
+            self._packed = None
+            self.engine.between_steps(self.name, lambda: self._write(params))
+            self._packed = now
+
+    def _register(self) -> None:
+        runner, versions = self.engine.runner, self.engine.loop.sequences.versions
+        taken = itertools.chain([WEIGHT_SET], (f"{WEIGHT_SET}-{number}" for number in itertools.count(2)))
+        self.name = next(name for name in taken if name not in runner.models)
+        runner.models[self.name] = self._decoder
+        runner.storages[self.name] = runner.storages[POLICY]
+        versions[self.name] = 0
+
+    def _write(self, params: Mapping[str, Tensor]) -> int:
+        with torch.no_grad():
+            for name, param in params.items():
+                write(self._decoder.params, self._slots[name], param)
+        return self.engine.loop.sequences.versions[self.name] + 1
+
+
+def _initial_weights(engine: InferenceEngine, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The engine's weights by the checkpoint's names; with the checkpoint's digits where those are what it rounded."""
+    spec, own = engine.spec, engine.model
+    found: dict[str, Tensor] = {}
+    checkpoint = load_params(engine.model_folder, spec, torch.float32, torch.device("cpu"))
+
+    def take() -> None:
+        for name, slot in slots(param_table(spec)).items():
+            serving = read(own.params, slot)
+            exact = read(checkpoint, slot).to(own.device)
+            same = torch.equal(exact.to(serving.dtype), serving)
+            found[name] = (exact if same else serving).to(dtype, copy=True)
+
+    engine.between_steps(POLICY, take)
+    return found
+
+
+def _place(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Register a parameter under a dotted name, with modules that do nothing on the way there."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in dict(module.named_children()):
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(last, param)
+
+
+def _scored(batch: ScoreBatch, grad: Tensor) -> Iterator[ScoredSequence]:
+    """Each sequence with its part of the gradient. The entry of a first token is constant."""
+    values, at = grad.float().tolist(), 0
+    for token_ids, position in zip(batch.token_ids, batch.positions, strict=True):
+        start, end = max(position, 1), at + len(token_ids) - position
+        yield ScoredSequence(token_ids, start, values[at + start - position : end])
+        at = end
+
+
+def _add(totals: dict[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+    for name, grad in grads.items():
+        if name in totals:
+            totals[name] += grad
+        else:
+            totals[name] = grad.float()
+
+
+@contextmanager
+def _single_threaded(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads whose torch operations run on one thread each: a product split between threads has other bits."""
+    before = torch.get_num_threads()  # also makes this thread's own number final
+    pinned = threading.Barrier(workers + 1)
+
+    def pin() -> None:
+        torch.set_num_threads(1)
+        pinned.wait()
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="nano-inference-gradients") as pool:
+        for _ in range(workers):
+            pool.submit(pin)
+        pinned.wait()
+        torch.set_num_threads(before)  # of threads that are still to come too
+        yield pool

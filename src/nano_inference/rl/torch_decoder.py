@@ -1,0 +1,177 @@
+"""The decoder in plain, differentiable torch: what `models/decoder.py` computes, without a KV cache, for gradients."""
+
+import math
+from collections.abc import Mapping, Set
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nano_inference.models.spec import ModelSpec
+from nano_inference.rl.micro_batch import MicroBatch, Segment
+
+HEAD_ROWS = 256  # rows whose logits are in memory at once
+
+RopeTables = Mapping[bool, tuple[Tensor, Tensor]]  # layers with a window, or without -> cosine and sine by position
+
+
+class TorchDecoder:
+    """Forward and backward of one micro-batch, by the decoder's own parameters (fused, under its own names).
+
+    Products are made in the parameters' dtype, with sums in float32, and everything between them in float32.
+    """
+
+    def __init__(self, spec: ModelSpec, ropes: RopeTables, embed_scale: float, dtype: torch.dtype) -> None:
+        self.spec = spec
+        self.ropes = ropes
+        self.embed_scale = embed_scale
+        self.dtype = dtype
+        self.head = "embed" if spec.tie_word_embeddings else "head"
+
+    def gradients(
+        self, params: Mapping[str, Tensor], head: Tensor, batch: MicroBatch, temperature: float, wanted: Set[str]
+    ) -> dict[str, Tensor]:
+        """Gradients of parameters, given those of the logprobs of a micro-batch.
+
+        Args:
+            params: by the decoder's names; matrices in `dtype`.
+            head: the weight that logits are made with, float32 [V, H].
+            batch: rows, targets and the gradients of the targets' logprobs.
+            temperature: of the logprobs, above 0.
+            wanted: names of the parameters whose gradients are wanted.
+
+        Returns:
+            By name, in float32 or in the parameter's dtype.
+        """
+        embedded = functional.embedding(batch.token_ids, params["embed"]).float() * self.embed_scale
+        embedded.requires_grad_("embed" in wanted)
+        inner = sorted(wanted - {"embed", "head"})
+        leaves = {name: params[name].detach().requires_grad_(True) for name in inner}
+        with torch.enable_grad():
+            hidden = self.hidden({**params, **leaves}, embedded, batch)
+        with torch.no_grad():
+            d_hidden, d_head = self._head_gradients(hidden.detach(), params[self.head], head, batch, temperature)
+            found: dict[str, Tensor] = {}
+            if hidden.requires_grad:
+                inputs = [embedded, *leaves.values()] if "embed" in wanted else [*leaves.values()]
+                grads = list(torch.autograd.grad(hidden, inputs, d_hidden))
+                if "embed" in wanted:
+                    found["embed"] = d_head if self.head == "embed" else torch.zeros_like(params["embed"].float())
+                    found["embed"].index_add_(0, batch.token_ids, grads.pop(0) * self.embed_scale)
+                found |= dict(zip(inner, grads, strict=True))
+        if "head" in wanted:
+            found["head"] = d_head
+        return found
+
+    def hidden(self, params: Mapping[str, Tensor], embedded: Tensor, batch: MicroBatch) -> Tensor:
+        """Rows after the last norm, in `dtype`: embedded float32 [N, H] -> [N, H]."""
+        spec = self.spec
+        masks = {window: [self._mask(each, window) for each in batch.segments] for window in set(spec.windows)}
+        residual = embedded
+        for layer, window in enumerate(spec.windows):
+            name = f"layers.{layer}."
+            normed = self._norm(residual, params.get(name + "attn_norm"))
+            x = self._attention(normed, params, name, batch, masks[window], self.ropes[window > 0])
+            residual = residual + self._after(x, params.get(name + "attn_out_norm"))
+            normed = self._norm(residual, params.get(name + "mlp_norm"))
+            gated = self._gate(functional.linear(normed, params[name + "gate_up"]))
+            x = functional.linear(gated, params[name + "down"])
+            residual = residual + self._after(x, params.get(name + "mlp_out_norm"))
+        return self._norm(residual, params["norm"])
+
+    def _attention(
+        self,
+        normed: Tensor,
+        params: Mapping[str, Tensor],
+        name: str,
+        batch: MicroBatch,
+        masks: list[Tensor],
+        rope: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        spec, num_rows = self.spec, len(normed)
+        width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        qkv = functional.linear(normed, params[name + "qkv"], params.get(name + "qkv_bias"))
+        q, k, v = qkv.split([width, kv_width, kv_width], dim=-1)
+        if spec.qk_norm:
+            q, k = self._norm_heads(q, params[name + "q_norm"]), self._norm_heads(k, params[name + "k_norm"])
+        cos, sin = (table[batch.positions][:, None, :] for table in rope)
+        q, k, v = (x.view(num_rows, -1, spec.head_dim) for x in (q, k, v))
+        q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+        parts = [self._attend(q, k, v, each, mask) for each, mask in zip(batch.segments, masks, strict=True)]
+        return functional.linear(torch.cat(parts), params[name + "o"], params.get(name + "o_bias"))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, mask: Tensor) -> Tensor:
+        """Attention of a segment's rows over their path: [n, heads * D]. Heads that share keys are rows of one matrix."""
+        n, kv_heads, head_dim = segment.end - segment.start, k.shape[1], k.shape[2]
+        q = q[segment.start : segment.end].view(n, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        if len(segment.path) == n:  # neighbours
+            k, v = k[segment.start : segment.end], v[segment.start : segment.end]
+        else:
+            k, v = k.index_select(0, segment.path), v.index_select(0, segment.path)
+        out = functional.scaled_dot_product_attention(
+            q.reshape(1, kv_heads, -1, head_dim),
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            attn_mask=mask,
+            scale=self.spec.attention_scale,
+        )
+        return out.view(kv_heads, -1, n, head_dim).permute(2, 0, 1, 3).reshape(n, -1)
+
+    def _mask(self, segment: Segment, window: int) -> Tensor:
+        """What a segment's rows may not see is -inf: [heads that share keys * n, L]."""
+        keys = torch.arange(len(segment.path), device=segment.path.device)
+        rows = keys[len(keys) - (segment.end - segment.start) :, None]
+        outside = keys > rows
+        if window:
+            outside |= keys <= rows - window
+        mask = torch.zeros(outside.shape, dtype=self.dtype, device=keys.device).masked_fill(outside, -torch.inf)
+        return mask.repeat(self.spec.num_heads // self.spec.num_kv_heads, 1)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(self.dtype)
+
+    def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[N, heads * D], over each head, or over all where the weight is that wide."""
+        return self._norm(x.float().view(len(x), -1, len(weight)), weight).view(x.shape)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return (x if weight is None else self._normed(x, weight)).to(self.dtype)
+
+    def _after(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """What a block adds to the residual stream, float32."""
+        x = x.float() if weight is None else self._normed(x.float(), weight)
+        return x if self.spec.residual_scale == 1 else x * self.spec.residual_scale
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + self.spec.rms_norm_eps)
+        return x * scale * (self.spec.norm_offset + weight.float())
+
+    def _gate(self, gate_up: Tensor) -> Tensor:
+        first, second = gate_up.float().chunk(2, dim=-1)
+        if self.spec.activation == "silu":
+            return (functional.silu(first) * second).to(self.dtype)
+        return (functional.gelu(first, approximate="tanh") * second).to(self.dtype)
+
+    def _head_gradients(
+        self, hidden: Tensor, weight: Tensor, weight32: Tensor, batch: MicroBatch, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of hidden rows [N, H] in `dtype` and of the head, float32 [V, H].
+
+        Of softmax(z / temperature), z = hidden @ weight.T / divisor: by z it is (one-hot - probabilities) / temperature.
+        The logits are float32 whatever the dtype: rounded ones would be other probabilities.
+        """
+        d_hidden, d_head = torch.zeros_like(hidden), torch.zeros_like(weight32)
+        divisor = self.spec.logits_divisor * temperature
+        sums = torch.zeros(len(batch.scored_rows), device=hidden.device).index_add_(0, batch.owners, batch.gradients)
+        for first in range(0, len(batch.scored_rows), HEAD_ROWS):
+            rows = batch.scored_rows[first : first + HEAD_ROWS]
+            own = hidden[rows]
+            d_logits = torch.softmax(functional.linear(own.float(), weight32).div_(divisor), dim=-1)
+            d_logits.mul_(-sums[first : first + HEAD_ROWS, None])
+            here = (batch.owners >= first) & (batch.owners < first + HEAD_ROWS)
+            d_logits[batch.owners[here] - first, batch.targets[here]] += batch.gradients[here]
+            d_logits = d_logits.div_(divisor).to(self.dtype)
+            d_hidden[rows] = d_logits @ weight
+            d_head += d_logits.T @ own
+        return d_hidden, d_head
