@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.batch import ForwardBatch
+from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops import flex, reference_attention
 
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
@@ -47,28 +47,8 @@ class View:
 
 def batch(sequences: int, context: int, rows: int) -> ForwardBatch:
     blocks = -(-context // BLOCK_SIZE)
-    tables = torch.randperm(NUM_BLOCKS)[: sequences * blocks].view(sequences, blocks)
-    positions = torch.arange(context - rows, context).repeat(sequences)
-    chunks = torch.arange(sequences).repeat_interleave(rows)
-    none = torch.empty(0, dtype=torch.int64)
-    return ForwardBatch(
-        weight_set="policy",
-        input_ids=torch.zeros_like(positions),
-        positions=positions,
-        slot_mapping=tables[chunks, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
-        row_chunks=chunks,
-        block_tables=tables,
-        cu_seqlens_q=torch.arange(sequences + 1) * rows,
-        seq_lens=torch.full((sequences,), context),
-        logits_indices=none,
-        score_rows=none,
-        score_targets=none,
-        score_temperatures=none,
-        scored=(),
-        relay_rows=none,
-        relay_sources=none,
-        num_prompt_tokens=0,
-    )
+    tables = torch.randperm(NUM_BLOCKS)[: sequences * blocks].view(sequences, blocks).tolist()
+    return batch_of_rows([Rows([0] * rows, context - rows, table) for table in tables], BLOCK_SIZE)
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> float:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.batch import ALL, BatchBuilder, Chunks, ForwardBatch
+from nano_inference.batch import ALL, BatchBuilder, Chunks, ForwardBatch, Rows, batch_of_rows
 from nano_inference.config import SchedulerConfig
 from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
@@ -140,7 +140,7 @@ def test_batches_say_what_the_sequences_say(seed: int, lookahead: int) -> None:
             loop.inbox.append(Abort(frozenset([request])))
         if r.random() < 0.1:
             loop.inbox.append(
-                ChangeWeights(POLICY, lambda: 1 + loop.sequences.versions[POLICY], recompute=r.random() < 0.5)
+                ChangeWeights(POLICY, lambda: 1 + loop.sequences.versions[POLICY], r.choice(["recompute", "keep"]))
             )
         for _ in range(r.choice([0, 1, 5])):
             loop.step()
@@ -157,3 +157,19 @@ def test_a_slot_that_is_filled_again_is_read_again() -> None:
         table.put(0, SamplingParams(temperature=temperature), 1, 0, [])
         batches.append(table.batch(place, place, place, {}))
     assert [batch.temperature.tolist() for batch in batches] == [[0.5], [0.25]]
+
+
+def test_rows_without_a_scheduler() -> None:
+    """The same sequences by `batch_of_rows`: positions, slots and tables are each row's own."""
+    chunks = [Rows([5, 6, 7], 3, [4, 1, 9]), Rows([8], 0, [2])]
+    batch = batch_of_rows(chunks, BLOCK_SIZE, draws=[2, 3], scores=[(0, 6)])
+    assert batch.input_ids.tolist() == [5, 6, 7, 8]
+    assert batch.positions.tolist() == [3, 4, 5, 0]
+    assert batch.slot_mapping.tolist() == [1 * 2 + 1, 9 * 2, 9 * 2 + 1, 2 * 2]
+    assert batch.row_chunks.tolist() == [0, 0, 0, 1]
+    assert batch.block_tables.tolist() == [[4, 1, 9], [2, 0, 0]]
+    assert batch.cu_seqlens_q.tolist() == [0, 3, 4]
+    assert batch.seq_lens.tolist() == [6, 1]
+    assert batch.logits_indices.tolist() == [2, 3]
+    assert (batch.score_rows.tolist(), batch.score_targets.tolist()) == ([0], [6])
+    assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in tensors(batch))

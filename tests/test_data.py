@@ -6,6 +6,7 @@ import math
 import sys
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,11 +17,47 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_inference import ConfigError, NanoInferenceError, TrainingSample, VersionSpan, data
+from nano_inference import ConfigError, NanoInferenceError, SamplingParams, TrainingSample, VersionSpan, data
 from nano_inference.data import DataError, files, kinds
 
 SIGNED = st.integers(-(2**63), 2**63 - 1)
 ATOMS = {int: SIGNED, float: st.floats() | st.floats(width=32), str: st.text(), bool: st.booleans()}
+SEEDS = st.integers(0, 2**64 - 1)
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    """Any that a request may have: they check themselves."""
+    ids = st.integers(0, 2**40)
+    stop = draw(st.frozensets(ids, max_size=3))
+    max_tokens = draw(st.integers(1, 2**40))
+    more = st.frozensets(ids, min_size=1, max_size=3).filter(lambda some: not some <= stop)
+    temperature, top_p = draw(st.floats(0, 1e9)), draw(st.floats(0, 1, exclude_min=True))
+    top_k, min_p = draw(st.integers(0, 2**40)), draw(st.floats(0, 1))
+    filters = temperature > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        stop_token_ids=stop,
+        stop=tuple(draw(st.lists(st.text(min_size=1), max_size=2))),
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        presence_penalty=draw(st.floats(-2, 2)),
+        frequency_penalty=draw(st.floats(-2, 2)),
+        repetition_penalty=draw(st.floats(0, 1e9, exclude_min=True)),
+        logit_bias=draw(st.dictionaries(ids, st.floats(-100, 100), max_size=3)),
+        allowed_token_ids=draw(st.none() | more.map(lambda some: some | stop)),
+        min_tokens=draw(st.integers(0, max_tokens)),
+        ignore_eos=draw(st.booleans()),
+        seed=draw(st.none() | SEEDS),
+        top_logprobs=draw(st.integers(0, 2**40)),
+        prompt_logprobs=draw(st.booleans()),
+        raw_logprobs=draw(st.booleans()),
+        sampling_mask=filters and draw(st.booleans()),
+        cache_salt=draw(st.none() | st.text()),
+        priority=draw(st.integers(-(2**31), 2**31 - 1)),
+    )
 
 
 def values(annotation: Any) -> st.SearchStrategy[Any]:
@@ -28,6 +65,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     arguments = typing.get_args(annotation)
     if annotation in ATOMS:
         return ATOMS[annotation]
+    if annotation is SamplingParams:
+        return sampling_params()
     if annotation is types.NoneType:
         return st.none()
     if typing.get_origin(annotation) is Literal:
@@ -43,7 +82,7 @@ HINTS = typing.get_type_hints(TrainingSample)
 SAMPLES = st.lists(
     st.builds(
         TrainingSample,
-        **({name: values(hint) for name, hint in HINTS.items()} | {"seed": st.integers(0, 2**64 - 1)}),
+        **({name: values(hint) for name, hint in HINTS.items()} | {"seed": SEEDS}),
     ),
     max_size=4,
 )
@@ -63,6 +102,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
+def digits(samples: list[TrainingSample]) -> str:
+    """Digits of repr are exact, tell -0.0 from 0.0 and 1 from 1.0, and show nan, which equals nothing."""
+    return "\n".join(
+        f"{name}={sorted(value) if isinstance(value, frozenset) else value!r}"
+        for sample in samples
+        for record in (dataclasses.replace(sample, sampling_params=None), sample.sampling_params)
+        for name, value in (vars(record) if isinstance(record, SamplingParams) else {"record": record}).items()
+    )
+
+
 @settings(max_examples=60, deadline=None)
 @given(samples=SAMPLES)
 def test_round_trips(folder: Path, samples: list[TrainingSample]) -> None:
@@ -75,16 +124,19 @@ def test_round_trips(folder: Path, samples: list[TrainingSample]) -> None:
         "jsonl": data.read_jsonl(folder / "a.jsonl"),
         "parquet": data.read_parquet(str(folder / "a.parquet")),
     }
-    # The digits of repr are exact, tell -0.0 from 0.0 and 1 from 1.0, and show nan, which equals nothing.
-    assert {way: repr(found) for way, found in again.items()} == dict.fromkeys(again, repr(samples))
+    assert {way: digits(found) for way, found in again.items()} == dict.fromkeys(again, digits(samples))
 
 
 @settings(max_examples=60, deadline=None)
 @given(samples=SAMPLES)
 def test_arrow_guesses_the_types_of_columns(samples: list[TrainingSample]) -> None:
-    samples = [dataclasses.replace(sample, seed=sample.seed // 2) for sample in samples]
+    samples = [dataclasses.replace(s, seed=s.seed // 2, sampling_params=small(s.sampling_params)) for s in samples]
     table = pa.table(data.to_columns(samples))
-    assert repr(data.from_columns(table.to_pydict())) == repr(samples)
+    assert digits(data.from_columns(table.to_pydict())) == digits(samples)
+
+
+def small(params: SamplingParams | None) -> SamplingParams | None:
+    return dataclasses.replace(params, seed=params.seed // 2) if params and params.seed is not None else params
 
 
 @settings(max_examples=40, deadline=None)
@@ -119,6 +171,21 @@ def test_the_schema_does_not_depend_on_the_samples(tmp_path: Path) -> None:
     assert schemas[0].field("ref_logprobs").type.value_type == pa.float64()
 
 
+def test_large_seeds_and_whole_numbers_in_sampling_params(tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, top_p=1, logit_bias={7: 1, 3: -0.5}, stop_token_ids=frozenset([9, 4]))
+    several = [
+        dataclasses.replace(SAMPLE, sampling_params=each)
+        for each in (None, params, dataclasses.replace(params, temperature=0.5, seed=2**64 - 1))
+    ]
+    data.write_parquet(several, tmp_path / "a.parquet")
+    data.write_jsonl(several, tmp_path / "a.jsonl")
+    assert data.read_parquet(tmp_path / "a.parquet") == data.read_jsonl(tmp_path / "a.jsonl") == several
+    row = data.to_columns(several)["sampling_params"][1]
+    assert row["logit_bias"] == [{"key": 7, "value": 1.0}, {"key": 3, "value": -0.5}]
+    assert row["stop_token_ids"] == [4, 9]
+    assert pa.array(data.to_columns(several[:2] * 2)["sampling_params"] + [row | {"temperature": 0.5}]).null_count == 2
+
+
 class Point(NamedTuple):
     x: int
     label: str | None
@@ -131,6 +198,9 @@ class Point(NamedTuple):
         (bool, True, True),
         (int | str | None, 3, {"int": 3, "str": None}),
         (int | str | None, None, None),
+        (frozenset[int], frozenset([2**40, 3, 5]), [3, 5, 2**40]),
+        (frozenset[str] | None, None, None),
+        (Mapping[int, float], {5: 0.5, 2: -1.0}, [{"key": 5, "value": 0.5}, {"key": 2, "value": -1.0}]),
     ],
 )
 def test_kinds_of_fields_to_come(annotation: Any, value: Any, plain: Any) -> None:
@@ -146,6 +216,7 @@ def test_a_field_without_a_column_is_noticed_at_import(annotation: Any) -> None:
         kinds.kind_of(annotation)
 
 
+PARAMS = data.to_columns([dataclasses.replace(SAMPLE, sampling_params=SamplingParams())])["sampling_params"][0]
 BAD_VALUES: list[tuple[str, Any]] = [
     ("prompt_tokens", [1, 2.0]),
     ("prompt_tokens", [True]),
@@ -165,6 +236,16 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("weight_versions", [[1, 0, 2]]),
     ("sampling_mask", {"offsets": [0], "token_ids": [1], "more": 1}),
     ("numerics", 7),
+    ("loss_mask", [1]),
+    ("kv_versions", [{"token_start": 0, "token_end": 1}]),
+    ("kv_versions", [{"token_start": 0, "token_end": 1, "versions": [{"version": 1}]}]),
+    ("sampling_params", {"temperature": 1.0}),
+    ("sampling_params", PARAMS | {"temperature": None}),
+    ("sampling_params", PARAMS | {"stop_token_ids": 5}),
+    ("sampling_params", PARAMS | {"stop_token_ids": [5, 5]}),
+    ("sampling_params", PARAMS | {"logit_bias": {"5": 1.0}}),
+    ("sampling_params", PARAMS | {"logit_bias": [{"key": "5", "value": 1.0}]}),
+    ("sampling_params", PARAMS | {"logit_bias": [{"key": 5, "value": 1.0}, {"key": 5, "value": 2.0}]}),
 ]
 
 
@@ -178,6 +259,22 @@ def test_a_value_of_another_type_is_named_by_its_place(tmp_path: Path, column: s
         data.read_jsonl(path)
     with pytest.raises(DataError, match=rf"^row 1, column '{column}': "):
         data.from_columns({name: [items[0], value if name == column else items[0]] for name, items in good.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"top_p": 0.0}, "top_p=0.0 must be a finite number"),
+        ({"max_tokens": 0}, "max_tokens=0 must be an integer"),
+        ({"logit_bias": [{"key": 3, "value": None}]}, r"logit_bias\[3\]=nan"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids entry=-1"),
+        ({"min_tokens": 999}, "min_tokens=999 is larger"),
+    ],
+)
+def test_a_record_that_checks_itself_says_what_is_wrong(changes: dict[str, Any], problem: str) -> None:
+    columns = data.to_columns([SAMPLE]) | {"sampling_params": [PARAMS | changes]}
+    with pytest.raises(DataError, match=f"^row 0, column 'sampling_params': {problem}"):
+        data.from_columns(columns)
 
 
 def test_a_bad_parquet_value_is_named_by_its_place(tmp_path: Path) -> None:
@@ -269,6 +366,7 @@ def aligned(draw: st.DrawFn) -> TrainingSample:
         finish_reason="length",
         weight_versions=draw(st.sampled_from([(), tuple(span for span in versions if span.start < span.end)])),
         raw_logprobs=draw(st.none() | numbers),
+        loss_mask=draw(st.just(()) | st.lists(st.booleans(), min_size=length, max_size=length).map(tuple)),
     )
 
 
@@ -310,6 +408,7 @@ def test_padded_rows(samples: list[TrainingSample], prompt_side: Any, max_length
             "input_ids": cells(pad, [*sample.prompt_tokens], [*sample.completion_tokens[:length]]),
             "attention_mask": cells(False, [True] * prompt, [True] * length),
             "completion_mask": cells(False, [False] * prompt, [True] * length),
+            "loss_mask": cells(False, [False] * prompt, [*(sample.loss_mask or [True] * length)[:length]]),
             "position_ids": cells(0, [*range(prompt)], [*range(prompt, prompt + length)]),
             "weight_versions": cells(-1, [-1] * prompt, versions[:length]),
             **{name: cells(0.0, [0.0] * prompt, [*getattr(sample, name)[:length]]) for name in there},
@@ -330,7 +429,7 @@ def test_types_and_shapes() -> None:
             "completion_lengths": torch.int64,
         }
         assert {batch[name].dtype for name in ("input_ids", "position_ids", "weight_versions")} == {torch.int64}
-        assert {batch[name].dtype for name in ("attention_mask", "completion_mask")} == {torch.bool}
+        assert {batch[name].dtype for name in ("attention_mask", "completion_mask", "loss_mask")} == {torch.bool}
         assert batch["logprobs"].dtype == torch.float32
 
 
@@ -346,5 +445,7 @@ def test_numbers_must_be_one_a_token() -> None:
     samples = [dataclasses.replace(SAMPLE, ref_logprobs=numbers) for numbers in ((-1.0, -1.0), (-1.0,))]
     with pytest.raises(DataError, match="sample 1 has 1 ref_logprobs for 2 completion tokens"):
         data.pad_samples(samples, 0)
+    with pytest.raises(DataError, match="sample 0 has 1 loss_mask for 2 completion tokens"):
+        data.pad_samples([dataclasses.replace(SAMPLE, loss_mask=(True,))], 0)
     with pytest.raises(DataError, match="prompt_side='top'"):
         data.pad_samples([SAMPLE], 0, prompt_side="top")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nano_inference.sampling.sampling_batch import SamplingBatch, SamplingTable
 from nano_inference.scheduling.decision import SchedulerOutput
-from nano_inference.scheduling.sequence import Sequence, Sequences
+from nano_inference.scheduling.sequence import POLICY, Sequence, Sequences
 
 ALL = np.ones(0, dtype=bool)  # all chunks are of one weight set
 NOTHING = torch.empty(0, dtype=torch.int64)
@@ -47,6 +47,59 @@ class ForwardBatch:
     relay_rows: Tensor  # [R] rows whose token the step before is sampling
     relay_sources: Tensor  # [R] where in that step's samples it stands
     num_prompt_tokens: int  # rows that belong to prompts, for the books
+
+
+class Rows(NamedTuple):
+    """Rows [start, start + len(token_ids)) of one sequence, and the blocks of its context up to there."""
+
+    token_ids: Listed[int]
+    start: int
+    block_ids: Listed[int]
+
+
+def batch_of_rows(
+    chunks: Listed[Rows],
+    block_size: int,
+    *,
+    draws: Listed[int] = (),
+    scores: Listed[tuple[int, int]] = (),
+    weight_set: str = POLICY,
+) -> ForwardBatch:
+    """Rows of sequences that no scheduler knows, as a batch on the CPU: one chunk each.
+
+    Args:
+        chunks: at least one.
+        block_size: of the KV storage.
+        draws: rows of the batch whose logits are needed; rising.
+        scores: rows of the batch and, for each, the token whose logprob after it is wanted.
+        weight_set: who computes them.
+    """
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+    lengths = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int64)
+    cu_seqlens = np.concatenate([np.zeros(1, dtype=np.int64), lengths.cumsum()])
+    tables = np.zeros((len(chunks), max(len(chunk.block_ids) for chunk in chunks)), dtype=np.int64)
+    for table, chunk in zip(tables, chunks, strict=True):
+        table[: len(chunk.block_ids)] = chunk.block_ids
+    row_chunks = np.repeat(np.arange(len(chunks)), lengths)
+    positions = np.arange(len(row_chunks)) - (cu_seqlens[:-1] - starts)[row_chunks]
+    blocks = tables[row_chunks, positions // block_size]
+    return ForwardBatch(
+        weight_set=weight_set,
+        input_ids=_tensor([token_id for chunk in chunks for token_id in chunk.token_ids]),
+        positions=torch.from_numpy(positions),
+        slot_mapping=torch.from_numpy(blocks * block_size + positions % block_size),
+        row_chunks=torch.from_numpy(row_chunks),
+        block_tables=torch.from_numpy(tables),
+        cu_seqlens_q=torch.from_numpy(cu_seqlens),
+        seq_lens=torch.from_numpy(starts + lengths),
+        logits_indices=_tensor(draws),
+        score_rows=_tensor([row for row, _ in scores]),
+        score_targets=_tensor([target for _, target in scores]),
+        scored=(),
+        relay_rows=NOTHING,
+        relay_sources=NOTHING,
+        num_prompt_tokens=0,
+    )
 
 
 class BatchBuilder:

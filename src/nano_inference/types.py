@@ -10,6 +10,14 @@ from nano_inference.options import strict_options
 
 FinishReason = Literal["stop", "length", "abort"]
 
+# What becomes of running requests when weights change. recompute: their context is computed again under the new ones;
+# keep: they go on with the keys and values that they have; abort: they end with what they have; wait: the update waits
+# for them; finish_old: they finish on the old weights, which are kept aside for them.
+KvPolicy = Literal["recompute", "keep", "abort", "wait", "finish_old"]
+
+# What becomes of them at a pause. keep: they stop where they are; wait: they finish first; abort: they end.
+PauseMode = Literal["keep", "wait", "abort"]
+
 
 @strict_options(InvalidRequest)
 @dataclass(frozen=True)
@@ -258,6 +266,7 @@ class EngineStats:
 
     Attributes:
         num_waiting, num_running: sequences (a group whose prompt is not computed yet counts once).
+        num_held: sequences that wait for a weight version, or for the end of a pause.
         num_free_blocks, num_blocks: block ids. Where layers have a window, `kv_use` says how full the memory is.
         kv_use: share of the KV memory that sequences hold; the rest may still hold prefixes.
         num_steps, num_preemptions: since the engine was built, like all that follow.
@@ -272,6 +281,7 @@ class EngineStats:
 
     num_waiting: int
     num_running: int
+    num_held: int
     num_free_blocks: int
     num_blocks: int
     kv_use: float

@@ -17,7 +17,7 @@ from tests.cli.running import finish, run, spawn
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["generate", "--help"], ["chat", "-h"], ["info", "-h"], ["--version"]]
+    "arguments", [["--help"], ["generate", "--help"], ["chat", "-h"], ["info", "-h"], ["replay", "-h"], ["--version"]]
 )
 def test_help_and_version_need_no_torch(arguments: list[str]) -> None:
     code = (

@@ -111,7 +111,7 @@ def test_two_hundred_callers_with_random_cancellation(engine: InferenceEngine) -
             assert sample.completion_tokens == alone[seed]
     engine.loop.check()
     assert engine.cache.num_free_blocks() == engine.cache.num_blocks, "a block is left behind"
-    assert not engine._delivery.open_requests()
+    assert not engine.shared.delivery.open_requests()
     assert not engine.loop.sequences.by_id
     assert not engine.has_pending(), "samples of cancelled callers are left for others"
 

@@ -160,7 +160,7 @@ def test_a_reference_of_another_vocabulary_is_refused(policy: Path, tmp_path: Pa
 
 def test_rows_that_were_scored_twice_count_once(policy: Path) -> None:
     with build(policy) as engine:
-        seq: Sequence = engine._new_sequence([1, 2, 3, 4, 5], PARAMS, 1, stream=False)
+        seq: Sequence = engine.intake.sequence([1, 2, 3, 4, 5], PARAMS, 1, stream=False)
     assert seq.rows_to_score(0, 3) == range(3)
     seq.add_scores(0, [-1.0, -2.0, -3.0])
     seq.add_scores(1, [-2.0, -3.0, -4.0])

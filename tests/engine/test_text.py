@@ -112,7 +112,7 @@ def test_closing_a_stream_aborts_its_requests(engine: InferenceEngine) -> None:
     assert engine.loop.sequences.by_id
     stream.close()  # pyright: ignore[reportAttributeAccessIssue]
     assert not engine.has_pending()
-    assert not engine._delivery.open_requests()
+    assert not engine.shared.delivery.open_requests()
 
 
 def test_a_stream_refuses_before_it_is_read(engine: InferenceEngine) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.batch import ForwardBatch
+from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.loading import load_params, load_spec
@@ -42,29 +42,12 @@ def tables() -> Tensor:
 
 
 def batch_of(chunks: Chunks) -> ForwardBatch:
-    positions = torch.cat([torch.arange(start, end) for _, start, end in chunks])
-    counts = torch.tensor([end - start for _, start, end in chunks])
-    rows = torch.repeat_interleave(torch.arange(len(chunks)), counts)
-    used = tables()[[seq for seq, _, _ in chunks]]
-    empty = torch.empty(0, dtype=torch.int64)
-    return ForwardBatch(
-        weight_set="policy",
-        input_ids=torch.cat([(torch.arange(start, end) * 37 + 11 * seq) % VOCAB for seq, start, end in chunks]),
-        positions=positions,
-        slot_mapping=used[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
-        row_chunks=rows,
-        block_tables=used,
-        cu_seqlens_q=torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]),
-        seq_lens=torch.tensor([end for _, _, end in chunks]),
-        logits_indices=empty,
-        score_rows=empty,
-        score_targets=empty,
-        score_temperatures=empty,
-        scored=(),
-        relay_rows=empty,
-        relay_sources=empty,
-        num_prompt_tokens=0,
-    )
+    blocks = tables().tolist()
+    rows = [
+        Rows([(position * 37 + 11 * seq) % VOCAB for position in range(start, end)], start, blocks[seq])
+        for seq, start, end in chunks
+    ]
+    return batch_of_rows(rows, BLOCK_SIZE)
 
 
 def decoder(folder: Path, dtype: torch.dtype, num_threads: int = 2) -> Decoder:

@@ -17,7 +17,7 @@ from nano_inference.kv_cache.units import NO_UNIT, UNIFORM, UnitPool
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import SampledTokens
-from nano_inference.scheduling.sequence import POLICY
+from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE
 
 VOCAB = 11
 EOS = 0
@@ -49,7 +49,7 @@ def oracle(prompt: list[int], seed: int, sample_index: int, max_tokens: int) -> 
 
 def score(prefix: int, token: int, weight_set: str) -> float:
     """The logprob that a weight set of the fake model gives a token after a prefix: unlike at every place."""
-    return -float((extend(prefix, token) * (3 if weight_set == POLICY else 7)) % 10007)
+    return -float((extend(prefix, token) * (7 if weight_set == REFERENCE else 3)) % 10007)
 
 
 def oracle_scores(tokens: list[int], first_row: int, weight_set: str) -> list[float]:
@@ -67,6 +67,7 @@ class FakeResult(NamedTuple):
 
     logits: list[int]
     scores: list[float]
+    contexts: list[list[int]]  # of the logits: which version wrote each position up to their row
 
 
 @dataclass
@@ -81,6 +82,11 @@ class FakeSampled:
         return SampledTokens(self.tokens, [-1.0] * len(self.tokens), zeros, zeros, scores=self.scores)
 
 
+def _lineage(weight_set: str) -> str:
+    """Old weights of the policy are the policy's too: the version tells them apart."""
+    return POLICY if weight_set == PREVIOUS else weight_set
+
+
 Key = tuple[int, str, int, int]  # prefix hash, weight set, version, which of the block's units
 
 
@@ -91,9 +97,10 @@ class FakeRunner:
         self.kv: list[Key | None] = [None] * num_slots
         self.block_size = block_size
         self.units, self.layout = units, units.layout if units is not None else UNIFORM
-        self.version = 0
+        self.versions = {POLICY: 0, REFERENCE: 0}
+        self.contexts: dict[tuple[int, int], list[int]] = {}  # noise key of a drawn token -> what it attended to
         self.one_version_only = True  # a context may not mix weight versions (no update kept old keys and values)
-        self.tokens_computed = 0
+        self.tokens_computed = self.num_dropped = 0
         self.prompt_tokens_computed = 0
         self.largest_step = self.most_chunks = self.longest_chunk = 0
 
@@ -110,10 +117,28 @@ class FakeRunner:
         for source, target in pairs:
             self.kv[target * size : (target + 1) * size] = read[source]
         results = [self._forward_one(batch, previous) for batch in batches]
-        return FakeResult([x for r in results for x in r.logits], [x for r in results for x in r.scores])
+        return FakeResult(
+            [x for r in results for x in r.logits],
+            [x for r in results for x in r.scores],
+            [x for r in results for x in r.contexts],
+        )
+
+    def change_policy(self) -> int:
+        """New weights; returns their version."""
+        self.versions[POLICY] += 1
+        return self.versions[POLICY]
+
+    def set_aside(self) -> bool:
+        self.versions.setdefault(PREVIOUS, self.versions[POLICY])
+        return True
+
+    def drop(self, weight_set: str) -> None:
+        del self.versions[weight_set]
+        self.num_dropped += 1
 
     def sample(self, result: FakeResult, batch: SamplingBatch) -> FakeSampled:
         rows, keys = batch.rows.tolist(), batch.noise_keys.tolist()
+        self.contexts |= {(low, high): result.contexts[row] for row, (low, high) in zip(rows, keys, strict=True)}
         drawn = [choose(result.logits[row], (low, high)) for row, (low, high) in zip(rows, keys, strict=True)]
         return FakeSampled(drawn, result.scores)
 
@@ -124,10 +149,11 @@ class FakeRunner:
             ids[row] = previous.tokens[source]
         bounds, tables = batch.cu_seqlens_q.tolist(), batch.block_tables.numpy()
         ends: dict[int, int] = {}
+        contexts: dict[int, list[int]] = {}
         for chunk, (first, last) in enumerate(itertools.pairwise(bounds)):
             start = int(batch.positions[first])
             assert int(batch.seq_lens[chunk]) == start + last - first
-            prefix = self._read_context(tables[chunk], start, batch.weight_set)
+            prefix, versions = self._read_context(tables[chunk], start, batch.weight_set)
             for row in range(first, last):
                 prefix = extend(prefix, ids[row])
                 position = start + row - first
@@ -135,30 +161,33 @@ class FakeRunner:
                 assert block * self.block_size + position % self.block_size == int(batch.slot_mapping[row])
                 for kind in range(self.layout.num_units):
                     place = self._unit(block, kind) * self.block_size + position % self.block_size
-                    self.kv[place] = (prefix, batch.weight_set, self._version(batch.weight_set), kind)
+                    self.kv[place] = (prefix, _lineage(batch.weight_set), self.versions[batch.weight_set], kind)
                 ends[row] = prefix
+            contexts[last - 1] = [*versions, *[self.versions[batch.weight_set]] * (last - first)]
         self._count(batch, bounds)
         targets = zip(batch.score_rows.tolist(), batch.score_targets.tolist(), strict=True)
         return FakeResult(
             [ends[row] for row in batch.logits_indices.tolist()],
             [score(ends[row], token, batch.weight_set) for row, token in targets],
+            [contexts[row] for row in batch.logits_indices.tolist()],
         )
 
-    def _version(self, weight_set: str) -> int:
-        return self.version if weight_set == POLICY else 0
+    def _read_context(self, table: np.ndarray, length: int, weight_set: str) -> tuple[int, list[int]]:
+        """Walk the keys of positions [0, length), layers with a window only what the row at `length` sees of them.
 
-    def _read_context(self, table: np.ndarray, length: int, weight_set: str) -> int:
-        """Walk the keys of positions [0, length), layers with a window only what the row at `length` sees of them."""
-        prefixes = {0}
+        Returns the hash of the prefix, and the versions that wrote it as the last kind of layer saw it.
+        """
+        prefixes, versions = {0}, list[int]()
         for kind in range(self.layout.num_units):
             sliding = kind >= self.layout.num_full
             first = max(0, length - self.layout.window + 1) if sliding else 0
             if first < length:
-                prefixes.add(self._walk(table, range(first, length), weight_set, kind))
+                prefix, versions = self._walk(table, range(first, length), weight_set, kind)
+                prefixes.add(prefix)
         assert len(prefixes - {0}) <= 1, "units of one block hold different sequences"
-        return max(prefixes)
+        return max(prefixes), versions
 
-    def _walk(self, table: np.ndarray, positions: range, weight_set: str, kind: int) -> int:
+    def _walk(self, table: np.ndarray, positions: range, weight_set: str, kind: int) -> tuple[int, list[int]]:
         """Each key must extend the one before it by one token; the first of all begins a sequence."""
         prefix, versions = 0, []
         for position in positions:
@@ -167,14 +196,14 @@ class FakeRunner:
             assert held is not None, "a key was read that nobody wrote"
             begins = position == positions.start > 0
             assert begins or any(extend(prefix, token) == held[0] for token in range(VOCAB)), "keys of another sequence"
-            assert held[1] == weight_set, "keys of another weight set"
+            assert held[1] == _lineage(weight_set), "keys of another weight set"
             assert held[3] == kind, "keys of other layers"
             prefix = held[0]
             versions.append(held[2])
         if self.one_version_only:
-            assert set(versions) <= {self._version(weight_set)}, "keys of old weights"
+            assert set(versions) <= {self.versions[weight_set]}, "keys of old weights"
         assert versions == sorted(versions), "old keys after new ones"
-        return prefix
+        return prefix, versions
 
     def _unit(self, block: int, kind: int) -> int:
         if self.units is None:

@@ -48,7 +48,7 @@ def test_weights_change_only_with_nothing_in_flight() -> None:
         seen.append(len(loop.in_flight))
         return 1
 
-    loop.inbox.append(ChangeWeights(POLICY, write, recompute=False))
+    loop.inbox.append(ChangeWeights(POLICY, write, "keep"))
     assert loop.has_pending()
     loop.step()
     assert seen == [0]

@@ -1,6 +1,7 @@
 """Workloads for the loop: requests with arrivals, aborts and weight changes, under random limits; how to run one."""
 
 import random
+import typing
 from dataclasses import dataclass, field, replace
 
 from nano_inference.config import CacheType, SchedulerConfig
@@ -8,9 +9,12 @@ from nano_inference.engine.assembly import CACHES
 from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.units import UNIFORM, BlockLayout
-from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
-from nano_inference.types import SamplingParams, TrainingSample
+from nano_inference.sampling.noise import noise_keys
+from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE, Sequence
+from nano_inference.types import KvPolicy, SamplingParams, TrainingSample
 from tests.simulation.fake_model import EOS, VOCAB, FakeRunner, oracle, oracle_scores
+
+POLICIES: tuple[KvPolicy, ...] = typing.get_args(KvPolicy)
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class Ask:
     priority: int = 0
     salt: str | None = None
     prompt_logprobs: bool = False
+    min_version: int | None = None
+    max_staleness: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,11 +41,12 @@ class Workload:
     config: SchedulerConfig
     num_blocks: int
     lookahead: int
-    updates: dict[int, bool] = field(default_factory=dict)  # step -> recompute
+    updates: dict[int, KvPolicy] = field(default_factory=dict)  # by step
     cache_type: CacheType = "paged"
     judged: bool = False  # a reference model scores every sample
     layout: BlockLayout = UNIFORM
     num_units: int | None = None  # None: enough for every block
+    pauses: dict[int, tuple[int, bool]] = field(default_factory=dict)  # first step -> end, newcomers enter meanwhile
 
 
 @dataclass
@@ -53,6 +60,8 @@ class Outcome:
     samples: int = 0
     aborted: int = 0
     updates: int = 0
+    mixed: int = 0  # tokens that attended to keys of several versions
+    previous: int = 0  # how often old weights were kept for somebody
 
 
 def random_workload(seed: int) -> Workload:
@@ -60,6 +69,7 @@ def random_workload(seed: int) -> Workload:
     r = random.Random(seed)
     block_size = r.choice([1, 2, 3, 4, 8])
     stems = [[r.randrange(1, VOCAB) for _ in range(r.randrange(1, 20))] for _ in range(2)]
+    updates = {r.randrange(0, 40): r.choice(POLICIES) for _ in range(r.choice([0, 0, 0, 1, 2, 4]))}
     asks: list[Ask] = []
     for _ in range(r.randrange(1, 9)):
         tail = [r.randrange(1, VOCAB) for _ in range(r.randrange(0, 12))]
@@ -74,6 +84,8 @@ def random_workload(seed: int) -> Workload:
                 priority=r.choice([0, 0, 0, 1, -1]),
                 salt=r.choice([None, None, None, "a"]),
                 prompt_logprobs=r.random() < 0.15,
+                min_version=r.randrange(1, len(updates) + 1) if updates and r.random() < 0.15 else None,
+                max_staleness=r.randrange(0, 3) if r.random() < 0.15 else None,
             )
         )
     longest = max(len(ask.prompt) + ask.max_tokens for ask in asks)
@@ -87,10 +99,12 @@ def random_workload(seed: int) -> Workload:
         enable_chunked_prefill=chunked,
     )
     least = -(-longest // block_size)
-    updates = {r.randrange(0, 40): r.random() < 0.5 for _ in range(r.choice([0, 0, 0, 1, 2]))}
+    pauses = {r.randrange(0, 40): (r.randrange(0, 60), r.random() < 0.5) for _ in range(r.choice([0, 0, 0, 1]))}
     num_blocks, lookahead = least + r.choice([0, 1, 3, 10, 100]), r.choice([0, 1])
     cache_type = r.choice(["paged", "radix"])
-    workload = Workload(asks, config, num_blocks, lookahead, updates, cache_type, judged=r.random() < 0.3)
+    workload = Workload(
+        asks, config, num_blocks, lookahead, updates, cache_type, judged=r.random() < 0.3, pauses=pauses
+    )
     return workload if r.random() < 0.4 else _windowed(workload, longest, r)
 
 
@@ -112,13 +126,15 @@ def run(workload: Workload, max_steps: int = 4000) -> Outcome:
     kind = CACHES[workload.cache_type]
     cache = kind(workload.num_blocks, config.block_size, layout=workload.layout, num_units=workload.num_units)
     runner = FakeRunner(cache.num_units * config.block_size, config.block_size, cache.units)
-    runner.one_version_only = all(workload.updates.values())
+    runner.one_version_only = "keep" not in workload.updates.values()
     loop = EngineLoop(cache, runner, config, workload.lookahead, "fake")
     if workload.judged:
         loop.sequences.versions[REFERENCE] = 0
     outcome = Outcome(updates=len(workload.updates))
     samples: list[TrainingSample] = []
-    last_event = max([0, *workload.updates, *(ask.arrives for ask in workload.asks)])
+    last_event = max(
+        [0, *workload.updates, *(end for end, _ in workload.pauses.values()), *(ask.arrives for ask in workload.asks)]
+    )
     for step in range(max_steps):
         if step > last_event and not loop.has_pending():
             break
@@ -131,6 +147,8 @@ def run(workload: Workload, max_steps: int = 4000) -> Outcome:
     outcome.steps, outcome.preemptions = loop.num_steps, loop.num_preemptions
     outcome.tokens_computed, outcome.tokens_cached = runner.tokens_computed, loop.num_cached_tokens
     outcome.samples = len(samples)
+    outcome.previous = runner.num_dropped
+    outcome.mixed = sum(len(entry.versions) > 1 for sample in samples for entry in sample.kv_versions)
     outcome.aborted = sum(sample.finish_reason == "abort" for sample in samples)
     return outcome
 
@@ -142,12 +160,15 @@ def _post_messages(loop: EngineLoop, runner: FakeRunner, workload: Workload, ste
         if ask.aborted == step:
             loop.inbox.append(Abort(frozenset([request_id])))
     if step in workload.updates:
-        loop.inbox.append(ChangeWeights(POLICY, lambda: _count_version(runner), workload.updates[step]))
-
-
-def _count_version(runner: FakeRunner) -> int:
-    runner.version += 1
-    return runner.version
+        version = 1 + sum(earlier < step for earlier in workload.updates)
+        loop.inbox.append(
+            ChangeWeights(POLICY, runner.change_policy, workload.updates[step], version, runner.set_aside)
+        )
+    for start, (end, enters) in workload.pauses.items():
+        if step == start < end:
+            loop.paused, loop.admitting = True, enters
+        if step == end:
+            loop.resume()
 
 
 def _sequence(loop: EngineLoop, request_id: int, ask: Ask) -> Sequence:
@@ -167,6 +188,8 @@ def _sequence(loop: EngineLoop, request_id: int, ask: Ask) -> Sequence:
         seed=1000 + request_id,
         prefix=PrefixKeys(Namespace()),
         num_samples=ask.num_samples,
+        min_version=ask.min_version,
+        max_staleness=ask.max_staleness,
     )
 
 
@@ -181,6 +204,28 @@ def _check_scores(workload: Workload, ask: Ask, sample: TrainingSample) -> None:
         assert list(sample.ref_logprobs) == oracle_scores(tokens, len(ask.prompt) - 1, REFERENCE), "wrong scores"
     unscored = sample.finish_reason == "abort" or ask.aborted is not None or not workload.judged
     assert unscored or sample.ref_logprobs is not None, "a sample was not scored"
+
+
+def _check_versions(workload: Workload, runner: FakeRunner, ask: Ask, sample: TrainingSample) -> None:
+    """What a sample says of versions is what the model saw, token by token."""
+    length = len(sample.completion_tokens)
+    spans, entries = sample.weight_versions, sample.kv_versions
+    assert [i for span in spans for i in range(span.start, span.end)] == list(range(length)), "version spans have gaps"
+    assert [i for e in entries for i in range(e.token_start, e.token_end)] == list(range(length)), "entries have gaps"
+    assert not length or sample.oldest_weight_version >= (ask.min_version or 0), "sampled by a version that was too old"
+    newest = sample.weight_versions[-1].version if length else 0
+    assert ask.max_staleness is None or newest - sample.oldest_weight_version <= ask.max_staleness, "it is too stale"
+    if workload.layout.num_sliding:
+        return
+    sampled_by = [span.version for span in spans for _ in range(span.start, span.end)]
+    for start, end, versions in entries:
+        context = [span.version for span in versions for _ in range(span.start, span.end)]
+        assert [p for span in versions for p in range(span.start, span.end)] == list(range(len(context)))
+        for token in range(start, end):
+            position = len(ask.prompt) + token
+            low, high = noise_keys([(sample.seed, sample.sample_index, position)])[0]
+            assert context[:position] == runner.contexts[int(low), int(high)], "a context of other versions"
+            assert context[position - 1] == sampled_by[token]
 
 
 def _check_end(workload: Workload, loop: EngineLoop, runner: FakeRunner, samples: list[TrainingSample]) -> None:
@@ -202,8 +247,10 @@ def _check_end(workload: Workload, loop: EngineLoop, runner: FakeRunner, samples
         assert got == (alone[: len(got)] if sample.finish_reason == "abort" else alone), "a wrong token"
         assert len(sample.logprobs) == len(got), "arrays are not aligned"
         _check_scores(workload, ask, sample)
-        covered = [i for span in sample.weight_versions for i in range(span.start, span.end)]
-        assert covered == list(range(len(got))), "version spans have gaps"
+        _check_versions(workload, runner, ask, sample)
+    assert not loop.has_pending()
+    assert not loop.sequences.held
+    assert PREVIOUS not in loop.sequences.versions, "old weights are kept for nobody"
     untouched = not loop.num_preemptions and not workload.updates and all(a.aborted is None for a in workload.asks)
     if untouched:
         prompts = sum(len(ask.prompt) for ask in workload.asks)

@@ -1,4 +1,7 @@
-"""The command line: `nano-inference generate`, `chat`, `info`. What imports torch is imported inside the commands."""
+"""The command line: `nano-inference generate`, `chat`, `info`, `replay`.
+
+What imports torch is imported inside the commands.
+"""
 
 from nano_inference.cli.main import app
 

@@ -11,8 +11,12 @@ from nano_inference.cli.chat import chat
 from nano_inference.cli.generate import generate
 from nano_inference.cli.info import info
 from nano_inference.cli.options import DEBUG
+from nano_inference.cli.replay import replay
 from nano_inference.cli.terminal import errors, set_up_logging, set_up_streams
 from nano_inference.errors import NanoInferenceError
+
+# Exit codes for an error of the package: 1, but 2 (as for wrong usage) where 1 is an answer.
+_ERROR_CODES = {"replay": 2}
 
 
 class _Commands(TyperGroup):
@@ -25,7 +29,7 @@ class _Commands(TyperGroup):
             if ctx.meta.get(DEBUG):
                 raise
             errors.print(Text(f"error: {problem}", style="red"), soft_wrap=True)
-            raise typer.Exit(1) from None
+            raise typer.Exit(_ERROR_CODES.get(ctx.invoked_subcommand, 1)) from None
 
 
 app = typer.Typer(
@@ -40,6 +44,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(info)
+app.command()(replay)
 
 
 def _print_version(wanted: bool) -> None:

@@ -13,7 +13,9 @@ How a field is written follows from its type in `TrainingSample`:
 | `int` or `str`              | `{"int": 2, "str": None}` | struct   | object                                         |
 | `X` or `None`               | None, or as X             | null     | `null`                                         |
 
-`seed` is unsigned in Parquet. Every column must be there, and none besides.
+`seed` is unsigned in Parquet. Every column must be there, and none besides: a file that was written before a field
+existed is refused by the name of the missing column, since nobody can say what it would have held. Add the column
+with the field's default to read such a file.
 """
 
 from nano_inference.data.columns import DataError, from_columns, to_columns

@@ -40,7 +40,7 @@ class _Scalar:
     choices: tuple[str, ...] | None = None
 
     def to_plain(self, value: Any) -> Any:
-        return value
+        return float(value) if self.type is float else value  # a caller's 1 is 1.0 in a column of floats
 
     def from_plain(self, plain: Any) -> Any:
         if self.type is float:
@@ -94,7 +94,10 @@ class _Set:
         return sorted(value)
 
     def from_plain(self, plain: Any) -> Any:
-        return frozenset(_List(self.item).from_plain(plain))
+        items = _List(self.item).from_plain(plain)
+        if len(set(items)) < len(items):
+            raise Mismatch(f"{plain!r} holds an item twice.")
+        return frozenset(items)
 
     def arrow(self, pa: Any) -> Any:
         return pa.list_(self.item.arrow(pa))
@@ -113,7 +116,10 @@ class _Table:
     def from_plain(self, plain: Any) -> Any:
         if not isinstance(plain, list) or not all(isinstance(e, dict) and e.keys() == {"key", "value"} for e in plain):
             raise Mismatch(f"{plain!r} is not a list of objects with key, value.")
-        return {self.key.from_plain(entry["key"]): self.value.from_plain(entry["value"]) for entry in plain}
+        table = {self.key.from_plain(entry["key"]): self.value.from_plain(entry["value"]) for entry in plain}
+        if len(table) < len(plain):
+            raise Mismatch(f"{plain!r} holds a key twice.")
+        return table
 
     def arrow(self, pa: Any) -> Any:
         return pa.list_(pa.struct([("key", self.key.arrow(pa)), ("value", self.value.arrow(pa))]))

@@ -37,6 +37,8 @@ def pad_samples(
             input_ids: int64 [B, T].
             attention_mask: bool [B, T], True at tokens of the sample.
             completion_mask: bool [B, T], True at completion tokens.
+            loss_mask: bool [B, T], True at completion tokens that were sampled: what a loss is taken over. It differs
+                from `completion_mask` only where tokens were appended (a tool's, an environment's).
             position_ids: int64 [B, T], position in the sample; 0 at padding.
             weight_versions: int64 [B, T], which weights sampled the completion token; -1 elsewhere.
             prompt_lengths, completion_lengths: int64 [B], what stands in the row.
@@ -67,6 +69,7 @@ def pad_samples(
         "input_ids": torch.full(shape, pad_token_id, dtype=torch.int64),
         "attention_mask": torch.zeros(shape, dtype=torch.bool),
         "completion_mask": torch.zeros(shape, dtype=torch.bool),
+        "loss_mask": torch.zeros(shape, dtype=torch.bool),
         "position_ids": torch.zeros(shape, dtype=torch.int64),
         "weight_versions": torch.full(shape, -1, dtype=torch.int64),
         "prompt_lengths": torch.tensor([len(sample.prompt_tokens) for sample in samples], dtype=torch.int64),
@@ -74,21 +77,33 @@ def pad_samples(
         **{name: torch.zeros(shape, dtype=torch.float32) for name in numbers},
     }
     for row, (sample, begin, end) in enumerate(zip(samples, begins, ends, strict=True)):
+        _require_one_a_token(sample, row, numbers)
         for name in numbers:
-            if len(getattr(sample, name)) != len(sample.completion_tokens):
-                raise DataError(
-                    f"sample {row} has {len(getattr(sample, name))} {name} for {len(sample.completion_tokens)} "
-                    "completion tokens; there must be one a token."
-                )
             batch[name][row, begin:end] = torch.tensor(getattr(sample, name)[: end - begin], dtype=torch.float32)
         first = begin - len(sample.prompt_tokens)
         tokens = (*sample.prompt_tokens, *sample.completion_tokens)[: end - first]
         batch["input_ids"][row, first:end] = torch.tensor(tokens, dtype=torch.int64)
         batch["attention_mask"][row, first:end] = True
         batch["completion_mask"][row, begin:end] = True
+        batch["loss_mask"][row, begin:end] = _sampled(sample)[: end - begin]
         batch["position_ids"][row, first:end] = torch.arange(end - first)
         batch["weight_versions"][row, begin:end] = _versions(sample)[: end - begin]
     return batch
+
+
+def _require_one_a_token(sample: TrainingSample, row: int, names: Sequence[str]) -> None:
+    length = len(sample.completion_tokens)
+    for name in (*names, *(["loss_mask"] if sample.loss_mask else [])):
+        if len(getattr(sample, name)) != length:
+            raise DataError(
+                f"sample {row} has {len(getattr(sample, name))} {name} for {length} completion tokens; there must be "
+                "one a token."
+            )
+
+
+def _sampled(sample: TrainingSample) -> torch.Tensor:
+    # A sample that was made by hand may have no mask: nothing of it was appended.
+    return torch.tensor(sample.loss_mask or (True,) * len(sample.completion_tokens), dtype=torch.bool)
 
 
 def _versions(sample: TrainingSample) -> torch.Tensor:

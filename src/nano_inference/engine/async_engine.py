@@ -2,17 +2,15 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from torch import Tensor
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.requests import many_prompts, params_for
 from nano_inference.errors import EngineDead
-from nano_inference.types import Delta, SamplingParams, TrainingSample
+from nano_inference.types import Delta, KvPolicy, PauseMode, SamplingParams, TrainingSample
 
 
 class _Listener:
@@ -24,6 +22,11 @@ class _Listener:
         self.closed = False
         self._loop = loop
         self._queue: asyncio.Queue[Delta | EngineDead] = asyncio.Queue()
+
+    def expect(self, request_id: int, num_samples: int) -> None:
+        """So many samples of a request will arrive."""
+        self.request_ids.append(request_id)
+        self.left += num_samples
 
     def take(self, item: Delta | EngineDead) -> None:
         """Called by the stepping thread."""
@@ -81,15 +84,52 @@ class AsyncInferenceEngine:
             while listener.left:
                 yield await listener.next()
 
+    async def resume_from(
+        self,
+        sample: TrainingSample,
+        *,
+        append: Iterable[int] = (),
+        max_new_tokens: int | None = None,
+        version: int | None = None,
+    ) -> TrainingSample:
+        """As `InferenceEngine.resume_from`, and waits for the sample."""
+        with self._listen() as listener:
+            self._require_running()
+            request_id = self.engine.resume_from(
+                sample, append=append, max_new_tokens=max_new_tokens, version=version, sink=listener.take
+            )
+            listener.expect(request_id, 1)
+            self._require_running()
+            while True:
+                delta = await listener.next()
+                if delta.finished is not None:
+                    return delta.finished
+
     async def update_weights(
-        self, weights: Mapping[str, Tensor], blocking: bool = False, *, version: int | None = None
+        self,
+        weights: Any,
+        blocking: bool = False,
+        *,
+        kv_policy: KvPolicy | None = None,
+        version: int | None = None,
+        complete: bool = False,
+        check_finite: bool = False,
     ) -> int:
         """As `InferenceEngine.update_weights`, and waits until the weights serve; returns their version."""
-        update = await asyncio.to_thread(self.engine.update_weights, weights, blocking, version=version)
+        options = {"kv_policy": kv_policy, "version": version, "complete": complete, "check_finite": check_finite}
+        update = await asyncio.to_thread(self.engine.update_weights, weights, blocking, **options)
         while not update.done():  # the stepping thread applies it between two steps
             self._require_running()
             await asyncio.to_thread(update.wait, 1.0)
-        return update.version
+        return update.result(0)
+
+    async def pause(self, mode: PauseMode = "keep") -> list[TrainingSample]:
+        """As `InferenceEngine.pause`."""
+        return await asyncio.to_thread(self.engine.pause, mode)
+
+    async def resume(self) -> None:
+        """As `InferenceEngine.resume`."""
+        await asyncio.to_thread(self.engine.resume)
 
     def stop(self) -> None:
         """Stop stepping. What is awaited raises `EngineDead`; the engine itself is shut down only if it was made here.
@@ -97,7 +137,7 @@ class AsyncInferenceEngine:
         Waits for the step that is running.
         """
         self._stopping = True
-        self.engine.work_arrived.set()
+        self.engine.shared.work_arrived.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._fail(EngineDead("the engine was stopped."))
@@ -115,8 +155,7 @@ class AsyncInferenceEngine:
     ) -> int:
         self._require_running()
         request_id = self.engine.submit(prompt, params, num_samples, listener.take, stream=stream)
-        listener.request_ids.append(request_id)
-        listener.left += num_samples
+        listener.expect(request_id, num_samples)
         self._require_running()  # it may have stopped meanwhile and missed this one
         return request_id
 
@@ -138,10 +177,10 @@ class AsyncInferenceEngine:
         engine = self.engine
         try:
             while not self._stopping:
-                engine.work_arrived.wait()
-                engine.work_arrived.clear()
+                engine.shared.work_arrived.wait()
+                engine.shared.work_arrived.clear()
                 while engine.loop.has_pending() and not self._stopping:
-                    engine.advance()
+                    engine.shared.advance()
         except EngineDead as problem:
             self._fail(problem)
 

@@ -1,29 +1,28 @@
 """`InferenceEngine`: owns the loop and the parts it runs on; takes requests in and hands samples out."""
 
-import itertools
-import random
-import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from torch import Tensor
-
 from nano_inference.config import EngineConfig
+from nano_inference.engine import generation
 from nano_inference.engine.assembly import assemble
-from nano_inference.engine.delivery import Delivery, Sink
-from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
-from nano_inference.engine.progress import Progress, progress_of
-from nano_inference.engine.requests import RequestChecks, is_text, many_prompts, params_for
+from nano_inference.engine.delivery import Sink
+from nano_inference.engine.intake import Intake
+from nano_inference.engine.loop import Abort, EngineLoop
+from nano_inference.engine.progress import Progress
+from nano_inference.engine.requests import RequestChecks, many_prompts, params_for
 from nano_inference.engine.runner import ModelRunner
-from nano_inference.engine.weight_sync import WeightSyncManager, WeightUpdate
-from nano_inference.errors import EngineDead, InvalidRequest
-from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
-from nano_inference.text.output_text import OutputText
+from nano_inference.engine.shared_loop import SharedLoop
+from nano_inference.engine.sleeping import Sleep
+from nano_inference.engine.statistics import collect
+from nano_inference.engine.transports import WeightTransport
+from nano_inference.engine.updates import Updates
+from nano_inference.engine.weight_update import WeightUpdate
+from nano_inference.errors import InvalidRequest, WeightUpdateError
+from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE, Sequence
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import Delta, EngineStats, SamplingParams, TrainingSample
+from nano_inference.types import Delta, EngineStats, KvPolicy, PauseMode, SamplingParams, TrainingSample
 
 if TYPE_CHECKING:
     from nano_inference.engine.async_engine import AsyncInferenceEngine
@@ -49,26 +48,21 @@ class InferenceEngine:
         self.max_model_len = self.memory_budget.max_model_len
         self.runner = ModelRunner(parts.models, parts.storages)
         self.cache = parts.cache
-        self.weight_sync = WeightSyncManager(self.model)
         device = self.model.device
         lookahead = config.lookahead if config.lookahead is not None else int(device.type == "cuda")
         self.loop = EngineLoop(self.cache, self.runner, config.scheduler, lookahead, self.numerics.fingerprint)
         if REFERENCE in parts.models:
             self.loop.sequences.versions[REFERENCE] = 0
-        self._checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
-        self._lock = threading.RLock()  # held by whoever runs the loop
-        self._request_ids = itertools.count()
-        self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
-        self._announcing = threading.Lock()  # held while a weight update is staged and announced
-        self._unclaimed: list[TrainingSample] = []  # for the next `step`
-        self._delivery = Delivery()
-        self._dead: str | None = None
-        self.work_arrived = threading.Event()  # set whenever a message arrives; whoever waits for work clears it
+        checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
+        self.intake = Intake(checks, self.loop.sequences, self.numerics.fingerprint, config.seed)
+        self.shared = SharedLoop(self.loop)
+        self._updates = Updates(self.model, self.runner, self.shared)
+        self.weight_sync = self._updates.manager
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer (or the one at `tokenizer_path`), read when it is first asked for."""
-        return self._checks.tokenizer
+        return self.intake.checks.tokenizer
 
     # -- generating ---------------------------------------------------------------------------------------------------
 
@@ -116,7 +110,7 @@ class InferenceEngine:
         `RequestTooLarge` before anything is added, and `EngineDead`.
         """
         requests = self._requests(prompts, sampling_params, num_samples_per_prompt, stream)
-        deltas = self._run(requests, progress)
+        deltas = generation.run(self.shared, requests, progress)
         if stream:
             return deltas
         order = {request.request_id: place for place, request in enumerate(requests)}
@@ -133,7 +127,11 @@ class InferenceEngine:
         if stream:
             requests = self._requests(prompt, params, 1, stream=True)
             places = {request.request_id: place for place, request in enumerate(requests)}
-            pieces = ((places[delta.request_id], delta.text) for delta in self._run(requests, False) if delta.text)
+            pieces = (
+                (places[delta.request_id], delta.text)
+                for delta in generation.run(self.shared, requests, False)
+                if delta.text
+            )
             return (text for _, text in pieces) if isinstance(prompt, str) else pieces
         texts = [sample.text for sample in self.generate(prompt, params)]
         return texts[0] if isinstance(prompt, str) else texts
@@ -144,45 +142,80 @@ class InferenceEngine:
             if delta.text:
                 yield delta.text
 
-    def add_request(self, prompt: Any, params: SamplingParams, num_samples: int = 1) -> int:
-        """Queue a request; returns its id, which its samples carry. Raises `InvalidRequest` or `RequestTooLarge`."""
-        self._require_alive()
-        return self._add(self._new_sequence(prompt, params, num_samples, stream=False))
+    def add_request(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        num_samples: int = 1,
+        *,
+        min_version: int | None = None,
+        max_staleness: int | None = None,
+    ) -> int:
+        """Queue a request; returns its id, which its samples carry. Raises `InvalidRequest` or `RequestTooLarge`.
+
+        Args:
+            prompt: as in `generate`, one.
+            params: how its tokens are drawn.
+            num_samples: how many samples of it.
+            min_version: the request waits until weights of this version serve.
+            max_staleness: it ends (`"abort"`, with what it has) when an update leaves the oldest version that it used
+                this many versions behind, and one more.
+        """
+        self.shared.require_alive()
+        limits = {"min_version": min_version, "max_staleness": max_staleness}
+        return self.shared.enqueue(self.intake.sequence(prompt, params, num_samples, stream=False, **limits))
+
+    def resume_from(
+        self,
+        sample: TrainingSample,
+        *,
+        append: Iterable[int] = (),
+        max_new_tokens: int | None = None,
+        version: int | None = None,
+        sink: Sink | None = None,
+    ) -> int:
+        """Go on where a sample stopped, token for token as if it had not; returns the id of the new request.
+
+        Its sample has the whole completion, old tokens included. Keys and values that the cache still holds under the
+        serving version are used again; the rest is computed again.
+
+        Args:
+            sample: a partial one (`"abort"`), one that ended by length, or, with `append`, any.
+            append: tokens of a tool or an environment to put behind it first. Nothing sampled them: their logprob is 0
+                and their `loss_mask` False.
+            max_new_tokens: sample so many more; None: up to the sample's own `max_tokens`, appended tokens included.
+            version: go on with exactly these weights; None: with those that serve.
+            sink: takes the sample, as in `submit`; None: `step` returns it.
+
+        Raises `InvalidRequest` (also for a version that is gone) or `RequestTooLarge`.
+        """
+        self.shared.require_alive()
+        sequence = self.intake.resumed(sample, append, max_new_tokens, stream=False)
+        with self.shared.lock:
+            self.shared.handle()
+            if version is not None:
+                sequence.weight_set = self._weight_set_of(version)
+            if sink is not None:
+                self.shared.open([sequence], sink)
+            return self.shared.enqueue(sequence)
 
     def submit(self, prompt: Any, params: SamplingParams, num_samples: int, sink: Sink, *, stream: bool) -> int:
         """Queue a request whose deltas go to `sink`, called by whoever steps; returns its id.
 
         Without `stream` there is one delta a sample, when it has ended. For engines around this one.
         """
-        self._require_alive()
-        sequence = self._new_sequence(prompt, params, num_samples, stream)
-        self._delivery.open(sequence.request_id, num_samples, sink)
-        return self._add(sequence)
-
-    def run_sequences(self, sequences: list[Sequence]) -> Generator[Delta, None, None]:
-        """Add sequences with ids from `new_ids` and step until they have ended. For functions around this engine."""
-        self._require_alive()
-        return self._run(sequences, progress=False)
-
-    def new_ids(self) -> tuple[int, int]:
-        """A sequence id and a request id that were never used."""
-        return self.loop.sequences.new_id(), next(self._request_ids)
+        self.shared.require_alive()
+        sequence = self.intake.sequence(prompt, params, num_samples, stream=stream)
+        self.shared.open([sequence], sink)
+        return self.shared.enqueue(sequence)
 
     def step(self) -> list[TrainingSample]:
         """Run one step; returns the samples that ended since the last call."""
-        self.advance()
-        with self._lock:
-            kept, self._unclaimed = self._unclaimed, []
-        return kept
-
-    def advance(self) -> None:
-        """Run one step and hand its samples to those who wait for them; `step` returns the others."""
-        with self._lock:
-            self._deliver(self._guarded(self.loop.step))
+        return self.shared.step()
 
     def has_pending(self) -> bool:
-        """Whether a call of `step` has anything to do or to return."""
-        return self._dead is None and (bool(self._unclaimed) or self.loop.has_pending())
+        """Whether a call of `step` has anything to do or to return. Requests that are held or paused are nothing."""
+        return self.shared.has_pending()
 
     def abort(self, request_ids: int | Iterable[int] | None = None) -> list[TrainingSample]:
         """End requests (None: all) now; returns their partial samples. Ids that are not live are passed over.
@@ -190,62 +223,78 @@ class InferenceEngine:
         A `generate` that waits for one of them returns its partial samples too. A sample that is finished and waits for
         its reference logprobs is returned as it is, without them.
         """
-        self._require_alive()
-        chosen = _request_ids(request_ids)
-        with self._lock:
-            self._deliver(self._guarded(self.loop.handle))
-            self.loop.inbox.append(Abort(chosen))
-            ended = self._guarded(self.loop.handle)
-            before = len(self._unclaimed)
-            self._deliver(ended)
-            del self._unclaimed[before:]
-        return ended
+        return self.shared.abort(_request_ids(request_ids))
 
     def abort_soon(self, request_ids: int | Iterable[int]) -> None:
         """End requests at the next step boundary, without waiting for it."""
-        self.loop.inbox.append(Abort(_request_ids(request_ids)))
-        self.work_arrived.set()
+        self.shared.post(Abort(_request_ids(request_ids)))
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def update_weights(
-        self, weights: Mapping[str, Tensor], blocking: bool = False, *, version: int | None = None
+        self,
+        weights: Any,
+        blocking: bool = False,
+        *,
+        kv_policy: KvPolicy | None = None,
+        version: int | None = None,
+        complete: bool = False,
+        check_finite: bool = False,
     ) -> WeightUpdate:
         """Replace (part of) the policy's weights, in place, between two steps.
 
         Args:
-            weights: Hugging Face names to tensors, unfused; only what changed need be there.
-            blocking: wait until the weights serve; running requests then recompute their context under them.
-                Otherwise they are applied at the next step boundary (at once where nothing is in flight), and running
-                requests go on with the keys and values that they have.
+            weights: Hugging Face names to tensors, unfused; only what changed need be there. Or a folder or file of
+                safetensors, or any iterable of such dicts and of patches (name, flat indices, values).
+            blocking: wait until the weights serve. Otherwise they are applied at the next step boundary (at once where
+                nothing is in flight).
+            kv_policy: what becomes of running requests (`KvPolicy`); None: `"recompute"` if blocking, else `"keep"`.
             version: number of the new version, larger than every one before; None counts up.
+            complete: refuse an update that does not name every tensor.
+            check_finite: refuse one that holds nan or infinity.
 
         Raises `WeightUpdateError`, with the old version serving untouched.
         """
-        self._require_alive()
-        held = self._lock.acquire(blocking=blocking)  # not held: another thread is stepping and will apply it
-        try:
-            # What is still in flight once every sequence has ended is an overrun: nobody would step to retire it.
-            idle = not self.loop.in_flight or not self.loop.sequences.by_id
-            at_once = held and (blocking or idle)
-            with self._announcing:  # versions and messages in one order
-                update = self.weight_sync.stage(weights, version=version, copy=not at_once)
-                self.loop.inbox.append(ChangeWeights(POLICY, self.weight_sync.finish, recompute=blocking))
-                self.work_arrived.set()
-            if at_once:
-                self._deliver(self._guarded(self.loop.handle))
-        finally:
-            if held:
-                self._lock.release()
-        return update
+        options = {"version": version, "complete": complete, "check_finite": check_finite}
+        return self._updates.update(weights, blocking, kv_policy, **options)
 
-    def between_steps(self, weight_set: str, change: Callable[[], int | None]) -> None:
-        """Call `change` with nothing in flight. What it returns is the weight set's new version; None: as it was."""
-        self._require_alive()
-        with self._lock:
-            self.loop.inbox.append(ChangeWeights(weight_set, change, recompute=True))
-            self.work_arrived.set()
-            self._deliver(self._guarded(self.loop.handle))
+    def receive_weights(
+        self,
+        transport: WeightTransport,
+        *,
+        kv_policy: KvPolicy | None = None,
+        version: int | None = None,
+        complete: bool = False,
+        check_finite: bool = False,
+        timeout: float = 300.0,
+    ) -> WeightUpdate:
+        """Begin to receive an update from a trainer, on a thread of its own, while requests go on; returns at once.
+
+        It is applied between two steps when all of it has arrived and was checked. Whatever goes wrong, a dead peer or
+        a deadline too, fails the returned update and leaves the old version serving.
+
+        Args:
+            transport: what brings it (`engine/transports`).
+            kv_policy: what becomes of running requests (`KvPolicy`); None: `"keep"`.
+            version: number of the new version; None: the trainer's, or counted up.
+            complete: as in `update_weights`.
+            check_finite: as in `update_weights`.
+            timeout: seconds by which it must have arrived.
+
+        Raises `WeightUpdateError` if a weight session is open.
+        """
+        options = {"version": version, "complete": complete, "check_finite": check_finite, "timeout": timeout}
+        return self._updates.receive(transport, kv_policy, **options)
+
+    def weights_checksum(self) -> dict[str, str]:
+        """SHA-256 of every tensor as it serves now, by its checkpoint name: of its bytes, row by row, in the engine's
+        dtype.
+        """
+        self.shared.require_alive()
+        with self.shared.lock:
+            if self.shared.has_no_weights():
+                raise WeightUpdateError("the weights are asleep; call wake() first.")
+            return self.weight_sync.checksum()
 
     def get_weight_version(self) -> int:
         """The version that serves now."""
@@ -253,45 +302,56 @@ class InferenceEngine:
 
     def flush_cache(self) -> None:
         """Forget every cached prefix. Never needed for correctness: a block's name holds its weight version."""
-        self._require_alive()
-        with self._lock:
+        self.shared.require_alive()
+        with self.shared.lock:
             self.cache.flush()
+
+    # -- control ------------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode = "keep") -> list[TrainingSample]:
+        """Stop computing until `resume`. Requests and updates are still taken in.
+
+        Args:
+            mode: `"keep"`: requests stop where they are and go on later, token for token; `"wait"`: they finish first,
+                newcomers are held; `"abort"`: they end now, and their partial samples are returned.
+        """
+        return self.shared.pause(mode)
+
+    def resume(self) -> None:
+        """Go on after a pause. Without one nothing happens."""
+        self.shared.resume()
+
+    def is_paused(self) -> bool:
+        """Whether nothing is computed until `resume` or `wake`."""
+        return self.loop.paused
+
+    def sleep(self, weights: bool = False) -> None:
+        """Pause, and give the KV cache's memory back; with `weights` the weights' too, which wait in a file.
+
+        Requests stay, and compute their context again after `wake`; nothing else changes for them.
+        """
+        runner = self.runner
+        self.shared.sleep(lambda: Sleep(runner.storages.values(), runner.models.values(), weights=weights))
+
+    def wake(self) -> None:
+        """Take the memory again and go on. Without a sleep nothing happens."""
+        self.shared.wake()
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Counters since the engine was built, and its state now."""
-        loop, runner = self.loop, self.runner
-        num_free, num_blocks = self.cache.num_free_blocks(), self.cache.num_blocks
-        seconds = loop.clock.seconds
-        return EngineStats(
-            num_waiting=len(loop.sequences.waiting),
-            num_running=len(loop.sequences.running),
-            num_free_blocks=num_free,
-            num_blocks=num_blocks,
-            kv_use=self.cache.share_in_use(),
-            num_steps=loop.num_steps,
-            num_preemptions=loop.num_preemptions,
-            tokens_computed=runner.tokens_computed,
-            prompt_tokens_computed=runner.prompt_tokens_computed,
-            prompt_tokens_cached=loop.num_cached_tokens,
-            hit_rate=loop.num_cached_tokens / max(loop.num_cached_tokens + runner.prompt_tokens_computed, 1),
-            completion_tokens=loop.num_completion_tokens,
-            tokens_per_second=loop.num_completion_tokens / seconds if seconds else 0.0,
-            step_microseconds=loop.clock.microseconds(loop.num_steps),
-        )
+        return collect(self.loop, self.runner)
 
     def shutdown(self) -> None:
         """Let go of weights and KV cache. Unfinished requests are lost; every later call raises `EngineDead`."""
         if "_async_engine" in self.__dict__:
             self._async_engine.stop()
-        with self._lock:
-            if self._dead is None:
-                self._dead = "the engine was shut down"
+        with self.shared.lock:
+            if self.shared.end("the engine was shut down"):
                 for model in self.runner.models.values():
                     model.close()
                 self.runner.storages.clear()
-                self.work_arrived.set()
 
     def __enter__(self) -> "InferenceEngine":
         return self
@@ -307,85 +367,18 @@ class InferenceEngine:
 
     def _requests(self, prompts: Any, sampling_params: Params, num_samples: int, stream: bool) -> list[Sequence]:
         """One checked request a prompt; none is added."""
-        self._require_alive()
+        self.shared.require_alive()
         many = many_prompts(prompts)
         pairs = zip(many, params_for(sampling_params, len(many)), strict=True)
-        return [self._new_sequence(prompt, params, num_samples, stream) for prompt, params in pairs]
+        return [self.intake.sequence(prompt, params, num_samples, stream=stream) for prompt, params in pairs]
 
-    def _run(self, requests: list[Sequence], progress: Progress) -> Generator[Delta, None, None]:
-        """Add requests and step until they have ended, yielding their deltas. Closing it aborts what is left."""
-        left = sum(request.width for request in requests)
-        arrived: deque[Delta] = deque()
-        show = progress_of(progress, left, self)
-        request_ids = [request.request_id for request in requests]
-        for request in requests:
-            self._delivery.open(request.request_id, request.width, arrived.append)
-        try:
-            for request in requests:
-                self._add(request)
-            while left:
-                with self._lock:  # let go between steps, so that other threads may abort, add and update
-                    if not arrived:
-                        self.advance()
-                    if not arrived and not self.loop.has_pending():
-                        raise RuntimeError(f"{left} samples were lost: a bug of the engine.")
-                while arrived:
-                    delta = arrived.popleft()
-                    left -= delta.finished is not None
-                    yield delta
-                show(left)
-        finally:
-            show.close()
-            unfinished = self._delivery.abandon(request_ids)
-            if unfinished and self._dead is None:
-                self.abort(unfinished)
-
-    def _deliver(self, samples: list[TrainingSample]) -> None:
-        """Hand deltas and samples to those who wait for them; the others wait for `step`."""
-        streamed, self.loop.streamed = self.loop.streamed, []
-        self._unclaimed += self._delivery.hand_out(streamed, samples)
-
-    def _guarded(self, run: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
-        """Run part of the loop. What it raises leaves sequences and cache in an unknown state: the engine is dead."""
-        self._require_alive()
-        try:
-            return run()
-        except Exception as problem:
-            self._dead = f"a step failed: {type(problem).__name__}: {problem}"
-            raise EngineDead(self._dead) from problem
-
-    def _require_alive(self) -> None:
-        if self._dead is not None:
-            raise EngineDead(f"{self._dead}; build a new one.")
-
-    def _add(self, sequence: Sequence) -> int:
-        self.loop.inbox.append(Add(sequence))
-        self.work_arrived.set()
-        return sequence.request_id
-
-    def _new_sequence(self, prompt: Any, params: SamplingParams, num_samples: int, stream: bool) -> Sequence:
-        """Check a request and give it its ids. Nothing of the engine's state changes if it is refused."""
-        checks = self._checks
-        token_ids = checks.token_ids(prompt)
-        checks.require(len(token_ids), params, num_samples)
-        stop_ids = checks.stop_ids(params)
-        text = None
-        if params.stop or is_text(prompt):
-            text = OutputText(checks.need_tokenizer("a stop string"), params.stop)
-        return Sequence(
-            seq_id=self.loop.sequences.new_id(),
-            request_id=next(self._request_ids),
-            token_ids=token_ids,
-            num_prompt_tokens=len(token_ids),
-            params=params,
-            stop_ids=stop_ids,
-            seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
-            prefix=PrefixKeys(Namespace()),
-            num_samples=num_samples,
-            scored=range(len(token_ids) - 1) if params.prompt_logprobs else range(0),
-            output_text=text,
-            streaming=stream,
-        )
+    def _weight_set_of(self, version: int) -> str:
+        """Which weights have this version. Raises `InvalidRequest`."""
+        versions = self.loop.sequences.versions
+        for weight_set in (POLICY, PREVIOUS):
+            if versions.get(weight_set) == version:
+                return weight_set
+        raise InvalidRequest(f"weight version {version!r} is gone; this engine serves {versions[POLICY]}.")
 
 
 def _request_ids(request_ids: int | Iterable[int] | None) -> frozenset[int] | None:

@@ -13,19 +13,20 @@ from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import (
     SampledTokens,
     apply,
-    change_version,
     commit,
     commit_scores,
     enter,
     judge,
+    preempt,
     retire,
     training_samples,
 )
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.schedule import schedule
-from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence, Sequences, SequenceStatus
+from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE, Sequence, Sequences, SequenceStatus
 from nano_inference.scheduling.stopping import Finish
-from nano_inference.types import Delta, TrainingSample
+from nano_inference.scheduling.versions import begun, change_version, free_previous, is_held, release_held, stale
+from nano_inference.types import Delta, KvPolicy, TrainingSample
 
 _FINISHED = SequenceStatus.FINISHED  # finding a member of an enum takes 0.1 µs
 
@@ -51,6 +52,10 @@ class Runner(Protocol):
         """Launch the draw."""
         ...
 
+    def drop(self, weight_set: str) -> None:
+        """Let go of a weight set that nothing will name again."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Add:
@@ -68,11 +73,17 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class ChangeWeights:
-    """Call `write` when nothing is in flight; it returns the new version of `weight_set`, or None if it failed."""
+    """Call `write` when nothing is in flight; it returns the new version of `weight_set`, or None if it failed.
+
+    With `wait` and `finish_old` it may have to wait, and later updates behind it. `version` is the one that `write`
+    will return, so that requests that come later can be held for it.
+    """
 
     weight_set: str
     write: Callable[[], int | None]
-    recompute: bool
+    kv_policy: KvPolicy = "recompute"
+    version: int | None = None
+    set_aside: Callable[[], bool] | None = None  # keep the old weights as `previous`; False: the update failed
 
 
 Message = Add | Abort | ChangeWeights
@@ -102,6 +113,10 @@ class EngineLoop:
         self.batches = BatchBuilder(config.block_size)
         self.in_flight: deque[Flight] = deque()
         self.inbox: deque[Message] = deque()
+        self.updates: deque[ChangeWeights] = deque()  # in order; the first may wait for sequences to end
+        self.paused = False  # nothing is launched
+        self.writable = True  # False: updates wait, because the weights are put aside
+        self.admitting = True  # False: newcomers are held until the engine is resumed
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_completion_tokens = 0
@@ -110,14 +125,22 @@ class EngineLoop:
         self.streamed: list[Delta] = []  # tokens of streaming sequences that nobody took yet
 
     def has_pending(self) -> bool:
-        """Whether anything waits, runs or is in flight."""
-        return bool(self.inbox or self.sequences.by_id or self.in_flight)
+        """Whether a step would do anything: not for sequences that are held or, while it is paused, any."""
+        if self.inbox or self.in_flight or (self.updates and self._may_change(self.updates[0])):
+            return True
+        return not self.paused and self.is_busy()
+
+    def is_busy(self) -> bool:
+        """Whether anything runs or waits to run."""
+        return bool(self.sequences.running or self.sequences.waiting or self.in_flight)
 
     def step(self) -> list[TrainingSample]:
         """Plan a step, launch it, and retire older steps while the device works. Returns what finished."""
         lap = self.clock.lap
         finished = self.handle()
         lap("handle")
+        if self.paused:
+            return finished + self._retire(keep=0)
         live, pending = self.sequences, self._pending()
         decision = schedule(live.waiting, live.running, self.cache, self.config, pending)
         lap("schedule")
@@ -148,22 +171,42 @@ class EngineLoop:
         while self.inbox:
             match self.inbox.popleft():
                 case Add(sequence):
-                    enter(sequence, self.sequences, self.config.block_size)
+                    self._enter(sequence)
                 case Abort(request_ids):
-                    finished += self._abort(request_ids)
-                case ChangeWeights(weight_set, write, recompute):
-                    finished += self._retire(keep=0)  # weights change only with nothing in flight
-                    version = write()
-                    if version is not None:
-                        change_version(self.sequences, self.cache, weight_set, version, recompute)
+                    finished += self._end(self.sequences.of_requests(request_ids))
+                case ChangeWeights() as update:
+                    self.updates.append(update)
+                    finished += self._change_weights()
+        return finished + self._change_weights()
+
+    def change_now(self, weight_set: str, write: Callable[[], int | None]) -> list[TrainingSample]:
+        """Call `write` with nothing in flight, past all updates that wait. It returns a new version, or None."""
+        finished = self._retire(keep=0)
+        version = write()
+        if version is not None:
+            change_version(self.sequences, self.cache, weight_set, version)
         return finished
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self.paused, self.admitting = False, True
+        release_held(self.sequences)
+
+    def vacate(self) -> None:
+        """Take all blocks away from sequences, which will compute their context again, and forget all prefixes.
+
+        Nothing may be in flight.
+        """
+        for seq in list(self.sequences.running):
+            preempt(seq, self.sequences, self.cache)
+        self.cache.flush()
 
     def check(self) -> None:
         """Assert the invariants of cache and sequences. For tests and debugging."""
         live, layout = self.sequences.by_id.values(), self.cache.layout
         slid = [layout.num_slid(seq.num_computed_tokens, self.cache.block_size) for seq in live]
         self.cache.check(self.sequences.block_tables(), slid)
-        for seq in self.sequences.waiting:
+        for seq in [*self.sequences.waiting, *self.sequences.held]:
             assert not seq.block_ids, "a waiting sequence holds blocks"
             assert not seq.num_computed_tokens, "a waiting sequence has computed tokens"
 
@@ -188,17 +231,68 @@ class EngineLoop:
                     judge(ended[0], seq, self.sequences, self.config.block_size)
                 else:
                     samples += ended
+            self._free_previous()
             self.clock.lap("commit")
         return samples
 
-    def _abort(self, request_ids: frozenset[int] | None) -> list[TrainingSample]:
+    def _enter(self, seq: Sequence) -> None:
+        waits = [update.version for update in self.updates if update.kv_policy == "wait"]
+        if waits and waits[-1] is not None and seq.weight_set == POLICY:  # else the update would wait for ever
+            seq.min_version = max(waits[-1], seq.min_version or waits[-1])
+        if not self.admitting or is_held(seq, self.sequences):
+            seq.status = SequenceStatus.HELD
+        enter(seq, self.sequences, self.config.block_size)
+
+    def would_wait(self, kv_policy: KvPolicy) -> bool:
+        """Whether an update of this policy could not be applied now."""
+        return not self._may_change(ChangeWeights(POLICY, lambda: None, kv_policy))
+
+    def _may_change(self, update: ChangeWeights) -> bool:
+        """Whether an update need not wait."""
+        if not self.writable:
+            return False
+        if update.kv_policy == "wait":
+            return all(seq.status is SequenceStatus.HELD for seq in self.sequences.of_weight_set(update.weight_set))
+        return update.kv_policy != "finish_old" or not self.sequences.of_weight_set(PREVIOUS)
+
+    def _change_weights(self) -> list[TrainingSample]:
+        """Apply the updates that need not wait any more, in order."""
+        finished: list[TrainingSample] = []
+        while self.updates and self._may_change(self.updates[0]):
+            update = self.updates.popleft()
+            finished += self._retire(keep=0)  # weights change only with nothing in flight
+            if update.kv_policy == "abort":
+                finished += self._end(begun(self.sequences, POLICY, PREVIOUS))
+            if update.set_aside is not None and self._keeps_old(update) and not update.set_aside():
+                continue
+            version = update.write()
+            if version is not None:
+                change_version(self.sequences, self.cache, update.weight_set, version, update.kv_policy)
+                finished += self._end(stale(self.sequences), "it is too stale")
+                if self.admitting:
+                    release_held(self.sequences)
+        return finished
+
+    def _keeps_old(self, update: ChangeWeights) -> bool:
+        """Whether somebody will finish on weights that an update overwrites."""
+        if update.kv_policy == "finish_old" and begun(self.sequences, update.weight_set):
+            return True
+        return update.weight_set == POLICY and PREVIOUS in self.sequences.versions
+
+    def _end(self, sequences: list[Sequence], reason: str | None = None) -> list[TrainingSample]:
+        """End sequences with what they have."""
         samples: list[TrainingSample] = []
-        for seq in self.sequences.of_requests(request_ids):
+        for seq in sequences:
             retire(seq, self.sequences, self.cache)
             if seq.streaming and seq.judged is None:
                 self._stream(seq, [], [])
-            samples += self._samples(seq, Finish("abort"))
+            samples += self._samples(seq, Finish("abort", reason))
+        self._free_previous()
         return samples
+
+    def _free_previous(self) -> None:
+        if PREVIOUS in self.sequences.versions and free_previous(self.sequences, self.cache):
+            self.runner.drop(PREVIOUS)
 
     def _stream(self, seq: Sequence, token_ids: list[int], logprobs: list[float]) -> None:
         """Hand on what a streaming sequence has that is new; all that its text still holds back, once it has ended."""
@@ -211,7 +305,7 @@ class EngineLoop:
 
     def _count_cached(self, decision: SchedulerOutput) -> None:
         for admission in decision.admitted:
-            if self.sequences.by_id[admission.seq_id].weight_set == POLICY:
+            if self.sequences.by_id[admission.seq_id].weight_set in (POLICY, PREVIOUS):
                 self.num_cached_tokens += admission.cached.cached_length
 
     def _samples(self, seq: Sequence, finish: Finish) -> list[TrainingSample]:

@@ -1,6 +1,6 @@
 """`ModelRunner`: runs batches on one device, one forward a weight set, and draws the samples."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import NamedTuple
 
@@ -74,7 +74,7 @@ class ModelRunner:
         if block_copies:
             for storage in set(self.storages.values()):
                 storage.copy_blocks(block_copies)
-        results = [self._forward_one(_to_device(batch, self.device), previous) for batch in batches]
+        results = [self._forward_one(to_device(batch, self.device), previous) for batch in batches]
         drawn = [
             (self.models[batch.weight_set], result.hidden)
             for batch, result in zip(batches, results, strict=True)
@@ -82,6 +82,20 @@ class ModelRunner:
         ]
         scores = results[0].scores if len(results) == 1 else torch.cat([result.scores for result in results])
         return StepResult(drawn, scores)
+
+    def set_aside(self, weight_set: str, name: str, changing: Collection[str]) -> None:
+        """Keep a weight set as it is now under another name, or go on keeping it: what is about to change is copied."""
+        model = self.models[weight_set]
+        kept = self.models[name].params if name in self.models else model.params
+        shared = [key for key in changing if kept[key] is model.params[key]]
+        if shared or name not in self.models:
+            params = {**kept, **{key: model.params[key].clone() for key in shared}}
+            self.models[name] = model.twin(params)
+            self.storages[name] = self.storages[weight_set]
+
+    def drop(self, weight_set: str) -> None:
+        """Let go of a weight set. What is in flight may still hold it."""
+        del self.models[weight_set], self.storages[weight_set]
 
     @torch.inference_mode()
     def sample(self, result: StepResult, batch: SamplingBatch) -> Sampled:
@@ -108,7 +122,7 @@ class ModelRunner:
         return self.models[batch.weight_set].forward(batch, self.storages[batch.weight_set])
 
 
-def _to_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
+def to_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
     """The same batch with its tensors on another device."""
     if device.type == "cpu":
         return batch

@@ -5,6 +5,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from nano_inference.engine import generation
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.requests import checked_ids, is_text
 from nano_inference.errors import InvalidRequest, RequestAborted, RequestTooLarge, WeightUpdateError
@@ -69,7 +70,7 @@ def score_tokens(
 def _scores(engine: InferenceEngine, requests: Listed[ScoreRequest], weight_set: str) -> list[list[float]]:
     scorers = [_scorer(engine, request, weight_set) for request in requests]
     by_id: dict[int, list[float]] = {}
-    with closing(engine.run_sequences(scorers)) as deltas:
+    with closing(generation.run(engine.shared, scorers, progress=False)) as deltas:
         for sample in (delta.finished for delta in deltas if delta.finished is not None):
             if sample.ref_logprobs is None:
                 raise RequestAborted("a sequence was aborted before it was scored; nothing is returned for the others.")
@@ -78,7 +79,7 @@ def _scores(engine: InferenceEngine, requests: Listed[ScoreRequest], weight_set:
 
 
 def _scorer(engine: InferenceEngine, request: ScoreRequest, weight_set: str) -> Sequence:
-    seq_id, request_id = engine.new_ids()
+    request_id = engine.intake.new_request_id()
     params = SamplingParams()
     stand_in = TrainingSample(  # the scores come back in it
         prompt_tokens=(),
@@ -90,7 +91,7 @@ def _scorer(engine: InferenceEngine, request: ScoreRequest, weight_set: str) -> 
         request_id=request_id,
     )
     return Sequence(
-        seq_id=seq_id,
+        seq_id=engine.loop.sequences.new_id(),
         request_id=request_id,
         token_ids=request.token_ids,
         num_prompt_tokens=len(request.token_ids),

@@ -1,94 +1,194 @@
 """New weights for a live model: staged, checked, then written in place between two steps."""
 
+import hashlib
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from nano_inference.errors import WeightUpdateError
+from nano_inference.engine.weight_session import EMPTY, Hold, WeightSession
+from nano_inference.engine.weight_update import Bucket, Change, WeightPatch, WeightUpdate, cut_into_buckets
+from nano_inference.errors import ModelLoadError, WeightUpdateError
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.weights import TIED, Slot, param_table, read, slots, write
+from nano_inference.models.loading import read_tensors
+from nano_inference.models.weights import TIED, Slot, param_table, read, slots
+from nano_inference.types import KvPolicy
 
+__all__ = ["Bucket", "WeightPatch", "WeightSyncManager", "WeightUpdate", "Weights", "cut_into_buckets"]
 
-class WeightUpdate:
-    """A weight update on its way. It was checked when it was made, so what is left to do cannot be refused."""
-
-    def __init__(self, version: int, tensors: list[tuple[Slot, Tensor]]) -> None:
-        self.version = version
-        self.tensors = tensors
-        self._applied = threading.Event()
-
-    def done(self) -> bool:
-        """Whether the new weights serve."""
-        return self._applied.is_set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for at most `timeout` seconds; returns `done()`."""
-        return self._applied.wait(timeout)
-
-    def result(self, timeout: float | None = None) -> int:
-        """Wait until they serve; returns the version. Raises `WeightUpdateError` after `timeout` seconds.
-
-        The wait needs somebody to call `step()`; a blocking update does not.
-        """
-        if not self._applied.wait(timeout):
-            raise WeightUpdateError(
-                f"weight version {self.version} is not applied after {timeout} s; is step() called?"
-            )
-        return self.version
-
-    def write_to(self, params: dict[str, Tensor]) -> None:
-        """Write every tensor into its place and let go of it."""
-        for slot, tensor in self.tensors:
-            write(params, slot, tensor)
-        self.tensors = []
-        self._applied.set()
+# All that an update may be given as.
+Weights = Mapping[str, Tensor] | str | PathLike[str] | Iterable[Bucket]
 
 
 class WeightSyncManager:
-    """Owns the version of one model's weights and the updates that wait for it.
+    """Owns the version of one model's weights, the updates that wait for it, and the session that is open.
 
     A state dict uses the checkpoint's Hugging Face names, unfused, and may name only what changed. Everything is
     checked before anything is written; a refused update leaves the old version serving.
+
+    Args:
+        model: whose parameters are written.
+        announce: called with each update that `end` queues, by the thread that ends it and under `lock`.
+
+    Attributes:
+        version: the version that serves.
+        pending: updates that were checked and wait for `finish`, oldest first.
+        lock: held while an update is queued, announced or written; whoever queues and announces in two steps holds it.
     """
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, announce: Callable[[WeightUpdate], None] | None = None) -> None:
         self.model = model
         self.version = 0
         self.pending: deque[WeightUpdate] = deque()
+        self.lock = threading.RLock()
+        self.shapes = {name: slot.shape for name, slot in slots(param_table(model.spec)).items()}
+        self._announce = announce
         self._slots = slots(param_table(model.spec))
         self._newest = 0  # version of the newest update, pending or applied
+        self._open: WeightSession | None = None
+        self._version: int | None = None  # that the open session asked for
 
-    def stage(self, weights: Mapping[str, Tensor], *, version: int | None = None, copy: bool = True) -> WeightUpdate:
-        """Check a state dict and queue it. With `copy` the tensors are the caller's again when this returns.
+    # -- updates in one piece -----------------------------------------------------------------------------------------
+
+    def stage(
+        self,
+        weights: Weights,
+        *,
+        version: int | None = None,
+        copy: bool = True,
+        complete: bool = False,
+        check_finite: bool = False,
+    ) -> WeightUpdate:
+        """Check an update and queue it, whether a session is open or not.
+
+        Args:
+            weights: a state dict, the path of a folder or file of safetensors, or buckets one after the other: state
+                dicts and patches.
+            version: number of the new version, larger than every one before; None counts up.
+            copy: the tensors are the caller's again when this returns. Without it a state dict is only borrowed until
+                `finish`; buckets are copied all the same.
+            complete: refuse an update that lacks a tensor.
+            check_finite: refuse NaN and infinite values.
 
         Raises `WeightUpdateError`, with nothing changed.
         """
-        staged = [(self._slots[name], tensor) for name, tensor in self._checked(weights).items()]
-        if version is None:
-            version = self._newest + 1
-        if not isinstance(version, int) or isinstance(version, bool):
-            raise WeightUpdateError(f"version={version!r} must be an integer.")
-        if version <= self._newest:
-            raise WeightUpdateError(f"version={version} is not newer than {self._newest}; leave it out or raise it.")
-        if copy:
-            staged = [(slot, self._copy(slot, tensor)) for slot, tensor in staged]
-        update = WeightUpdate(version, staged)
-        self._newest = version
-        self.pending.append(update)
-        return update
+        self.check_version(version)
+        session = self._new_session(complete, check_finite)
+        hold = Hold.COPY if copy else Hold.BORROW
+        if isinstance(weights, Mapping):
+            session.add(cast(Bucket, weights), hold)
+        elif isinstance(weights, str | PathLike):
+            for bucket in read_folder(Path(weights)):
+                session.add(bucket, hold)
+        elif isinstance(weights, Iterable) and not isinstance(weights, Tensor):
+            for bucket in _listen(weights):
+                session.add(bucket, Hold.COPY)
+        else:
+            raise WeightUpdateError(EMPTY)
+        return self._queue(session, version)
+
+    # -- sessions -----------------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        *,
+        version: int | None = None,
+        complete: bool = False,
+        check_finite: bool = False,
+        kv_policy: KvPolicy | None = None,
+    ) -> WeightUpdate:
+        """Open the session; returns the update that it will become. See `stage` for the arguments.
+
+        `kv_policy` goes to whom the update is announced.
+
+        Raises `WeightUpdateError` if one is open already; that one goes on.
+        """
+        with self.lock:
+            if self._open is not None:
+                raise WeightUpdateError("a weight session is open already; end() or cancel() it first.")
+            self.check_version(version)
+            self._open = self._new_session(complete, check_finite)
+            self._open.update.kv_policy = kv_policy
+            self._version = version
+            return self._open.update
+
+    def receive(self, bucket: Bucket, *, copy: bool = True, of: WeightUpdate | None = None) -> None:
+        """Check a bucket and put it aside.
+
+        Args:
+            bucket: a state dict, or patches.
+            copy: the tensors are the caller's again when this returns; without it the caller gives them away.
+            of: what `begin` returned; refuses a session that another caller has opened since.
+
+        Raises `WeightUpdateError`; the session is then closed.
+        """
+        session = self._require_open(of)
+        try:
+            session.add(bucket, Hold.COPY if copy else Hold.TAKE)
+        except Exception as problem:
+            error = _as_refusal(problem)
+            self._close(session, error)
+            raise error from problem
+        if session.update.error is not None:  # cancelled meanwhile
+            raise session.update.error
+
+    def end(self, *, version: int | None = None, of: WeightUpdate | None = None) -> WeightUpdate:
+        """Check what only the whole tells, queue the update and close the session.
+
+        Args:
+            version: as in `begin`, for who learns it late.
+            of: as in `receive`.
+
+        Raises `WeightUpdateError`, with nothing changed.
+        """
+        with self.lock:
+            session = self._require_open(of)
+            try:
+                update = self._queue(session, self._version if version is None else version)
+                self._open = None
+                if self._announce is not None:
+                    self._announce(update)
+            except WeightUpdateError as problem:
+                self._close(session, problem)
+                raise
+            return update
+
+    def cancel(self, reason: str = "the weight session was cancelled.", *, of: WeightUpdate | None = None) -> None:
+        """Forget the open session, if there is one; with `of` only if it is the one that makes this update."""
+        with self.lock:
+            if self._open is not None and of in (None, self._open.update):
+                self._close(self._open, WeightUpdateError(reason))
+
+    # -- writing ------------------------------------------------------------------------------------------------------
 
     def finish(self) -> int:
         """Write the oldest pending update; returns the version that now serves. Nothing may be in flight."""
-        update = self.pending.popleft()
-        with torch.no_grad():
-            update.write_to(self.model.params)
-        self.version = update.version
-        return self.version
+        with self.lock, torch.no_grad():
+            update = self.pending.popleft()
+            try:
+                update.write_to(self.model.params)
+            except Exception as problem:  # the device is gone: nothing that was checked can be refused
+                update.fail(WeightUpdateError(f"weight version {update.version} could not be written: {problem!r}"))
+                raise
+            self.version = update.version
+            return self.version
 
-    def start_sync(self, new_weights: Mapping[str, Tensor]) -> None:
+    def refuse(self, reason: str) -> None:
+        """Give the oldest pending update up instead of writing it."""
+        with self.lock:
+            self.pending.popleft().fail(WeightUpdateError(reason))
+
+    def checksum(self) -> dict[str, str]:
+        """SHA-256 of each checkpoint tensor that serves: its bytes row by row, in the dtype that the engine holds."""
+        with self.lock:
+            return {name: _sha256(read(self.model.params, slot)) for name, slot in self._slots.items()}
+
+    def start_sync(self, new_weights: Weights) -> None:
         """Stage an update; it is applied by a later `maybe_finish_sync`."""
         self.stage(new_weights)
 
@@ -99,41 +199,107 @@ class WeightSyncManager:
         self.finish()
         return True
 
-    def sync_blocking(self, new_weights: Mapping[str, Tensor]) -> None:
+    def sync_blocking(self, new_weights: Weights) -> None:
         """Stage an update and apply it, after those that are pending."""
         self.stage(new_weights, copy=False)
         while self.maybe_finish_sync():
             pass
 
-    def _checked(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if not isinstance(weights, Mapping) or not weights:
-            raise WeightUpdateError("weights must be a non-empty state dict: checkpoint names to tensors.")
-        for name, tensor in weights.items():
-            slot = self._slots.get(TIED[name] if name in TIED and name not in self._slots else name)
-            if slot is None:
-                raise WeightUpdateError(f"{name!r} is not a tensor of this model; names are those of its checkpoint.")
-            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-                kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise WeightUpdateError(f"{name!r} must be a floating point tensor, not {kind}.")
-            if tuple(tensor.shape) != slot.shape:
-                raise WeightUpdateError(f"{name!r} has shape {tuple(tensor.shape)}, expected {slot.shape}.")
-        return self._without_tied(weights)
+    # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _without_tied(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        kept = dict(weights)
-        for name, target in TIED.items():
-            if name in kept and name not in self._slots:
-                head = kept.pop(name)
-                tied = kept[target] if target in kept else self._newest_value(self._slots[target])
-                if not torch.equal(head.to(tied.device, tied.dtype), tied):
-                    raise WeightUpdateError(f"{name!r} is tied to {target!r} in this model and differs from it.")
-        return kept
+    def _new_session(self, complete: bool, check_finite: bool) -> WeightSession:
+        return WeightSession(self._slots, self.model.params, complete=complete, check_finite=check_finite)
 
-    def _newest_value(self, slot: Slot) -> Tensor:
-        """What a place will hold once the pending updates are applied."""
-        staged = [tensor for update in self.pending for where, tensor in update.tensors if where == slot]
-        return staged[-1] if staged else read(self.model.params, slot)
+    def _require_open(self, of: WeightUpdate | None) -> WeightSession:
+        session = self._open
+        if session is None or of not in (None, session.update):
+            ended = of.error if of is not None else None
+            raise ended or WeightUpdateError("no weight session is open; begin() opens one.")
+        return session
 
-    def _copy(self, slot: Slot, tensor: Tensor) -> Tensor:
-        own = self.model.params[slot.param]
-        return tensor.detach().to(device=own.device, dtype=own.dtype, copy=True)
+    def _close(self, session: WeightSession, problem: WeightUpdateError) -> None:
+        with self.lock:
+            session.update.fail(problem)
+            if self._open is session:
+                self._open = None
+
+    def _queue(self, session: WeightSession, version: int | None) -> WeightUpdate:
+        with self.lock:
+            if not session.changes and not session.heads:
+                raise WeightUpdateError(EMPTY)
+            missing = session.missing() if session.complete else []
+            if missing:
+                count = f"{len(missing)} of {len(self._slots)}"
+                raise WeightUpdateError(f"{missing[0]!r} is missing ({count} are); complete=True asks for every one.")
+            for name, changes in session.heads.items():
+                self._require_tied(name, changes, session.changes)
+            self.check_version(version)
+            update = session.update
+            update.stage(self._newest + 1 if version is None else version, session.changes, session.staged_bytes)
+            self._newest = update.version
+            self.pending.append(update)
+            return update
+
+    def check_version(self, version: int | None) -> None:
+        """Raise `WeightUpdateError` unless a new version may be called that."""
+        if version is None:
+            return
+        if not isinstance(version, int) or isinstance(version, bool):
+            raise WeightUpdateError(f"version={version!r} must be an integer.")
+        if version <= self._newest:
+            raise WeightUpdateError(f"version={version} is not newer than {self._newest}; leave it out or raise it.")
+
+    def _require_tied(self, name: str, head: list[Change], changes: list[Change]) -> None:
+        """A tied head has no place of its own: it must become what its tensor becomes."""
+        slot = self._slots[TIED[name]]
+        tied = [change for change in changes if change.slot == slot]
+        pending = [change for update in self.pending for change in update.changes_of(slot)]
+        if not torch.equal(self._value(slot, [*pending, *head]), self._value(slot, [*pending, *tied])):
+            raise WeightUpdateError(f"{name!r} is tied to {TIED[name]!r} in this model and differs from it.")
+
+    def _value(self, slot: Slot, changes: list[Change]) -> Tensor:
+        """What a checkpoint tensor is after some changes, in the model's dtype."""
+        dtype, device = self.model.params[slot.param].dtype, self.model.params[slot.param].device
+        whole = max((place for place, change in enumerate(changes) if change.indices is None), default=-1)
+        value = (read(self.model.params, slot) if whole < 0 else changes[whole].values).to(device, dtype)
+        if whole + 1 < len(changes):
+            value = value.clone(memory_format=torch.contiguous_format)
+        for change in changes[whole + 1 :]:
+            assert change.indices is not None
+            value.view(-1).index_copy_(0, change.indices, change.values.to(device, dtype))
+        return value
+
+
+def read_folder(path: Path) -> Iterator[Bucket]:
+    """The tensors of a safetensors file or a folder of them, one a bucket. Raises `WeightUpdateError`."""
+    if not path.exists():
+        raise WeightUpdateError(f"there are no weights at {path}: no such file or folder.")
+    try:
+        for name, tensor in read_tensors(path):
+            yield {name: tensor}
+    except ModelLoadError as problem:
+        raise WeightUpdateError(str(problem)) from problem
+
+
+def _listen(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+    """The buckets; what goes wrong where they come from is an error of the update."""
+    count = 0
+    try:
+        for bucket in buckets:
+            yield bucket
+            count += 1
+    except WeightUpdateError:
+        raise
+    except Exception as problem:
+        raise WeightUpdateError(f"the weights ended after {count} buckets: {problem!r}") from problem
+
+
+def _as_refusal(problem: Exception) -> WeightUpdateError:
+    if isinstance(problem, WeightUpdateError):
+        return problem
+    return WeightUpdateError(f"a bucket could not be read: {problem!r}")
+
+
+def _sha256(tensor: Tensor) -> str:
+    flat = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().data).hexdigest()

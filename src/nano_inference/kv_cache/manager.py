@@ -52,6 +52,10 @@ class KVCacheManager(CacheView, Protocol):
     num_blocks: int
     num_units: int
 
+    def share_in_use(self) -> float:
+        """Share of the memory that sequences hold; the rest may hold prefixes."""
+        ...
+
     def allocate(self, token_ids: Sequence[int], *, prefix: PrefixKeys | None = None) -> CacheAllocation:
         """Blocks for all of `token_ids`: cached ones first, fresh ones after them."""
         ...

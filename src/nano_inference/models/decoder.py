@@ -1,5 +1,6 @@
 """The decoder: one forward pass over the rows of a batch, by a `ModelSpec` and the operations it is given."""
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -72,6 +73,18 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits of rows [L, H] that a forward pass gave: float32 [L, V]."""
         return self.ops.logits(hidden, self.head, self.spec.logits_divisor)
+
+    def forget_recorded(self) -> None:
+        """Record anew what the backend records: weights or KV tensors have moved."""
+        self._compiled.clear()
+
+    def twin(self, params: dict[str, Any] | None = None, ops: Ops | None = None) -> "Decoder":
+        """The same model with other weights, or other operations, or for KV tensors of its own; tables are shared."""
+        other = copy.copy(self)
+        other.params = self.params if params is None else params
+        other.ops = self.ops if ops is None else ops
+        other._compiled = {}
+        return other
 
     def close(self) -> None:
         """Let go of the weights. Nothing may be called afterwards."""

@@ -62,13 +62,11 @@ def load_params(
     places = slots(table)
     params = allocate(table, dtype, device, matrix)
     missing = set(places)
-    for name, tensor in _stream(folder):
+    for name, tensor in read_tensors(folder):
         if name in TIED and name not in places:
             _check_tied(name, tensor, params, places)
             continue
         if name not in places:
-            if name.endswith(_IGNORED_SUFFIXES):
-                continue
             raise ModelLoadError(f"{folder}: tensor {name!r} is not part of {spec.architecture}.")
         expected = places[name].shape
         if tuple(tensor.shape) != expected:
@@ -81,18 +79,26 @@ def load_params(
     return params
 
 
-def _stream(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, tensor) one at a time; the embedding first, so that a tied head finds it."""
-    files = _weight_files(folder)
-    handles: list[tuple[str, Any]] = []
-    for file in files:
+def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """(checkpoint name, tensor) of a model folder or a .safetensors file, one at a time; a head that may be tied last.
+
+    Raises `ModelLoadError` naming the file that is missing, cut short or something else.
+    """
+    handles: list[tuple[str, Path, Any]] = []
+    for file in _weight_files(path) if path.is_dir() else [path]:
         try:
             opened = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as problem:
             raise ModelLoadError(f"{file} cannot be read as safetensors: {problem}") from problem
-        handles += [(name, opened) for name in opened.keys()]  # noqa: SIM118 (not a dict)
-    for name, opened in sorted(handles, key=lambda item: item[0] in TIED):
-        yield name, opened.get_tensor(name)
+        handles += [(name, file, opened) for name in opened.keys()]  # noqa: SIM118 (not a dict)
+    for name, file, opened in sorted(handles, key=lambda item: item[0] in TIED):
+        if name.endswith(_IGNORED_SUFFIXES):
+            continue
+        try:
+            tensor = opened.get_tensor(name)
+        except (SafetensorError, OSError) as problem:
+            raise ModelLoadError(f"tensor {name!r} of {file} cannot be read: {problem}") from problem
+        yield name, tensor
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -146,6 +146,16 @@ def write(params: dict[str, Any], slot: Slot, tensor: Tensor) -> None:
         param.write(slot.start, tensor)
 
 
+def patch(params: dict[str, Any], slot: Slot, indices: Tensor, values: Tensor) -> None:
+    """Change single numbers of one checkpoint tensor in place: flat row-major `indices` int64 [n], `values` [n]."""
+    param = params[slot.param]
+    if isinstance(param, Tensor):
+        flat = param.narrow(0, slot.start, slot.shape[0]).view(-1)
+        flat.index_copy_(0, indices.to(flat.device), values.to(flat.device, flat.dtype))
+    else:
+        param.patch(slot.start, indices, values)
+
+
 def read(params: dict[str, Any], slot: Slot) -> Tensor:
     """What one checkpoint name stands for, in the parameter's dtype: a view, or a copy where weights are packed."""
     param = params[slot.param]

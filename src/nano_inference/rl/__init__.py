@@ -1,22 +1,31 @@
-"""The trainer's side: logprobs of given tokens, and a policy whose logprobs are the engine's to the bit."""
+"""The trainer's side: logprobs that are the engine's to the bit, gradients, replays, and what other trainers differ by."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nano_inference.rl.comparison import differences
     from nano_inference.rl.policy import PolicyModel
-    from nano_inference.rl.policy import PolicyModel
+    from nano_inference.rl.replayer import replay
+    from nano_inference.rl.report import MismatchReport, mismatch_report
     from nano_inference.rl.score import score
 
-__all__ = ["PolicyModel", "score"]
+__all__ = ["MismatchReport", "PolicyModel", "differences", "mismatch_report", "replay", "score"]
 
-_MODULES = {"PolicyModel": "nano_inference.rl.policy", "score": "nano_inference.rl.score"}
+_MODULES = {
+    "MismatchReport": "report",
+    "PolicyModel": "policy",
+    "differences": "comparison",
+    "mismatch_report": "report",
+    "replay": "replayer",
+    "score": "score",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    value = globals()[name] = getattr(import_module(f"nano_inference.rl.{_MODULES[name]}"), name)
     return value
 
 

@@ -179,16 +179,16 @@ class _TrainerWeights:
         self._packed: dict[str, tuple[int, int]] | None = None  # by name: where it lay, and its version
         policy = engine.model
         params = allocate(param_table(policy.spec), policy.dtype, policy.device, policy.ops.allocate)
-        self._decoder = Decoder(policy.spec, params, policy.ops, engine.max_model_len)
+        self._decoder = policy.twin(params)
         self.name = WEIGHT_SET
-        engine.between_steps(POLICY, self._register)
+        engine.shared.between_steps(POLICY, self._register)
 
     def follow(self, params: Mapping[str, Tensor]) -> None:
         """Write the parameters into the set if any has changed."""
         now = {name: (param.data_ptr(), param._version) for name, param in params.items()}
         if now != self._packed:
             self._packed = None
-            self.engine.between_steps(self.name, lambda: self._write(params))
+            self.engine.shared.between_steps(self.name, lambda: self._write(params))
             self._packed = now
 
     def _register(self) -> None:
@@ -219,7 +219,7 @@ def _initial_weights(engine: InferenceEngine, dtype: torch.dtype) -> dict[str, T
             same = torch.equal(exact.to(serving.dtype), serving)
             found[name] = (exact if same else serving).to(dtype, copy=True)
 
-    engine.between_steps(POLICY, take)
+    engine.shared.between_steps(POLICY, take)
     return found
 
 

@@ -1,6 +1,5 @@
 """The decoder in plain, differentiable torch: what `models/decoder.py` computes, without a KV cache, for gradients."""
 
-import math
 from collections.abc import Mapping, Set
 
 import torch

@@ -10,7 +10,7 @@ from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.sequence import REFERENCE, Sequence, Sequences, SequenceStatus
 from nano_inference.scheduling.stopping import Finish, ends_by_id, finish_of, may_stop
-from nano_inference.types import SamplingMask, TopLogprobs, TrainingSample, VersionSpan
+from nano_inference.types import ContextVersions, SamplingMask, TopLogprobs, TrainingSample, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
         seq.block_ids = list(admission.cached.block_ids)
         seq.num_computed_tokens = admission.cached.cached_length
         seq.num_published_blocks = len(seq.block_ids)
+        seq.begin_context((), sequences.versions[seq.weight_set])
         if not seq.num_completion_tokens:
             seq.cached_tokens = admission.cached.cached_length
     copies: list[tuple[int, int]] = []
@@ -139,7 +140,7 @@ def judge(sample: TrainingSample, seq: Sequence, sequences: Sequences, block_siz
 
 
 def enter(seq: Sequence, sequences: Sequences, block_size: int) -> None:
-    """Queue a new sequence."""
+    """Take in a new sequence, with the status that it has."""
     seq.prefix.namespace = sequences.namespace_of(seq)
     seq.prefix.extend(seq.token_ids, block_size)
     sequences.insert(seq)
@@ -169,25 +170,15 @@ def publish(seq: Sequence, cache: KVCacheManager) -> None:
             seq.num_published_blocks = full
 
 
-def change_version(sequences: Sequences, cache: KVCacheManager, weight_set: str, version: int, recompute: bool) -> None:
-    """A weight set has new weights. Nothing of it may be in flight.
-
-    Running sequences either recompute their context under the new weights (`recompute`) or keep their keys and values;
-    then their blocks mix versions and are not published any more. Old blocks cannot match: the version is in their
-    name.
-    """
-    old, sequences.versions[weight_set] = sequences.versions[weight_set], version
-    for seq in [s for s in sequences.running if s.weight_set == weight_set]:
-        if recompute:
-            preempt(seq, sequences, cache)
-        else:
-            seq.publishable = False
-    for seq in sequences.waiting:
-        if seq.weight_set == weight_set:
-            seq.release(sequences.namespace_of(seq))
-            seq.prefix.extend(seq.token_ids, cache.block_size)
-    if old != version:
-        cache.drop_version(weight_set, old)
+def context_versions(seq: Sequence) -> tuple[ContextVersions, ...]:
+    """Which versions computed what its completion tokens attended to. Token i is drawn at row prompt + i - 1."""
+    entries = list(seq.past_contexts)
+    ends = [context.token_start for context in seq.contexts[1:]] + [seq.num_completion_tokens]
+    for (start, past, version), end in zip(seq.contexts, ends, strict=False):  # it may have none
+        if end > start:
+            last = VersionSpan(version, past[-1].end if past else 0, seq.num_prompt_tokens + end - 1)
+            entries.append(ContextVersions(start, end, (*past, last)))
+    return tuple(entries)
 
 
 def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str) -> list[TrainingSample]:
@@ -199,6 +190,7 @@ def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str)
     if seq.output_text is not None:
         seq.output_text.finish()
         text = seq.output_text.text
+    loss_mask = tuple(not any(i in each for each in seq.appended) for i in range(len(completion)))
     starts = [*seq.version_starts, (version, len(completion))]
     spans = [VersionSpan(v, start, end) for (v, start), (_, end) in itertools.pairwise(starts)]
     return [
@@ -222,7 +214,8 @@ def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str)
             sample_index=index,
             request_id=seq.request_id,
             cached_tokens=seq.cached_tokens,
-            loss_mask=(True,) * len(completion),
+            kv_versions=context_versions(seq),
+            loss_mask=loss_mask,
             sampling_params=seq.params,
         )
         for index in range(seq.sample_index, seq.sample_index + seq.num_samples)

@@ -7,18 +7,21 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from operator import attrgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.types import SamplingParams, TopLogprobs, TrainingSample
+from nano_inference.types import ContextVersions, SamplingParams, TopLogprobs, TrainingSample, VersionSpan
 
 POLICY = "policy"  # the weight set that samples are drawn from
+PREVIOUS = "previous"  # the policy's old weights, for as long as sequences finish on them
 REFERENCE = "reference"  # a frozen model that scores them
+_LINEAGE = {PREVIOUS: POLICY}  # whose versions a set holds, where that is another one's: blocks go by lineage
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands. Waiting sequences hold no blocks."""
+    """Where a sequence stands. Waiting and held sequences hold no blocks; held ones are not to be scheduled yet."""
 
+    HELD = auto()
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
@@ -47,6 +50,14 @@ class GrowingText(Protocol):
     def copy(self) -> "GrowingText":
         """Another sample's, with the same past."""
         ...
+
+
+class Context(NamedTuple):
+    """From which completion token on, which versions computed the head of the context, and which computes the rest."""
+
+    token_start: int
+    past: tuple[VersionSpan, ...]
+    version: int
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +91,11 @@ class Sequence:
     version_starts: list[tuple[int, int]] = field(
         default_factory=list[tuple[int, int]]
     )  # (weight version, first completion token)
+    contexts: list[Context] = field(default_factory=list[Context])  # since it was made or resumed
+    past_contexts: tuple[ContextVersions, ...] = ()  # of the sample that it resumes
+    appended: tuple[range, ...] = ()  # completion tokens that were appended, not sampled
+    min_version: int | None = None  # it is held until this version of the policy serves
+    max_staleness: int | None = None  # it ends when its oldest version is this much older than the newest
     scored: range = range(0)  # rows (positions) whose next token's logprob is wanted
     score_temperature: float = 1.0  # under which; above 0
     scores: list[float] = field(default_factory=list[float])  # of the first of them; a group's samples share the list
@@ -152,6 +168,22 @@ class Sequence:
         self.output_logprobs.append(logprob)
         self.output_log_kept_mass.append(log_kept_mass)
 
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest version that sampled a token of it or computed what it attends to; None before any did."""
+        versions = [version for version, _ in self.version_starts[:1]]
+        versions += [span.version for context in self.contexts[-1:] for span in context.past]
+        versions += [context.version for context in self.contexts[-1:]] if self.num_computed_tokens else []
+        return min(versions, default=None)
+
+    def begin_context(self, past: tuple[VersionSpan, ...], version: int) -> None:
+        """From the next token on the context is computed by the versions in `past`, and then by `version`."""
+        at = self.num_completion_tokens
+        while self.contexts and self.contexts[-1].token_start >= at:
+            self.contexts.pop()
+        if not self.contexts or self.contexts[-1][1:] != (past, version):
+            self.contexts.append(Context(at, past, version))
+
     def release(self, namespace: Namespace) -> list[int]:
         """Give up all blocks (returned) and start over; what is computed next belongs to `namespace`."""
         block_ids, self.block_ids = self.block_ids, []
@@ -181,6 +213,9 @@ class Sequence:
             publishable=self.publishable,
             last_step=self.last_step,
             cached_tokens=self.cached_tokens,
+            contexts=list(self.contexts),
+            min_version=self.min_version,
+            max_staleness=self.max_staleness,
             scored=self.scored,
             score_temperature=self.score_temperature,
             scores=self.scores,
@@ -190,10 +225,11 @@ class Sequence:
 
 
 class Sequences:
-    """Every live sequence: by id, and in two lists in scheduling order. Versions of the weight sets stand here too."""
+    """Every live sequence: by id, and in lists in scheduling order. Versions of the weight sets stand here too."""
 
     def __init__(self) -> None:
         self.by_id: dict[int, Sequence] = {}
+        self.held: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.versions: dict[str, int] = {POLICY: 0}
@@ -205,7 +241,8 @@ class Sequences:
 
     def namespace_of(self, seq: Sequence) -> Namespace:
         """Where blocks that are computed now for this sequence belong."""
-        return Namespace(seq.weight_set, self.versions[seq.weight_set], seq.params.cache_salt)
+        lineage = _LINEAGE.get(seq.weight_set, seq.weight_set)
+        return Namespace(lineage, self.versions[seq.weight_set], seq.params.cache_salt)
 
     def insert(self, seq: Sequence) -> None:
         """Add a live sequence to the list that its status names."""
@@ -229,9 +266,15 @@ class Sequences:
         found = [s for s in self.by_id.values() if request_ids is None or s.request_id in request_ids]
         return sorted(found, key=lambda s: (s.request_id, s.sample_index))
 
+    def of_weight_set(self, weight_set: str) -> list[Sequence]:
+        """Live sequences of a weight set."""
+        return [seq for seq in self.by_id.values() if seq.weight_set == weight_set]
+
     def block_tables(self) -> Iterator[list[int]]:
         """All live block tables, for `KVCacheManager.check`."""
         return (seq.block_ids for seq in self.by_id.values())
 
     def _list(self, seq: Sequence) -> list[Sequence]:
-        return self.waiting if seq.status is SequenceStatus.WAITING else self.running
+        if seq.status is SequenceStatus.RUNNING:
+            return self.running
+        return self.waiting if seq.status is SequenceStatus.WAITING else self.held

@@ -32,12 +32,21 @@ class Arena:
 
 def advise_huge_pages(tensor: Tensor) -> None:
     """Ask for huge pages behind a large tensor that was just allocated; nothing happens where there are none."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+    _advise(tensor, "MADV_HUGEPAGE")
+
+
+def discard(tensor: Tensor) -> None:
+    """Give the pages behind a large tensor back to the system. It keeps its address; what it held is lost."""
+    _advise(tensor, "MADV_DONTNEED")
+
+
+def _advise(tensor: Tensor, advice: str) -> None:
+    if not hasattr(mmap, advice):
         return
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
     if size > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), getattr(mmap, advice))
 
 
 def _mapping(size: int) -> Tensor:

@@ -58,6 +58,17 @@ class PackedWeight:
             self.num_threads,
         )
 
+    def patch(self, start: int, indices: Tensor, values: Tensor) -> None:
+        """Numbers at flat row-major `indices` [n] of the rows from `start` on become `values` [n], in place."""
+        group = 2 if self.dtype == torch.bfloat16 else 1  # columns that lie side by side
+        rows = start + indices.div(self.columns, rounding_mode="floor")
+        columns = indices % self.columns
+        if len(indices) and not 0 <= int(rows.min()) <= int(rows.max()) < self.rows:
+            raise ValueError(f"indices are not within {tuple(self.shape)} from row {start} on.")
+        lines = rows.div(LANES, rounding_mode="floor") * self.data.shape[1] + columns.div(group, rounding_mode="floor")
+        places = (lines * LANES + rows % LANES) * group + columns % group
+        self.data.view(-1).index_copy_(0, places, values.to(self.dtype))
+
     def read(self, start: int = 0, count: int | None = None) -> Tensor:
         """A copy of rows [start, start + count), [count, columns]; None: all that follow."""
         count = self.rows - start if count is None else count

@@ -1,14 +1,28 @@
-// Weights into panels and back, in place.
+// Weights into panels and back, in place. The bits are those of a cast to nearest even; denormals stay.
 #include "linear.h"
+#include "transpose.h"
 
 namespace nano {
 namespace {
 
+inline bf16 round1(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return bf16((bits >> 16) | 0x40);
+  return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
 template <class T, class S>
 inline T cast(S value) {
   if constexpr (sizeof(T) == sizeof(S)) return value;
-  else if constexpr (sizeof(T) == 2) return narrow1(value);
+  else if constexpr (sizeof(T) == 2) return round1(value);
   else return widen1(value);
+}
+
+// round1 of 16 floats, in the upper half of each word.
+inline IVec round16(IVec bits) {
+  const IVec rounded = iadd(bits, iadd(iset(0x7fff), iand(ishr<16>(bits), iset(1))));
+  return ibits(vselect(vnan(vbits(bits)), vbits(ior(bits, iset(0x400000))), vbits(rounded)));
 }
 
 // Where [row, column] lies.
@@ -23,33 +37,102 @@ inline int64_t place(int64_t row, int64_t column, int64_t columns) {
   }
 }
 
+// Columns of 16 whole rows that are moved at once: a word a row and column, or a pair of columns where both are bf16.
+template <class T, class S>
+constexpr int64_t WIDTH = sizeof(T) == 2 || sizeof(S) == 2 ? 32 : 16;
+
+template <class S>
+inline void load_words(IVec (&words)[16], const S* source, int64_t columns) {
+  for (int n = 0; n < LANES; n++) words[n] = iload(source + n * columns);
+  transpose(words);
+}
+
+template <bool streaming>
+inline void put(void* p, IVec v) {
+  if constexpr (streaming) istream(p, v);
+  else istore(p, v);
+}
+
+// Columns [0, WIDTH) of 16 rows into a panel.
+template <bool streaming, class T, class S>
+inline void move(const S* source, int64_t columns, T* out) {
+  const IVec upper = iset(0xffff0000);
+  IVec words[16];
+  if constexpr (sizeof(T) == sizeof(S)) {
+    load_words(words, source, columns);
+    for (int k = 0; k < 16; k++) put<streaming>(out + k * (64 / sizeof(T)), words[k]);
+  } else if constexpr (sizeof(T) == 2) {
+    for (int half = 0; half < 2; half++, source += 16, out += 16 * LANES) {
+      load_words(words, source, columns);
+      for (int k = 0; k < 16; k += 2)
+        put<streaming>(out + k * LANES, ior(ishr<16>(round16(words[k])), iand(round16(words[k + 1]), upper)));
+    }
+  } else {
+    load_words(words, source, columns);
+    for (int k = 0; k < 16; k++, out += 2 * LANES) {
+      put<streaming>(out, ishl<16>(words[k]));
+      put<streaming>(out + LANES, iand(words[k], upper));
+    }
+  }
+}
+
+// One panel: 16 whole rows, contiguous. The next panel's are fetched meanwhile: they are 16 streams to the processor,
+// which does not foresee so many.
+template <bool streaming, class T, class S>
+void pack_panel(const S* source, T* out, int64_t columns, bool more) {
+  constexpr int64_t width = WIDTH<T, S>, line = 64 / sizeof(S);
+  int64_t k = 0;
+  for (; k + width <= columns; k += width) {
+    if (more)
+      for (int64_t i = 0; i < width * LANES; i += line) fetch2(source + columns * LANES + k * LANES + i);
+    move<streaming>(source + k, columns, out + k * LANES);
+  }
+  for (; k < columns; k++)
+    for (int64_t n = 0; n < LANES; n++) out[place<T>(n, k, columns)] = cast<T>(source[n * columns + k]);
+}
+
 }  // namespace
 
 template <class T, class S>
 void pack(const S* source, T* packed, int64_t start, int64_t count, int64_t columns) {
+  const bool aligned = reinterpret_cast<uintptr_t>(packed) % 64 == 0;
   for (int64_t first = 0; first < count;) {
-    // Sixteen rows of a panel at once where they are all there: the writes then follow each other.
-    const int64_t lanes = (start + first) % LANES == 0 && count - first >= LANES ? LANES : 1;
-    if (lanes == LANES) {
+    const S* row = source + first * columns;
+    if ((start + first) % LANES == 0 && count - first >= LANES) {
       T* out = packed + place<T>(start + first, 0, columns);
-      constexpr int group = sizeof(T) == 2 ? 2 : 1;
-      for (int64_t k = 0; k + group <= columns; k += group, out += group * LANES)
-        for (int n = 0; n < LANES; n++)
-          for (int g = 0; g < group; g++) out[n * group + g] = cast<T>(source[(first + n) * columns + k + g]);
-      if (group == 2 && columns % 2)
-        for (int n = 0; n < LANES; n++) out[n * 2] = cast<T>(source[(first + n) * columns + columns - 1]);
+      const bool more = count - first >= 2 * LANES;
+      aligned ? pack_panel<true>(row, out, columns, more) : pack_panel<false>(row, out, columns, more);
+      first += LANES;
     } else {
-      for (int64_t k = 0; k < columns; k++)
-        packed[place<T>(start + first, k, columns)] = cast<T>(source[first * columns + k]);
+      for (int64_t k = 0; k < columns; k++) packed[place<T>(start + first, k, columns)] = cast<T>(row[k]);
+      first++;
     }
-    first += lanes;
   }
+  streamed();
 }
 
 template <class T>
 void unpack(const T* packed, T* out, int64_t start, int64_t count, int64_t columns) {
-  for (int64_t row = 0; row < count; row++)
-    for (int64_t k = 0; k < columns; k++) out[row * columns + k] = packed[place<T>(start + row, k, columns)];
+  constexpr int64_t width = 64 / sizeof(T);
+  for (int64_t first = 0; first < count;) {
+    T* row = out + first * columns;
+    if ((start + first) % LANES == 0 && count - first >= LANES) {
+      const T* panel = packed + place<T>(start + first, 0, columns);
+      int64_t k = 0;
+      for (; k + width <= columns; k += width) {
+        IVec words[16];
+        for (int n = 0; n < 16; n++) words[n] = iload(panel + k * LANES + n * width);
+        transpose(words);
+        for (int n = 0; n < LANES; n++) istore(row + n * columns + k, words[n]);
+      }
+      for (; k < columns; k++)
+        for (int64_t n = 0; n < LANES; n++) row[n * columns + k] = panel[place<T>(n, k, columns)];
+      first += LANES;
+    } else {
+      for (int64_t k = 0; k < columns; k++) row[k] = packed[place<T>(start + first, k, columns)];
+      first++;
+    }
+  }
 }
 
 template void pack(const bf16*, bf16*, int64_t, int64_t, int64_t);

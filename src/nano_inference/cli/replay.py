@@ -1,0 +1,157 @@
+"""`nano-inference replay`: a file of samples made again, and compared bit by bit."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import track
+from rich.text import Text
+
+from nano_inference.cli import options
+from nano_inference.cli.terminal import errors, load_engine, output
+from nano_inference.errors import InvalidRequest
+from nano_inference.types import TrainingSample
+
+if TYPE_CHECKING:
+    from nano_inference.rl.comparison import Difference
+    from nano_inference.rl.replayer import Replayer
+
+MOST_DIAGNOSES = 3  # a diagnosis takes about as long as generating the sample did
+
+
+def replay(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SAMPLES",
+            show_default=False,
+            help="Samples as JSON lines, such as `generate --json` writes; or a .parquet file.",
+        ),
+    ],
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="What serves version 0: as for `generate`.")
+    ],
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--weights", "-w", metavar="VERSION=MODEL", help="The weights of one version: a folder. May be repeated."
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many samples.")] = None,
+    ref_model: options.RefModel = None,
+    kv_cache_memory: options.KVCacheMemory = None,
+    max_model_len: options.MaxModelLen = None,
+    threads: options.Threads = None,
+    verbose: options.Verbose = False,
+    debug: options.Debug = False,
+) -> None:
+    """Make every sample of a file again, and compare it with what the file says, bit by bit.
+
+    Tokens, logprobs and all else that follows from prompt, seed and weights are compared. Backend, dtype and device are
+    those that the file names. Exit code 0: all samples are equal; 1: some sample differs (the first difference is
+    shown, and the layer and operation that depends on the schedule, if one does); 2: the file cannot be replayed.
+    """
+    folders = _folders(weights or [])
+    if not file.is_file():
+        raise typer.BadParameter(f"there is no file {file}.", param_hint="SAMPLES")
+    with errors.status(f"reading {file}"):
+        samples = _read(file)[:limit]
+    if not samples:
+        raise typer.BadParameter(f"{file} holds no sample.", param_hint="SAMPLES")
+    config = options.engine_config(
+        model,
+        ref_model_path=ref_model,
+        kv_cache_memory=kv_cache_memory,
+        max_model_len=max_model_len,
+        num_threads=threads,
+        **_numerics(samples[0].numerics),
+    )
+    with load_engine(config) as engine:
+        from nano_inference.rl.replayer import Replayer
+
+        replayer = Replayer(engine, folders)
+        versions = _check(replayer, samples)
+        num_different = _compare(replayer, samples)
+        num_tokens = sum(len(sample.completion_tokens) for sample in samples)
+        count = len(samples) - num_different
+        output.print(
+            Text.assemble(
+                (f"{count} of {len(samples)} samples", "bold red" if num_different else "bold green"),
+                f" are equal to the bit: {num_tokens:,} tokens looked at, weight "
+                f"version{'s' if len(versions) > 1 else ''} {', '.join(map(str, sorted(versions)))}, "
+                f"{engine.numerics.fingerprint}",
+            ),
+            soft_wrap=True,
+        )
+    if num_different:
+        raise typer.Exit(1)
+
+
+def _folders(given: Sequence[str]) -> dict[int, str]:
+    folders: dict[int, str] = {}
+    for each in given:
+        version, _, folder = each.partition("=")
+        if not version.strip().isdecimal() or not folder:
+            raise typer.BadParameter(f"{each!r} must be VERSION=FOLDER, such as 3=checkpoints/3.", param_hint="-w")
+        if int(version) in folders:
+            raise typer.BadParameter(f"version {version} is given twice.", param_hint="--weights")
+        folders[int(version)] = folder
+    return folders
+
+
+def _read(file: Path) -> list[TrainingSample]:
+    from nano_inference.data import read_jsonl, read_parquet  # imports torch
+
+    return read_parquet(file) if file.suffix == ".parquet" else read_jsonl(file)
+
+
+def _numerics(fingerprint: str) -> dict[str, Any]:
+    """The options of the engine that made a sample. What they do not settle is refused later, by name."""
+    parts = fingerprint.split("/")
+    if len(parts) != 4:
+        return {}
+    backend, dtype, device = parts[0].rsplit("-", 1)[0], parts[1], parts[2]
+    found: dict[str, Any] = {"dtype": dtype, "device": device}
+    return found | ({"backend": backend} if backend in ("reference", "cpu") else {})
+
+
+def _check(replayer: "Replayer", samples: Sequence[TrainingSample]) -> set[int]:
+    """The weight versions of all samples. Raises `InvalidRequest` before any work, naming all that are missing."""
+    from nano_inference.rl.history import versions_of
+
+    needed: set[int] = set()
+    for number, sample in enumerate(samples, start=1):
+        try:
+            replayer.check(sample, versions=False)
+            needed |= versions_of(sample)
+        except InvalidRequest as problem:
+            raise InvalidRequest(f"sample {number}: {problem}") from problem
+    replayer.decoders.require(needed)
+    return needed
+
+
+def _compare(replayer: "Replayer", samples: Sequence[TrainingSample]) -> int:
+    """How many samples differ; each is shown."""
+    from nano_inference.rl.comparison import differences
+
+    num_different = 0
+    shown = track(samples, "replaying", console=errors, transient=True, disable=not errors.is_terminal)
+    for number, sample in enumerate(shown, start=1):
+        found = differences(sample, replayer.replay(sample))
+        if found:
+            num_different += 1
+            _show(replayer, number, sample, found[0], diagnosed=num_different <= MOST_DIAGNOSES)
+    return num_different
+
+
+def _show(
+    replayer: "Replayer", number: int, sample: TrainingSample, difference: "Difference", *, diagnosed: bool
+) -> None:
+    from nano_inference.rl.tracing import diagnose
+
+    facts = f"  request {sample.request_id}, sample {sample.sample_index}, {len(sample.completion_tokens)} tokens"
+    output.print(Text.assemble((f"sample {number}", "cyan"), (facts, "dim")), soft_wrap=True)
+    output.print(Text(f"  {difference}"), soft_wrap=True)
+    if diagnosed:
+        output.print(Text(f"  {diagnose(replayer, sample, difference)}"), soft_wrap=True)

@@ -1,0 +1,37 @@
+"""`generate`, seen from inside: add requests, step until they have ended, hand out their deltas."""
+
+from collections import deque
+from collections.abc import Generator
+
+from nano_inference.engine.progress import Progress, progress_of
+from nano_inference.engine.shared_loop import SharedLoop
+from nano_inference.scheduling.sequence import Sequence
+from nano_inference.types import Delta
+
+PATIENCE = 0.5  # seconds between two looks at an engine that is paused
+
+
+def run(engine: SharedLoop, requests: list[Sequence], progress: Progress) -> Generator[Delta]:
+    """Add requests and step until they have ended, yielding their deltas. Closing it aborts what is left.
+
+    While another thread has paused the engine it waits.
+    """
+    left = sum(request.width for request in requests)
+    arrived: deque[Delta] = deque()
+    show = progress_of(progress, left, engine.loop)
+    request_ids = [request.request_id for request in requests]
+    engine.open(requests, arrived.append)
+    try:
+        for request in requests:
+            engine.enqueue(request)
+        while left:
+            if not arrived and not engine.advance_or_wait(PATIENCE) and not arrived:
+                raise RuntimeError(f"{left} samples were lost: a bug of the engine.")
+            while arrived:
+                delta = arrived.popleft()
+                left -= delta.finished is not None
+                yield delta
+            show(left)
+    finally:
+        show.close()
+        engine.abandon(request_ids)

@@ -1,0 +1,216 @@
+"""`SharedLoop`: the loop for several threads. Who steps, who waits for what, pauses, and what a failure ends."""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import get_args
+
+from nano_inference.engine.delivery import Delivery, Sink
+from nano_inference.engine.loop import Abort, Add, EngineLoop, Message
+from nano_inference.engine.sleeping import Sleep
+from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
+from nano_inference.scheduling.sequence import Sequence
+from nano_inference.types import PauseMode, TrainingSample
+
+
+class SharedLoop:
+    """One thread steps at a time; any thread may add, abort, pause or announce an update.
+
+    Attributes:
+        lock: held by whoever runs the loop.
+        work_arrived: set whenever a message arrives; whoever waits for work clears it.
+    """
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.loop = loop
+        self.lock = threading.RLock()
+        self.work_arrived = threading.Event()
+        self.delivery = Delivery()
+        self._unclaimed: list[TrainingSample] = []  # for the next `step`
+        self._running = threading.Event()  # not set while the engine is paused
+        self._running.set()
+        self._paused_by: threading.Thread | None = None  # not its ident, which a later thread may get
+        self._sleep: Sleep | None = None
+        self._dead: str | None = None
+
+    # -- stepping -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[TrainingSample]:
+        """Run one step; returns the samples that ended since the last call and that nobody else waits for."""
+        self.advance()
+        with self.lock:
+            kept, self._unclaimed = self._unclaimed, []
+        return kept
+
+    def advance(self) -> None:
+        """Run one step and hand its samples to those who wait for them; `step` returns the others."""
+        with self.lock:
+            self._deliver(self._guarded(self.loop.step))
+
+    def advance_or_wait(self, patience: float) -> bool:
+        """Run a step; while the engine is paused wait for at most so many seconds. False: there was nothing to do."""
+        self.require_alive()
+        if self.loop.has_pending():
+            self.advance()
+            return True
+        if self._running.is_set():
+            return False
+        self._running.wait(patience)
+        return True
+
+    def handle(self) -> None:
+        """Take in the messages, without a step."""
+        with self.lock:
+            self._deliver(self._guarded(self.loop.handle))
+
+    def between_steps(self, weight_set: str, change: Callable[[], int | None]) -> None:
+        """Call `change` with nothing in flight. What it returns is the weight set's new version; None: as it was."""
+        with self.lock:
+            self.handle()
+            self._deliver(self._guarded(lambda: self.loop.change_now(weight_set, change)))
+
+    def has_pending(self) -> bool:
+        """Whether a step would do or return anything."""
+        return self._dead is None and (bool(self._unclaimed) or self.loop.has_pending())
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def post(self, message: Message) -> None:
+        """Leave a message for the next step."""
+        self.loop.inbox.append(message)
+        self.work_arrived.set()
+
+    def enqueue(self, sequence: Sequence) -> int:
+        """Queue a checked request; returns its id."""
+        self.post(Add(sequence))
+        return sequence.request_id
+
+    def open(self, requests: Iterable[Sequence], sink: Sink) -> None:
+        """From now on `sink` takes these requests' deltas. Raises `InvalidRequest` where they would never come."""
+        self.require_alive()
+        if self.is_paused_by_me():
+            raise InvalidRequest(
+                f"the engine is {'asleep' if self._sleep is not None else 'paused'}, by this thread, which would wait "
+                "for itself; resume() or wake() it first, or use add_request."
+            )
+        for request in requests:
+            self.delivery.open(request.request_id, request.width, sink)
+
+    def abandon(self, request_ids: Iterable[int]) -> None:
+        """Nobody waits for these requests any more: those that have not ended do so now, and are lost."""
+        unfinished = self.delivery.abandon(request_ids)
+        if unfinished and self._dead is None:
+            self.abort(frozenset(unfinished))
+
+    def abort(self, request_ids: frozenset[int] | None) -> list[TrainingSample]:
+        """End requests (None: all) now; returns their partial samples, also to those who wait for them."""
+        self.require_alive()
+        with self.lock:
+            self.handle()
+            self.loop.inbox.append(Abort(request_ids))
+            ended = self._guarded(self.loop.handle)
+            before = len(self._unclaimed)
+            self._deliver(ended)
+            del self._unclaimed[before:]
+        return ended
+
+    # -- pauses -------------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode) -> list[TrainingSample]:
+        """See `InferenceEngine.pause`."""
+        self.require_alive()
+        if mode not in get_args(PauseMode):
+            raise InvalidRequest(f"mode={mode!r} is not one of {', '.join(get_args(PauseMode))}.")
+        if mode == "wait":
+            with self.lock:
+                self.handle()
+                self.loop.admitting = False
+            while self.loop.is_busy() and not self.loop.paused:  # others may step, add and abort meanwhile
+                self.advance()
+        with self.lock:
+            self._running.clear()
+            self._paused_by = threading.current_thread()
+            self.loop.paused = True
+            self.advance()  # what is in flight comes home
+            return self.abort(None) if mode == "abort" else []
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self.require_alive()
+        with self.lock:
+            if self._sleep is not None:
+                raise InvalidRequest("the engine is asleep; wake() it.")
+            self.loop.resume()
+            self._paused_by = None
+            self._running.set()
+            self.work_arrived.set()
+
+    def is_paused_by_me(self) -> bool:
+        """Whether the calling thread paused it, so that waiting here would be for ever."""
+        return self._paused_by is threading.current_thread()
+
+    def has_no_weights(self) -> bool:
+        """Whether the weights' memory was given back."""
+        return self._sleep is not None and self._sleep.holds_weights
+
+    def sleep(self, give_back: Callable[[], Sleep]) -> None:
+        """Pause, take all blocks away, and give memory back."""
+        self.require_alive()
+        with self.lock:
+            if self._sleep is not None:
+                raise InvalidRequest("the engine is asleep already; wake() it first.")
+            was_paused = self.loop.paused
+            self.pause("keep")
+            self.loop.vacate()
+            try:
+                self._sleep = give_back()
+                self.loop.writable = not self._sleep.holds_weights
+            except OSError as problem:
+                if not was_paused:
+                    self.resume()
+                raise NanoInferenceError(f"the weights could not be put aside: {problem}.") from problem
+
+    def wake(self) -> None:
+        """Take the memory again and go on. Without a sleep nothing happens."""
+        self.require_alive()
+        with self.lock:
+            if self._sleep is not None:
+                try:
+                    self._sleep.end()
+                except Exception as problem:
+                    self._dead = f"the weights that were put aside are lost: {type(problem).__name__}: {problem}"
+                    raise EngineDead(self._dead) from problem
+                self._sleep = None
+                self.loop.writable = True
+                self.resume()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def end(self, why: str) -> bool:
+        """No call works from now on; returns False if that was so before. Call it with the lock held."""
+        if self._dead is not None:
+            return False
+        self._dead = why
+        self._running.set()
+        self.work_arrived.set()
+        if self._sleep is not None:
+            self._sleep.forget()
+        return True
+
+    def require_alive(self) -> None:
+        """Raise `EngineDead` if it is."""
+        if self._dead is not None:
+            raise EngineDead(f"{self._dead}; build a new one.")
+
+    def _deliver(self, samples: list[TrainingSample]) -> None:
+        """Hand deltas and samples to those who wait for them; the others wait for `step`."""
+        streamed, self.loop.streamed = self.loop.streamed, []
+        self._unclaimed += self.delivery.hand_out(streamed, samples)
+
+    def _guarded(self, run: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
+        """Run part of the loop. What it raises leaves sequences and cache in an unknown state: the engine is dead."""
+        self.require_alive()
+        try:
+            return run()
+        except Exception as problem:
+            self._dead = f"a step failed: {type(problem).__name__}: {problem}"
+            raise EngineDead(self._dead) from problem

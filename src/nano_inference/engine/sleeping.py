@@ -1,0 +1,85 @@
+"""Giving memory back while an engine sleeps: the KV cache, and the weights too, which wait in a file."""
+
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.engine.storage import KVStorage
+from nano_inference.models.decoder import Decoder
+from nano_inference.ops.cpu.memory import discard
+
+
+class Sleep:
+    """Memory that was given back. Everything keeps its address on a CPU, so nothing has to be recorded anew.
+
+    Raises `OSError`, with nothing given back, where the weights cannot be written.
+    """
+
+    def __init__(self, storages: Iterable[KVStorage], models: Iterable[Decoder], *, weights: bool) -> None:
+        self.holds_weights = weights
+        self._models = list(models)
+        caches = [tensor for storage in set(storages) for tensor in (storage.keys, storage.values)]
+        held = [_memory(param) for model in self._models for param in model.params.values()] if weights else []
+        self._weights = list({tensor.data_ptr(): tensor for tensor in held}.values())  # sets may share some
+        self._folder = Path(tempfile.mkdtemp(prefix="nano-inference-")) if weights else None  # mode 0700
+        if self._folder is not None:
+            self._save(self._folder / "weights")
+        self._tensors = [*caches, *self._weights]
+        self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
+        for tensor in self._tensors:
+            if on_cpu(tensor):
+                discard(tensor)
+            else:
+                tensor.untyped_storage().resize_(0)
+
+    def end(self) -> None:
+        """Take the memory again and put the weights back, to the bit."""
+        for tensor, size in zip(self._tensors, self._sizes, strict=True):
+            if not on_cpu(tensor):
+                tensor.untyped_storage().resize_(size)
+        if self._folder is not None:
+            with (self._folder / "weights").open("rb") as file:
+                for tensor in self._weights:
+                    there = (
+                        _bytes(tensor) if tensor.device.type == "cpu" else torch.empty(tensor.nbytes, dtype=torch.uint8)
+                    )
+                    file.readinto(there.numpy().data)
+                    if tensor.device.type != "cpu":
+                        _bytes(tensor).copy_(there)
+        for model in self._models:
+            if not on_cpu(model):
+                model.forget_recorded()
+        self.forget()
+
+    def forget(self) -> None:
+        """Remove what stands on disk."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _save(self, path: Path) -> None:
+        try:
+            with path.open("wb") as file:
+                for tensor in self._weights:  # one by one: no second copy of them all
+                    file.write(_bytes(tensor).cpu().numpy().data)
+        except OSError:
+            self.forget()
+            raise
+
+
+def on_cpu(held: Any) -> bool:
+    """Whether a tensor or a model lies in the host's memory."""
+    return held.device.type == "cpu"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _memory(param: Any) -> Tensor:
+    """The tensor that a parameter's numbers stand in, in whatever order."""
+    return param if isinstance(param, Tensor) else param.data

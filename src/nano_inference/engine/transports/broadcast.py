@@ -1,0 +1,144 @@
+"""Weights by `torch.distributed` broadcast, the engine's side: gloo on a CPU, NCCL on CUDA, by the same code.
+
+The order of an update: the length of its description, the description, whether everybody accepts it, then each bucket
+as one flat run of bytes, and whether everybody has them all.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.engine.transports import wire
+from nano_inference.engine.transports.group import (
+    Group,
+    ask_for_room,
+    check_backend,
+    default_room,
+    join_group,
+    join_store,
+    parse_address,
+)
+from nano_inference.engine.transports.interface import Deadline, Incoming, Shapes
+from nano_inference.engine.weight_update import Bucket
+from nano_inference.errors import WeightUpdateError
+from nano_inference.ops.cpu.memory import HUGE_PAGE, advise_huge_pages
+
+
+class BroadcastReceiver:
+    """An engine's end of a group that has the trainer as rank 0; the trainer uses `sender.WeightSender`.
+
+    The group is made with the first update and kept for the next ones; after an error in the middle of an update it is
+    gone on both sides, and the next update makes a new one. A description that is refused leaves it standing.
+
+    Args:
+        address: "tcp://host:port" of the trainer.
+        rank: of this engine, from 1 on.
+        world_size: the trainer and all engines.
+        backend: "gloo" or "nccl".
+        device: where the weights arrive; None: the CPU with gloo, the current CUDA device with NCCL.
+        host: address of this machine that the trainer reaches it at; gloo listens there alone.
+        default_group: the trainer called `init_process_group` and sends by `WeightSender.over`. Such a group cannot be
+            joined a second time.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        rank: int = 1,
+        world_size: int = 2,
+        backend: str = "gloo",
+        device: str | torch.device | None = None,
+        host: str = "127.0.0.1",
+        default_group: bool = False,
+    ) -> None:
+        if not 1 <= rank < world_size:
+            raise WeightUpdateError(f"rank={rank} must be from 1 to world_size - 1 = {world_size - 1}.")
+        check_backend(backend)
+        self.address = parse_address(address)
+        self.default_group = default_group
+        self.rank, self.world_size, self.backend, self.host = rank, world_size, backend, host
+        self.device = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
+        self._group: Group | None = None
+        self._closing = threading.Lock()
+
+    def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
+        """Wait for the description of an update. Raises `WeightUpdateError`."""
+        try:
+            group = self._connect(deadline)
+            length = self._empty(1, torch.int64)
+            group.broadcast(length, deadline, "the description of the weights")
+            size, most = int(length.item()), wire.most_bytes(shapes)
+            if not 0 < size <= most:
+                raise WeightUpdateError(
+                    f"the trainer announces a description of {size} bytes; at most {most} make sense."
+                )
+            content = self._empty(size, torch.uint8)
+            group.broadcast(content, deadline, "the description of the weights")
+        except BaseException:
+            self.close()
+            raise
+        plan, refusal = _decode(bytes(content.cpu().numpy()), shapes)
+        try:
+            accepted = group.agree(plan is not None, deadline, "the answer to the description")
+        except BaseException:
+            self.close()
+            raise
+        if plan is None or not accepted:
+            raise refusal or WeightUpdateError("another engine refused the trainer's weights.")
+        return Incoming(plan.version, self._buckets(group, plan, deadline))
+
+    def close(self) -> None:
+        """End the group; the next `receive` makes a new one."""
+        with self._closing:
+            group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _buckets(self, group: Group, plan: wire.Plan, deadline: Deadline) -> Iterator[Bucket]:
+        """One bucket travels while the one before it is handed on."""
+        under_way: deque[tuple[Tensor, list[Any], str]] = deque()
+        try:
+            for number, bucket in enumerate(plan.buckets, start=1):
+                what = f"bucket {number} of {len(plan.buckets)}, from {bucket[0].name!r} on,"
+                flat = self._empty(wire.num_bytes(bucket), torch.uint8)
+                runs = wire.runs(bucket)
+                works = [group.begin_broadcast(flat[run.start : run.stop], deadline, what) for run in runs]
+                under_way.append((flat, works, what))
+                if len(under_way) == 2:
+                    yield wire.unpack(plan.buckets[number - 2], self._arrived(group, under_way.popleft(), deadline))
+            yield wire.unpack(plan.buckets[-1], self._arrived(group, under_way.popleft(), deadline))
+            group.agree(True, deadline, "the confirmation")
+        except BaseException:  # also of whoever stops taking buckets
+            self.close()
+            raise
+
+    def _arrived(self, group: Group, under_way: tuple[Tensor, list[Any], str], deadline: Deadline) -> Tensor:
+        flat, works, what = under_way
+        group.wait(works, what, deadline)
+        return flat
+
+    def _connect(self, deadline: Deadline) -> Group:
+        if self._group is None:
+            store = join_store(self.address, self.world_size, deadline)
+            room = default_room(self.backend) if self.default_group else ask_for_room(store, self.rank, deadline)
+            made = join_group(store, room, self.rank, self.world_size, self.backend, self.device, self.host, deadline)
+            self._group = Group(made, self.device, alive=lambda: store.check(["alive"]))
+        return self._group
+
+    def _empty(self, count: int, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(count, dtype=dtype, device=self.device)
+        if self.device.type == "cpu" and tensor.nbytes >= HUGE_PAGE:
+            advise_huge_pages(tensor)  # memory that was never touched comes in pieces, each of which takes time
+        return tensor
+
+
+def _decode(content: bytes, shapes: Shapes) -> tuple[wire.Plan | None, WeightUpdateError | None]:
+    try:
+        return wire.decode(content, shapes), None
+    except WeightUpdateError as problem:
+        return None, problem

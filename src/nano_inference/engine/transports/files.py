@@ -1,0 +1,98 @@
+"""Weights as files: a folder of safetensors, and a marker that is written last, by an atomic rename."""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nano_inference.engine.transports.interface import Deadline, Incoming, Shapes
+from nano_inference.engine.weight_sync import read_folder
+from nano_inference.engine.weight_update import BUCKET_BYTES, Bucket, cut_into_buckets
+from nano_inference.errors import WeightUpdateError
+
+MARKER = "complete.json"
+LOOK = 0.02  # seconds between two looks for the marker
+
+
+def write_folder(
+    folder: str | Path,
+    weights: Mapping[str, Tensor],
+    *,
+    version: int | None = None,
+    max_file_bytes: int = 16 * BUCKET_BYTES,
+) -> Path:
+    """Write an update for `WeightFolder` to read; returns the folder. What it held of an earlier one is replaced.
+
+    Nothing is complete before the marker is there, and each file appears whole: a reader never sees half of one.
+    """
+    folder = Path(folder)
+    if not weights:
+        raise WeightUpdateError("there is nothing to write: weights must be a non-empty state dict.")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARKER).unlink(missing_ok=True)
+    for old in folder.glob("*.safetensors"):
+        old.unlink()
+    sizes: dict[str, int] = {}
+    for number, bucket in enumerate(cut_into_buckets(weights, max_file_bytes), start=1):
+        name = f"weights-{number:05d}.safetensors"
+        unfinished = folder / f".{name}.unfinished"
+        # Clones: safetensors refuses tensors that share memory.
+        save_file({key: tensor.detach().clone().contiguous() for key, tensor in bucket.items()}, unfinished)
+        sizes[name] = unfinished.stat().st_size
+        unfinished.rename(folder / name)
+    unfinished = folder / f".{MARKER}.unfinished"
+    unfinished.write_text(json.dumps({"version": version, "files": sizes}), encoding="utf-8")
+    os.replace(unfinished, folder / MARKER)
+    return folder
+
+
+class WeightFolder:
+    """Reads what `write_folder` wrote, as soon as its marker is there."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
+        """Wait for the marker. Raises `WeightUpdateError` naming what is missing, cut short or not readable."""
+        marker = self.folder / MARKER
+        while not marker.exists():
+            deadline.check(f"{marker} was not written")
+            time.sleep(min(LOOK, max(deadline.left(), 0.001)))
+        told = _read_marker(marker)
+        for name, size in told["files"].items():
+            path = self.folder / name
+            if Path(name).name != name or not path.is_file():
+                raise WeightUpdateError(f"{path} is named by {MARKER} and missing.")
+            if path.stat().st_size != size:
+                raise WeightUpdateError(
+                    f"{path} has {path.stat().st_size} bytes, {MARKER} says {size}: it was cut short."
+                )
+        return Incoming(told["version"], self._buckets([self.folder / name for name in told["files"]], deadline))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _buckets(self, files: list[Path], deadline: Deadline) -> Iterator[Bucket]:
+        for file in files:
+            for bucket in read_folder(file):
+                deadline.check(f"{file} was not read")
+                yield bucket
+
+
+def _read_marker(path: Path) -> dict[str, Any]:
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise WeightUpdateError(f"{path} cannot be read: {problem}") from problem
+    files = told.get("files") if isinstance(told, dict) else None
+    if not isinstance(files, dict) or not files or not all(isinstance(size, int) for size in files.values()):
+        raise WeightUpdateError(f"{path} does not name files and their sizes.")
+    version = told.get("version")
+    if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
+        raise WeightUpdateError(f"{path}: version={version!r} must be an integer.")
+    return {"version": version, "files": files}

@@ -1,0 +1,228 @@
+"""A `torch.distributed` group of one trainer and its engines that no other group of the process knows of.
+
+It is made of public classes: a `TCPStore`, and the backend's own (`ProcessGroupGloo`, `ProcessGroupNCCL`), which needs
+no default group and registers nothing. Ranks find each other by keys of the store. Those of a process's first ordinary
+group are known ("default_pg", its name "0", the device), so that an engine can also meet a trainer that called
+`init_process_group` itself; seen with torch 2.13. The private `_new_process_group_helper` is not needed for that.
+"""
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from nano_inference.engine.transports.interface import Deadline
+from nano_inference.errors import WeightUpdateError
+
+LOOK = 0.1  # seconds between two looks at whether the trainer still lives
+Address = tuple[str, int]
+
+dist: Any = torch.distributed  # its stubs lack much of what it exports
+
+
+def parse_address(address: str) -> Address:
+    """(host, port) of "tcp://host:port". Raises `WeightUpdateError`."""
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname, parts.port
+    except (ValueError, TypeError, AttributeError):
+        host, port, parts = None, None, None
+    if parts is None or parts.scheme != "tcp" or not host or port is None or parts.path:
+        raise WeightUpdateError(f"address={address!r} must be tcp://host:port.")
+    return host, port
+
+
+def serve_store(address: Address, timeout: float) -> Any:
+    """The store that a group meets at, on this host alone or on whatever address is given; port 0: any free one."""
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+        port = listener.getsockname()[1]
+        # Left to itself the store would listen on every address of the machine.
+        return dist.TCPStore(
+            address[0],
+            port,
+            None,
+            True,
+            timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    except (OSError, RuntimeError) as problem:
+        listener.close()
+        raise WeightUpdateError(f"no group can meet at tcp://{address[0]}:{address[1]}: {problem}") from problem
+
+
+def join_store(address: Address, world_size: int, deadline: Deadline) -> Any:
+    """The store that the trainer serves, as soon as it does. Raises `WeightUpdateError`."""
+    where = f"tcp://{address[0]}:{address[1]}"
+    while True:  # the store's own way to wait says little and in many lines
+        try:
+            socket.create_connection(address, timeout=max(deadline.left(), 0.001)).close()
+            # It counts its workers where the trainer came by init_process_group, which waits for all of them.
+            return dist.TCPStore(
+                address[0], address[1], world_size, False, deadline.remaining(), wait_for_workers=False
+            )
+        except (OSError, RuntimeError) as problem:
+            if not deadline.left():
+                raise WeightUpdateError(f"no trainer at {where} within {deadline.seconds:g} s: {problem}") from problem
+            time.sleep(min(0.05, deadline.left()))
+
+
+class Group:
+    """Rank `rank` of a group whose rank 0 is the trainer. Every wait has a deadline; whatever fails ends the group.
+
+    Args:
+        process_group: what `dist` calls a backend or a process group.
+        device: where tensors must lie to travel.
+        alive: called now and then while a collective is under way; raises when the trainer is gone.
+    """
+
+    def __init__(self, process_group: Any, device: torch.device, alive: Callable[[], object] | None = None) -> None:
+        self.device = device
+        self._group = process_group
+        self._alive = alive
+
+    def broadcast(self, tensor: Tensor, deadline: Deadline, what: str) -> None:
+        """The trainer's numbers into everybody's tensor; `what` names them in the error."""
+        self.wait([self.begin_broadcast(tensor, deadline, what)], what, deadline)
+
+    def begin_broadcast(self, tensor: Tensor, deadline: Deadline, what: str) -> Any:
+        """The same without waiting: give what it returns to `wait`."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, deadline.remaining()
+        try:
+            return self._require().broadcast([tensor], options)
+        except RuntimeError as problem:
+            raise WeightUpdateError(f"{what} cannot travel: {_first_line(problem)}") from problem
+
+    def agree(self, accepted: bool, deadline: Deadline, what: str) -> bool:
+        """Whether everybody accepts."""
+        flag = torch.tensor([int(accepted)], dtype=torch.int32, device=self.device)
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = dist.ReduceOp.MIN, deadline.remaining()
+        try:
+            work = self._require().allreduce([flag], options)
+        except RuntimeError as problem:
+            raise WeightUpdateError(f"{what} cannot travel: {_first_line(problem)}") from problem
+        self.wait([work], what, deadline)
+        return bool(flag.item())
+
+    def wait(self, works: Iterable[Any], what: str, deadline: Deadline) -> None:
+        """Until collectives are done. Raises `WeightUpdateError` at the deadline, or when the other side is gone."""
+        look = time.monotonic() + LOOK
+        try:
+            for work in works:
+                pause = 5e-5
+                while not work.is_completed():
+                    deadline.check(f"{what} did not travel")
+                    if self._alive is not None and time.monotonic() > look:
+                        self._alive()
+                        look = time.monotonic() + LOOK
+                    time.sleep(pause)
+                    pause = min(2 * pause, 1e-3)
+                work.wait()
+        except RuntimeError as problem:
+            raise WeightUpdateError(
+                f"{what} did not travel, the other side is gone: {_first_line(problem)}"
+            ) from problem
+
+    def close(self) -> None:
+        """End the group. What is under way fails on every side; nothing here waits for it."""
+        group, self._group, self._alive = self._group, None, None
+        if group is not None:
+            group.abort()
+            # The destructor waits for the backend's threads, which may be in a collective until its own deadline.
+            threading.Thread(target=_let_go, args=([group],), name="weight-group-end", daemon=True).start()
+
+    def _require(self) -> Any:
+        if self._group is None:
+            raise WeightUpdateError("the group of trainer and engines was closed.")
+        return self._group
+
+
+def ask_for_room(store: Any, rank: int, deadline: Deadline) -> str:
+    """Say that this engine is here, and wait until the trainer names the place in the store where both meet.
+
+    Each try has a token of its own, so that neither takes what is left of an earlier one for the other's.
+    """
+    here, token = f"engine/{rank}", secrets.token_hex(8)
+    room = f"room/{rank}/{token}"
+    try:
+        store.set(here, token)
+        while not store.check([room]):
+            if not deadline.left():
+                store.delete_key(here)
+            deadline.check("the trainer came, and began no update")
+            time.sleep(min(0.01, max(deadline.left(), 0.001)))
+        return store.get(room).decode()
+    except RuntimeError as problem:
+        raise WeightUpdateError(f"the trainer is gone: {_first_line(problem)}") from problem
+
+
+def open_room(store: Any, num_receivers: int, name: str, deadline: Deadline) -> None:
+    """Wait until every engine is here, and tell them where to meet."""
+    try:
+        for rank in range(1, num_receivers + 1):
+            while not store.check([f"engine/{rank}"]):
+                deadline.check(f"engine {rank} of {num_receivers} did not join")
+                time.sleep(min(0.01, max(deadline.left(), 0.001)))
+        for rank in range(1, num_receivers + 1):
+            token = store.get(f"engine/{rank}").decode()
+            store.delete_key(f"engine/{rank}")
+            store.set(f"room/{rank}/{token}", name)
+    except RuntimeError as problem:
+        raise WeightUpdateError(f"the engines cannot be found: {_first_line(problem)}") from problem
+
+
+def default_room(backend: str) -> str:
+    """Where the ranks of a process's first ordinary group meet."""
+    return "default_pg/0//" + ("cpu/" if backend == "gloo" else "cuda/")
+
+
+def join_group(
+    store: Any, room: str, rank: int, world_size: int, backend: str, device: torch.device, host: str, deadline: Deadline
+) -> Any:
+    """A backend whose ranks meet in a room of a store. Raises `WeightUpdateError` if they do not in time."""
+    store = dist.PrefixStore(room, store)
+    try:
+        if backend == "nccl":
+            settings = dist.ProcessGroupNCCL.Options()
+            settings._timeout = deadline.remaining()
+            with torch.cuda.device(device):
+                return dist.ProcessGroupNCCL(store, rank, world_size, settings)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = deadline.remaining()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        return dist.ProcessGroupGloo(store, rank, world_size, options)
+    except RuntimeError as problem:
+        raise WeightUpdateError(
+            f"rank {rank} of {world_size} found no group within {deadline.seconds:g} s: {_first_line(problem)}"
+        ) from problem
+
+
+def check_backend(backend: str) -> None:
+    """Raise `WeightUpdateError` for one that is unknown or not part of this torch."""
+    if backend not in ("gloo", "nccl"):
+        raise WeightUpdateError(f"backend={backend!r} must be 'gloo' or 'nccl'.")
+    if not (dist.is_gloo_available() if backend == "gloo" else dist.is_nccl_available()):
+        raise WeightUpdateError(f"backend={backend!r} is not part of this build of torch.")
+
+
+def _let_go(holder: list[Any]) -> None:
+    holder.clear()
+
+
+def _first_line(problem: Exception) -> str:
+    return str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__

@@ -1,0 +1,117 @@
+"""Runs a transport into a session of the manager, on threads of its own and with a deadline that holds."""
+
+import queue
+import threading
+from typing import Any, Literal
+
+from nano_inference.engine.transports.interface import Deadline, Shapes, WeightTransport
+from nano_inference.engine.weight_sync import WeightSyncManager
+from nano_inference.engine.weight_update import WeightUpdate
+from nano_inference.errors import WeightUpdateError
+from nano_inference.types import KvPolicy
+
+AHEAD = 2  # buckets that may wait while one is staged
+GRACE = 0.25  # seconds that a transport has to say itself what is late
+
+Kind = Literal["version", "bucket", "done", "failed"]
+
+
+def receive_update(
+    manager: WeightSyncManager,
+    transport: WeightTransport,
+    *,
+    version: int | None = None,
+    complete: bool = False,
+    check_finite: bool = False,
+    kv_policy: KvPolicy | None = None,
+    timeout: float = 300.0,
+) -> WeightUpdate:
+    """Begin to receive an update and return at once; it is queued and announced when all of it was checked.
+
+    Two threads: one waits for the transport, one checks what it brings and keeps the deadline, even where a call into
+    a library does not come back. Whatever goes wrong fails the returned update, closes the session and, in the middle
+    of the bytes, the transport, and leaves the old version serving.
+
+    Args:
+        manager: whose session it is; raises `WeightUpdateError` at once if one is open.
+        transport: what brings the buckets.
+        version: number of the new version; None: the transport's, or counted up.
+        complete: refuse an update that lacks a tensor.
+        check_finite: refuse NaN and infinite values.
+        kv_policy: what becomes of running requests.
+        timeout: seconds from now by which everything must have arrived.
+    """
+    deadline = Deadline(timeout)
+    update = manager.begin(version=version, complete=complete, check_finite=check_finite, kv_policy=kv_policy)
+    arrivals = _Arrivals(transport, manager.shapes, deadline)
+    receive = threading.Thread(
+        target=_receive, args=(manager, arrivals, update, version), name="weight-session", daemon=True
+    )
+    receive.start()
+    return update
+
+
+def _receive(manager: WeightSyncManager, arrivals: "_Arrivals", update: WeightUpdate, version: int | None) -> None:
+    try:
+        _, theirs = arrivals.take()
+        if None not in (version, theirs) and version != theirs:
+            raise WeightUpdateError(f"the trainer sent weight version {theirs}, expected {version}.")
+        version = theirs if version is None else version
+        manager.check_version(version)
+        while (bucket := arrivals.take())[0] != "done":
+            manager.receive(bucket[1], copy=False, of=update)
+        manager.end(version=version, of=update)
+    except Exception as problem:
+        reason = str(problem) if isinstance(problem, WeightUpdateError) else f"weights cannot be received: {problem!r}"
+        manager.cancel(reason, of=update)
+        arrivals.stop()
+
+
+class _Arrivals:
+    """What a transport brings, on a thread of its own: its version, then its buckets."""
+
+    def __init__(self, transport: WeightTransport, shapes: Shapes, deadline: Deadline) -> None:
+        self.transport, self.shapes, self.deadline = transport, shapes, deadline
+        self._arrived: queue.Queue[tuple[Kind, Any]] = queue.Queue(AHEAD)
+        self._stopped = threading.Event()
+        self._settled = False  # the transport has nothing under way
+        self._buckets = 0
+        threading.Thread(target=self._bring, name="weight-transport", daemon=True).start()
+
+    def take(self) -> tuple[Kind, Any]:
+        """What came next. Raises what the transport raised, and `WeightUpdateError` at the deadline."""
+        try:
+            kind, content = self._arrived.get(timeout=self.deadline.left() + GRACE)
+        except queue.Empty:
+            came = f"{self._buckets} buckets did"
+            raise WeightUpdateError(f"the weights did not arrive within {self.deadline.seconds:g} s; {came}.") from None
+        self._settled = kind in ("done", "failed")
+        self._buckets += kind == "bucket"
+        if kind == "failed":
+            raise content
+        return kind, content
+
+    def stop(self) -> None:
+        """Take no more; what is under way is torn down, which may wait for a call that does not come back."""
+        self._stopped.set()
+        if not self._settled:
+            threading.Thread(target=self.transport.close, name="weight-teardown", daemon=True).start()
+
+    def _bring(self) -> None:
+        try:
+            incoming = self.transport.receive(self.shapes, self.deadline)
+            self._put("version", incoming.version)
+            for bucket in incoming.buckets:
+                self._put("bucket", bucket)
+            self._put("done", None)
+        except Exception as problem:
+            if not self._stopped.is_set():
+                self._put("failed", problem)
+
+    def _put(self, kind: Kind, content: Any) -> None:
+        while not self._stopped.is_set():
+            try:
+                return self._arrived.put((kind, content), timeout=0.1)
+            except queue.Full:
+                continue
+        raise WeightUpdateError("the session has ended.")

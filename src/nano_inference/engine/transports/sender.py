@@ -1,0 +1,161 @@
+"""Weights by `torch.distributed` broadcast, the trainer's side."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.engine.transports import wire
+from nano_inference.engine.transports.group import (
+    Group,
+    check_backend,
+    join_group,
+    open_room,
+    parse_address,
+    serve_store,
+)
+from nano_inference.engine.transports.interface import Deadline
+from nano_inference.engine.weight_update import BUCKET_BYTES, WeightPatch
+from nano_inference.errors import WeightUpdateError
+
+
+class WeightSender:
+    """Sends state dicts to engines that receive with `broadcast.BroadcastReceiver`. A context manager.
+
+    An error in the middle of an update ends the group; the next `send` waits for the engines to join a new one. One
+    that engines refuse by its description alone leaves it standing.
+
+    Args:
+        address: where the engines join, "tcp://host:port"; port 0: any free one, see `address` afterwards. Nothing
+            listens elsewhere.
+        num_receivers: engines, of ranks 1 to `num_receivers`.
+        backend: "gloo" or "nccl".
+        device: from where the weights leave; None: the CPU with gloo, the current CUDA device with NCCL.
+        bucket_bytes: how much travels at once.
+        timeout: seconds that `connect` and `send` may take.
+    """
+
+    def __init__(
+        self,
+        address: str = "tcp://127.0.0.1:0",
+        *,
+        num_receivers: int = 1,
+        backend: str = "gloo",
+        device: str | torch.device | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout: float = 300.0,
+    ) -> None:
+        check_backend(backend)
+        host, port = parse_address(address)
+        self.num_receivers, self.backend, self.timeout, self.bucket_bytes = (
+            num_receivers,
+            backend,
+            timeout,
+            bucket_bytes,
+        )
+        self.device = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
+        self._host = host
+        self._store: Any = serve_store((host, port), timeout)
+        self.address = f"tcp://{host}:{self._store.port}"
+        self._group: Group | None = None
+        self._groups = 0  # that were made
+
+    @classmethod
+    def over(
+        cls,
+        process_group: Any,
+        *,
+        device: str | torch.device = "cpu",
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout: float = 300.0,
+    ) -> "WeightSender":
+        """A sender over a group that there is already and whose rank 0 this is, like `dist.group.WORLD`."""
+        sender = cls.__new__(cls)
+        sender.bucket_bytes, sender.timeout, sender.device = bucket_bytes, timeout, torch.device(device)
+        sender._store, sender._group = None, Group(process_group, sender.device)
+        return sender
+
+    def connect(self, *, timeout: float | None = None) -> None:
+        """Wait for the engines to join; `send` does it too. Raises `WeightUpdateError`."""
+        self._connect(Deadline(timeout or self.timeout))
+
+    def send(
+        self,
+        weights: Mapping[str, Tensor] | Iterable[WeightPatch],
+        *,
+        version: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Send an update; returns when every engine has all its bytes. What they then make of it, they say.
+
+        Raises `WeightUpdateError`: within `timeout` seconds whatever the engines do.
+        """
+        deadline = Deadline(timeout or self.timeout)
+        buckets = wire.cut(wire.sendable(weights), self.bucket_bytes)
+        plan = wire.Plan(version, tuple(tuple(piece for piece, _ in bucket) for bucket in buckets))
+        group = self._connect(deadline)
+        try:
+            accepted = self._describe(group, plan, deadline)
+            if accepted:
+                self._send(group, buckets, deadline)
+        except BaseException:
+            self._drop()
+            raise
+        if not accepted:
+            raise WeightUpdateError(
+                "an engine refused the weights by their names, shapes or types; its error says which."
+            )
+
+    def close(self) -> None:
+        """End the group and serve no more."""
+        self._drop()
+        self._store = None
+
+    def __enter__(self) -> "WeightSender":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _describe(self, group: Group, plan: wire.Plan, deadline: Deadline) -> bool:
+        what = "the description of the weights"
+        content = torch.frombuffer(bytearray(wire.encode(plan)), dtype=torch.uint8).to(self.device)
+        group.broadcast(torch.tensor([len(content)], dtype=torch.int64, device=self.device), deadline, what)
+        group.broadcast(content, deadline, what)
+        return group.agree(True, deadline, "the engines' answer")
+
+    def _send(self, group: Group, buckets: list[list[wire.Sendable]], deadline: Deadline) -> None:
+        """One bucket travels while the next is laid out."""
+        under_way: deque[tuple[list[Any], str]] = deque()
+        for number, bucket in enumerate(buckets, start=1):
+            what = f"bucket {number} of {len(buckets)}, from {bucket[0][0].name!r} on,"
+            tensors = [tensor for _, parts in bucket for tensor in parts]
+            works = [
+                group.begin_broadcast(wire.laid_out(run, tensors, self.device), deadline, what)
+                for run in wire.runs(piece for piece, _ in bucket)
+            ]
+            under_way.append((works, what))
+            if len(under_way) == 2:
+                group.wait(*under_way.popleft(), deadline)
+        while under_way:
+            group.wait(*under_way.popleft(), deadline)
+        group.agree(True, deadline, "the engines' confirmation")
+
+    def _connect(self, deadline: Deadline) -> Group:
+        if self._group is None:
+            if self._store is None:
+                raise WeightUpdateError("the sender is closed, or the group that it was given is; make a new one.")
+            room = f"group/{self._groups}/"
+            self._groups += 1
+            open_room(self._store, self.num_receivers, room, deadline)
+            world_size = self.num_receivers + 1
+            made = join_group(self._store, room, 0, world_size, self.backend, self.device, self._host, deadline)
+            self._group = Group(made, self.device)
+        return self._group
+
+    def _drop(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()

@@ -1,0 +1,210 @@
+"""What goes ahead of the bytes: a description of every bucket in JSON, checked against the model before it is used.
+
+A bucket is one flat run of bytes. Its pieces lie one after the other, each from a multiple of 16 on: whole tensors row
+by row; of a patch the int64 indices, then the values.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from nano_inference.engine.transports.interface import Shapes
+from nano_inference.engine.weight_update import BUCKET_BYTES, WeightPatch
+from nano_inference.errors import WeightUpdateError
+from nano_inference.models.weights import TIED
+
+FORMAT = 1
+ALIGNMENT = 16
+LARGE = 2**19  # bytes of a tensor that travels by itself: to lay it out would cost more than a message
+DTYPES = {
+    str(each).removeprefix("torch."): each for each in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor of a bucket, or with `count` a patch of so many numbers."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    count: int | None = None
+
+    def sizes(self) -> list[int]:
+        """Bytes of its tensors."""
+        if self.count is not None:
+            return [8 * self.count, self.dtype.itemsize * self.count]
+        return [self.dtype.itemsize * torch.Size(self.shape).numel()]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An update as it will travel."""
+
+    version: int | None
+    buckets: tuple[tuple[Piece, ...], ...]
+
+
+class Run(NamedTuple):
+    """Bytes [start, stop) of a bucket that travel at once, and which of its tensors they are."""
+
+    start: int
+    stop: int
+    tensors: list[int]
+
+
+Sendable = tuple[Piece, list[Tensor]]  # a piece and its tensors
+
+
+def sendable(weights: Mapping[str, Tensor] | Iterable[WeightPatch]) -> list[Sendable]:
+    """Tensors by name, or patches, with what describes them. Raises `WeightUpdateError`."""
+    found: list[Sendable] = []
+    if isinstance(weights, Mapping):
+        for name, tensor in cast(Mapping[str, Tensor], weights).items():
+            found.append((Piece(name, _known(name, tensor.dtype), tuple(tensor.shape)), [tensor.detach()]))
+    else:
+        for name, indices, values in weights:
+            piece = Piece(name, _known(name, values.dtype), (), len(indices))
+            found.append((piece, [indices.detach().to(torch.int64), values.detach()]))
+    if not found:
+        raise WeightUpdateError("there is nothing to send: weights must be a non-empty state dict or patches.")
+    return found
+
+
+def cut(pieces: list[Sendable], max_bytes: int = BUCKET_BYTES) -> list[list[Sendable]]:
+    """Pieces in buckets of at most `max_bytes`; a larger one goes alone."""
+    buckets: list[list[Sendable]] = []
+    size = 0
+    for piece, tensors in pieces:
+        more = sum(map(_aligned, piece.sizes()))
+        if not buckets or size + more > max_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append((piece, tensors))
+        size += more
+    return buckets
+
+
+def encode(plan: Plan) -> bytes:
+    """The plan as JSON."""
+    buckets = [
+        [[each.name, DTYPE_NAMES[each.dtype], each.shape, each.count] for each in bucket] for bucket in plan.buckets
+    ]
+    return json.dumps({"format": FORMAT, "version": plan.version, "buckets": buckets}).encode()
+
+
+def most_bytes(shapes: Shapes) -> int:
+    """Longer than this no description of an update of the model is."""
+    return 4096 + sum(256 + 4 * len(name) for name in shapes)
+
+
+def decode(content: bytes, shapes: Shapes) -> Plan:
+    """A plan from its JSON, with every name, shape, type and size checked. Raises `WeightUpdateError`."""
+    try:
+        told = json.loads(content)
+        if told["format"] != FORMAT:
+            raise WeightUpdateError(f"the trainer speaks format {told['format']!r} of weight updates, not {FORMAT}.")
+        version = told["version"]
+        buckets = [[(str(name), dtype, shape, count) for name, dtype, shape, count in each] for each in told["buckets"]]
+    except (ValueError, KeyError, TypeError) as problem:
+        raise WeightUpdateError(f"the trainer's description of its weights cannot be read: {problem!r}") from problem
+    if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
+        raise WeightUpdateError(f"the trainer's version={version!r} must be an integer.")
+    seen: set[str] = set()
+    plan = Plan(version, tuple(tuple(_checked(each, shapes, seen) for each in bucket) for bucket in buckets))
+    if not seen:
+        raise WeightUpdateError("the trainer sent an update of no tensors.")
+    if any(len({piece.count is None for piece in bucket}) != 1 for bucket in plan.buckets):
+        raise WeightUpdateError("the trainer sent a bucket that is empty, or of both tensors and patches.")
+    return plan
+
+
+def num_bytes(bucket: Iterable[Piece]) -> int:
+    """Length of a bucket."""
+    return sum(_aligned(size) for piece in bucket for size in piece.sizes())
+
+
+def runs(bucket: Iterable[Piece]) -> list[Run]:
+    """How a bucket travels: tensors that are large each by themselves, so that nobody need lay them out, others joined."""
+    found: list[Run] = []
+    start, alone = 0, True
+    for place, size in enumerate(size for piece in bucket for size in piece.sizes()):
+        stop = start + _aligned(size)
+        large = size >= LARGE and size == stop - start
+        if large or alone:
+            found.append(Run(start, stop, [place]))
+        else:
+            found[-1] = Run(found[-1].start, stop, [*found[-1].tensors, place])
+        start, alone = stop, large
+    return [run for run in found if run.stop > run.start]
+
+
+def laid_out(run: Run, tensors: list[Tensor], device: torch.device) -> Tensor:
+    """The bytes of a run of a bucket's tensors: where they lie if that will do, or in memory of their own."""
+    if len(run.tensors) == 1:
+        tensor = tensors[run.tensors[0]].to(device).contiguous().view(-1).view(torch.uint8)
+        if len(tensor) == run.stop - run.start:
+            return tensor
+    flat = torch.empty(run.stop - run.start, dtype=torch.uint8, device=device)
+    start = 0
+    for place in run.tensors:
+        tensor = tensors[place]
+        flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        start += _aligned(tensor.nbytes)
+    return flat
+
+
+def unpack(bucket: Iterable[Piece], flat: Tensor) -> dict[str, Tensor] | list[WeightPatch]:
+    """The tensors of a bucket: views of `flat`. Patches come alone: no bucket has both."""
+    tensors: dict[str, Tensor] = {}
+    patches: list[WeightPatch] = []
+    start = 0
+    for piece in bucket:
+        views: list[Tensor] = []
+        for size in piece.sizes():
+            views.append(flat[start : start + size])
+            start += _aligned(size)
+        if piece.count is None:
+            tensors[piece.name] = views[0].view(piece.dtype).view(piece.shape)
+        else:
+            patches.append(WeightPatch(piece.name, views[0].view(torch.int64), views[1].view(piece.dtype)))
+    return tensors or patches
+
+
+def _checked(told: tuple[str, Any, Any, Any], shapes: Shapes, seen: set[str]) -> Piece:
+    name, dtype, shape, count = told
+    known = shapes.get(_tied(name, shapes))
+    if known is None:
+        raise WeightUpdateError(f"{name!r} is not a tensor of this model; names are those of its checkpoint.")
+    if name in seen:
+        raise WeightUpdateError(f"{name!r} came twice in one update.")
+    seen.add(name)
+    if dtype not in DTYPES:
+        raise WeightUpdateError(f"{name!r} has dtype {dtype!r}; only {', '.join(DTYPES)} travel.")
+    if count is None:
+        if shape != list(known):
+            raise WeightUpdateError(f"{name!r} has shape {shape!r}, expected {known}.")
+    elif not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= torch.Size(known).numel():
+        raise WeightUpdateError(
+            f"the patch of {name!r} has {count!r} numbers, of {torch.Size(known).numel()} there are."
+        )
+    return Piece(name, DTYPES[dtype], known, count)
+
+
+def _tied(name: str, shapes: Shapes) -> str:
+    return TIED[name] if name in TIED and name not in shapes else name
+
+
+def _known(name: str, dtype: torch.dtype) -> torch.dtype:
+    if dtype not in DTYPE_NAMES:
+        raise WeightUpdateError(f"{name!r} has dtype {dtype}; only {', '.join(DTYPES)} travel.")
+    return dtype
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,86 @@
+"""From an update that somebody has to the weights that serve: who may lend tensors, who waits, who is told."""
+
+from typing import Any, get_args
+
+from nano_inference.engine.generation import PATIENCE
+from nano_inference.engine.loop import ChangeWeights
+from nano_inference.engine.runner import ModelRunner
+from nano_inference.engine.shared_loop import SharedLoop
+from nano_inference.engine.transports import WeightTransport, receive_update
+from nano_inference.engine.weight_sync import WeightSyncManager
+from nano_inference.engine.weight_update import WeightUpdate
+from nano_inference.errors import WeightUpdateError
+from nano_inference.models.decoder import Decoder
+from nano_inference.scheduling.sequence import POLICY, PREVIOUS
+from nano_inference.types import KvPolicy
+
+
+class Updates:
+    """Updates of the policy. `manager` checks and writes them, the loop says when."""
+
+    def __init__(self, model: Decoder, runner: ModelRunner, shared: SharedLoop) -> None:
+        self.manager = WeightSyncManager(model, self._announce)
+        self._runner = runner
+        self._shared = shared
+
+    def update(self, weights: Any, blocking: bool, kv_policy: KvPolicy | None, **options: Any) -> WeightUpdate:
+        """See `InferenceEngine.update_weights`; `options` are those of `WeightSyncManager.stage`."""
+        shared, loop = self._shared, self._shared.loop
+        shared.require_alive()
+        policy = self._policy(kv_policy, blocking)
+        held = shared.lock.acquire(blocking=blocking)  # not held: another thread is stepping and will apply it
+        try:
+            # What is still in flight once every sequence has ended is an overrun: nobody would step to retire it.
+            idle = not loop.in_flight or not loop.sequences.by_id
+            at_once = held and (blocking or idle)
+            if at_once:
+                shared.handle()
+            # Tensors that are read before this returns need not be copied.
+            borrowed = blocking or (at_once and not loop.updates and not loop.would_wait(policy))
+            with self.manager.lock:  # versions and messages in one order
+                update = self.manager.stage(weights, copy=not borrowed, **options)
+                update.kv_policy = policy
+                self._announce(update)
+            if at_once:
+                shared.handle()
+        finally:
+            if held:
+                shared.lock.release()
+        while blocking and not update.done():
+            shared.advance_or_wait(PATIENCE)
+        if blocking:
+            update.result(0)
+        return update
+
+    def receive(self, transport: WeightTransport, kv_policy: KvPolicy | None, **options: Any) -> WeightUpdate:
+        """See `InferenceEngine.receive_weights`."""
+        self._shared.require_alive()
+        policy = self._policy(kv_policy, blocking=False)
+        return receive_update(self.manager, transport, kv_policy=policy, **options)
+
+    def _policy(self, kv_policy: KvPolicy | None, blocking: bool) -> KvPolicy:
+        policy: KvPolicy = kv_policy if kv_policy is not None else "recompute" if blocking else "keep"
+        if policy not in get_args(KvPolicy):
+            raise WeightUpdateError(f"kv_policy={kv_policy!r} is not one of {', '.join(get_args(KvPolicy))}.")
+        loop = self._shared.loop
+        if blocking and self._shared.is_paused_by_me() and loop.would_wait(policy):
+            what = "requests that are paused" if loop.writable else "weights that are asleep"
+            raise WeightUpdateError(
+                f"a blocking update with kv_policy={policy!r} would wait for {what}, by this thread; resume() or "
+                "wake() first."
+            )
+        return policy
+
+    def _announce(self, update: WeightUpdate) -> None:
+        """Tell the loop of an update that was checked and queued. Called with the manager's lock held."""
+
+        def set_aside() -> bool:
+            try:
+                self._runner.set_aside(POLICY, PREVIOUS, update.params)
+            except (MemoryError, RuntimeError) as problem:  # torch's way to say that memory is out
+                self.manager.refuse(f"there is no memory to keep the old weights aside: {problem}")
+                return False
+            return True
+
+        policy = update.kv_policy or "keep"
+        self._shared.post(ChangeWeights(POLICY, self.manager.finish, policy, update.version, set_aside))

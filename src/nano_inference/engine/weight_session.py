@@ -1,0 +1,149 @@
+"""A session: the buckets of one weight update are checked and put aside, and nothing is written."""
+
+from collections.abc import Iterable, Mapping
+from enum import Enum, auto
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from nano_inference.engine.weight_update import Bucket, Change, WeightPatch, WeightUpdate
+from nano_inference.errors import WeightUpdateError
+from nano_inference.models.weights import TIED, Slot
+
+EMPTY = "weights must be a non-empty state dict (checkpoint names to tensors), a path, or buckets of them."
+
+
+class Hold(Enum):
+    """How a session keeps the tensors that it is given."""
+
+    COPY = auto()  # the caller may write to them afterwards
+    TAKE = auto()  # the caller gave them away
+    BORROW = auto()  # they are written into place before the caller gets control back; cast on the way
+
+
+class WeightSession:
+    """Tensors and patches on their way into one update.
+
+    Args:
+        slots: where each checkpoint tensor goes.
+        params: the model's parameters.
+        complete: every tensor must come, whole or as a patch.
+        check_finite: refuse NaN and infinite values, as they are in the model's dtype.
+    """
+
+    def __init__(
+        self, slots: Mapping[str, Slot], params: Mapping[str, Any], *, complete: bool, check_finite: bool
+    ) -> None:
+        self.update = WeightUpdate()
+        self.complete, self.check_finite = complete, check_finite
+        self.changes: list[Change] = []
+        self.heads: dict[str, list[Change]] = {}  # of tied heads, by name: compared at the end, never written
+        self.staged_bytes = 0
+        self._slots, self._params = slots, params
+        self._whole: set[str] = set()
+        self._indices: dict[str, Tensor] = {}  # of patches, by name; rising
+
+    def add(self, bucket: Bucket, hold: Hold) -> None:
+        """Check a bucket and put it aside. Raises `WeightUpdateError`; the session is then useless."""
+        if isinstance(bucket, Mapping):
+            for name, tensor in cast(Mapping[str, Tensor], bucket).items():
+                self._add(name, self._whole_tensor(name, tensor, hold), hold)
+        else:
+            for name, indices, values in _patches(bucket):
+                self._add(name, self._patch(name, indices, values, hold), hold)
+
+    def missing(self) -> list[str]:
+        """The tensors that did not come."""
+        return sorted(self._slots.keys() - self._whole - self._indices.keys())
+
+    def _add(self, name: str, change: Change, hold: Hold) -> None:
+        if self.check_finite:
+            self._require_finite(name, change)
+        if self._is_tied(name):
+            self.heads.setdefault(name, []).append(change)
+            return
+        self.changes.append(change)
+        if hold is not Hold.BORROW:
+            self.staged_bytes += sum(part.nbytes for part in (change.values, change.indices) if part is not None)
+
+    def _whole_tensor(self, name: str, tensor: Tensor, hold: Hold) -> Change:
+        slot = self._slot(name)
+        _require_floating(name, tensor)
+        if tuple(tensor.shape) != slot.shape:
+            raise WeightUpdateError(f"{name!r} has shape {tuple(tensor.shape)}, expected {slot.shape}.")
+        if name in self._whole or name in self._indices:
+            raise WeightUpdateError(f"{name!r} came twice in one update.")
+        self._whole.add(name)
+        return Change(slot, self._hold(name, slot, tensor, hold))
+
+    def _patch(self, name: str, indices: Tensor, values: Tensor, hold: Hold) -> Change:
+        slot = self._slot(name)
+        if name in self._whole:
+            raise WeightUpdateError(f"{name!r} came twice in one update: whole, and as a patch.")
+        _require_floating(name, values)
+        integers = (torch.int64, torch.int32)
+        if not isinstance(indices, Tensor) or indices.dtype not in integers or indices.is_meta:
+            kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+            raise WeightUpdateError(f"the patch of {name!r} needs indices that are an int64 tensor, not {kind}.")
+        if indices.dim() != 1 or values.shape != indices.shape:
+            shapes = f"indices of shape {tuple(indices.shape)} and values of shape {tuple(values.shape)}"
+            raise WeightUpdateError(f"the patch of {name!r} has {shapes}; both must be [n].")
+        indices = indices.detach().to(self._params[slot.param].device, torch.int64, copy=hold is Hold.COPY)
+        self._require_places(name, indices, torch.Size(slot.shape).numel())
+        return Change(slot, self._hold(name, slot, values, hold), indices)
+
+    def _require_places(self, name: str, indices: Tensor, size: int) -> None:
+        earlier = self._indices.get(name)
+        rising = indices
+        if earlier is not None or (len(indices) > 1 and not bool((indices[1:] > indices[:-1]).all())):
+            rising = torch.cat([indices] if earlier is None else [earlier, indices]).sort().values
+        if len(rising) and not 0 <= int(rising[0]) <= int(rising[-1]) < size:
+            wrong = int(rising[0]) if rising[0] < 0 else int(rising[-1])
+            raise WeightUpdateError(f"the patch of {name!r} has index {wrong}, outside of its {size} numbers.")
+        again = (rising[1:] == rising[:-1]).nonzero()
+        if len(again):
+            raise WeightUpdateError(f"the patch of {name!r} has index {int(rising[again[0]])} more than once.")
+        self._indices[name] = rising
+
+    def _slot(self, name: str) -> Slot:
+        slot = self._slots.get(TIED[name] if self._is_tied(name) else name) if isinstance(name, str) else None
+        if slot is None:
+            raise WeightUpdateError(f"{name!r} is not a tensor of this model; names are those of its checkpoint.")
+        return slot
+
+    def _is_tied(self, name: str) -> bool:
+        return name in TIED and name not in self._slots
+
+    def _hold(self, name: str, slot: Slot, tensor: Tensor, hold: Hold) -> Tensor:
+        if hold is Hold.BORROW:
+            return tensor.detach()
+        own = self._params[slot.param]
+        try:
+            return tensor.detach().to(device=own.device, dtype=own.dtype, copy=hold is Hold.COPY)
+        except RuntimeError as problem:  # out of memory
+            raise WeightUpdateError(f"{name!r} could not be put aside: {problem}") from problem
+
+    def _require_finite(self, name: str, change: Change) -> None:
+        values = change.values.to(self._params[change.slot.param].dtype)
+        if values.numel() and not all(bool(torch.isfinite(end)) for end in values.aminmax()):
+            raise WeightUpdateError(f"{name!r} holds NaN or infinite values in {values.dtype}.")
+
+
+def _require_floating(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise WeightUpdateError(f"{name!r} must be a floating point tensor, not {kind}.")
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise WeightUpdateError(f"{name!r} must be a dense tensor that holds its numbers.")
+
+
+def _patches(bucket: Any) -> Iterable[tuple[str, Tensor, Tensor]]:
+    if isinstance(bucket, WeightPatch) or (isinstance(bucket, tuple) and bucket and isinstance(bucket[0], str)):
+        bucket = [bucket]
+    if not isinstance(bucket, Iterable) or isinstance(bucket, str | bytes | Tensor):
+        raise WeightUpdateError(f"a bucket is a dict of tensors or a list of patches, not {type(bucket).__name__}.")
+    for patch in bucket:
+        if not isinstance(patch, tuple) or len(patch) != 3:
+            raise WeightUpdateError("a patch is (name, indices, values); whole tensors come in a dict.")
+        yield patch

@@ -1,0 +1,136 @@
+"""What a weight update is made of: tensors and patches in buckets, and the future that says when they serve."""
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from nano_inference.errors import WeightUpdateError
+from nano_inference.models.weights import Slot, patch, write
+from nano_inference.types import KvPolicy
+
+BUCKET_BYTES = 2**26
+
+
+class WeightPatch(NamedTuple):
+    """New values for single numbers of one checkpoint tensor.
+
+    Attributes:
+        name: the tensor's name in the checkpoint.
+        indices: int64 [n], places in the tensor flattened row by row; each at most once.
+        values: [n], floating point.
+    """
+
+    name: str
+    indices: Tensor
+    values: Tensor
+
+
+# A part of an update: whole tensors by name, or patches.
+Bucket = Mapping[str, Tensor] | Iterable[WeightPatch | tuple[str, Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A checked piece of an update: a whole checkpoint tensor, or with `indices` some numbers of it."""
+
+    slot: Slot
+    values: Tensor
+    indices: Tensor | None = None
+
+    def apply(self, params: dict[str, Any]) -> None:
+        """Write it into its place."""
+        if self.indices is None:
+            write(params, self.slot, self.values)
+        else:
+            patch(params, self.slot, self.indices, self.values)
+
+
+class WeightUpdate:
+    """A weight update on its way: being received, then waiting between two steps, then serving. Or it failed.
+
+    Attributes:
+        params: the decoder's names of the parameters that it touches; empty while it is received.
+        staged_bytes: memory that it held beside the weights while it waited.
+        kv_policy: what becomes of running requests when it is applied; None: the engine's default.
+        error: why it failed; None: it did not.
+    """
+
+    def __init__(self, kv_policy: KvPolicy | None = None) -> None:
+        self.kv_policy = kv_policy
+        self.params: frozenset[str] = frozenset()
+        self.staged_bytes = 0
+        self.error: WeightUpdateError | None = None
+        self._version: int | None = None
+        self._changes: list[Change] = []
+        self._ended = threading.Event()
+
+    @property
+    def version(self) -> int:
+        """Its version. Raises `WeightUpdateError` while it is received: the trainer may yet name one."""
+        if self._version is None:
+            raise self.error or WeightUpdateError("the weight update is still being received; it has no version yet.")
+        return self._version
+
+    def done(self) -> bool:
+        """Whether it has ended: the new weights serve, or it failed."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for at most `timeout` seconds; returns `done()`."""
+        return self._ended.wait(timeout)
+
+    def result(self, timeout: float | None = None) -> int:
+        """Wait until the weights serve; returns the version. Raises `WeightUpdateError` if it failed, or in time.
+
+        The wait needs somebody to call `step()`; a blocking update does not.
+        """
+        if not self._ended.wait(timeout):
+            subject = "the weight update" if self._version is None else f"weight version {self._version}"
+            state = "received" if self._version is None else "applied"
+            raise WeightUpdateError(f"{subject} is not {state} after {timeout} s; is step() called?")
+        if self.error is not None:
+            raise self.error
+        return self.version
+
+    # What follows is the manager's.
+
+    def stage(self, version: int, changes: list[Change], staged_bytes: int) -> None:
+        """Everything was received and checked."""
+        self._version, self._changes, self.staged_bytes = version, changes, staged_bytes
+        self.params = frozenset(change.slot.param for change in changes)
+
+    def changes_of(self, slot: Slot) -> list[Change]:
+        """What it will do to one checkpoint tensor, in order."""
+        return [change for change in self._changes if change.slot == slot]
+
+    def write_to(self, params: dict[str, Any]) -> None:
+        """Write every change into its place and let go of it."""
+        for change in self._changes:
+            change.apply(params)
+        self._changes = []
+        self._ended.set()
+
+    def fail(self, error: WeightUpdateError) -> None:
+        """It will never serve. The first reason stays."""
+        if not self._ended.is_set():
+            self.error, self._changes = error, []
+            self._ended.set()
+
+
+def cut_into_buckets(weights: Mapping[str, Tensor], max_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, Tensor]]:
+    """A state dict in parts of at most `max_bytes` each, in order; a tensor that is larger goes alone."""
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes={max_bytes} must be at least 1.")
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights.items():
+        if bucket and size + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

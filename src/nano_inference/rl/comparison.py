@@ -1,0 +1,71 @@
+"""Where a sample and its replay differ, bit by bit."""
+
+import itertools
+import reprlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from nano_inference.types import SamplingMask, TrainingSample
+
+_PER_TOKEN = ("completion_tokens", "logprobs", "raw_logprobs", "log_kept_mass", "ref_logprobs", "top_logprobs")
+_SHORT = reprlib.Repr()
+_SHORT.maxother = 200
+_OF_ALL = ("weight_versions", "weight_version", "finish_reason", "stop_reason")
+
+
+class Difference(NamedTuple):
+    """The first place where one field differs.
+
+    Attributes:
+        field: of `TrainingSample`.
+        token: index in the completion (in the prompt for `prompt_logprobs`); None for a field of the whole sample.
+        recorded: what the sample says there; None where it ends before.
+        replayed: what the replay gave.
+    """
+
+    field: str
+    token: int | None
+    recorded: Any
+    replayed: Any
+
+    def __str__(self) -> str:
+        where = "the sample"
+        if self.token is not None:
+            where = f"{'prompt' if self.field == 'prompt_logprobs' else 'completion'} token {self.token}"
+        return f"{where}: {self.field} is {_SHORT.repr(self.recorded)}, replayed {_SHORT.repr(self.replayed)}"
+
+
+def differences(sample: TrainingSample, replayed: TrainingSample) -> tuple[Difference, ...]:
+    """Every field that differs, at its first token; ordered by token, so that the first one is where it began.
+
+    Floats are compared by their bits; nan equals nan. Compared is what follows from the arithmetic: tokens, all that
+    is said of their draws, prompt and reference logprobs, weight versions, and why the sample ended.
+    """
+    found = [_of_tokens("prompt_logprobs", sample.prompt_logprobs, replayed.prompt_logprobs)]
+    columns = [_of_tokens(name, getattr(sample, name), getattr(replayed, name)) for name in _PER_TOKEN]
+    columns.append(_of_tokens("sampling_mask", _rows(sample.sampling_mask), _rows(replayed.sampling_mask)))
+    found += sorted((each for each in columns if each is not None), key=lambda each: each.token or 0)
+    for name in _OF_ALL:
+        mine, other = getattr(sample, name), getattr(replayed, name)
+        if mine != other:
+            found.append(Difference(name, None, mine, other))
+    return tuple(each for each in found if each is not None)
+
+
+def _of_tokens(name: str, recorded: Sequence[Any] | None, replayed: Sequence[Any] | None) -> Difference | None:
+    if recorded is None or replayed is None:
+        return None if recorded is replayed else Difference(name, 0, recorded, replayed)
+    for token, (mine, other) in enumerate(itertools.zip_longest(recorded, replayed)):
+        if _bits(mine) != _bits(other):
+            return Difference(name, token, mine, other)
+    return None
+
+
+def _bits(value: Any) -> Any:
+    if isinstance(value, float):
+        return value.hex()
+    return tuple(map(_bits, value)) if isinstance(value, tuple) else value
+
+
+def _rows(mask: SamplingMask | None) -> list[tuple[int, ...]] | None:
+    return None if mask is None else [mask.token_ids[a:b] for a, b in itertools.pairwise(mask.offsets)]

@@ -1,0 +1,307 @@
+"""`replay`: a sample again, to the bit, from its prompt, its seed and the weights that made it.
+
+Bits do not depend on the schedule, so a replay needs no scheduler: it drives the decoder over KV tensors of its own.
+Nor does it need as many steps as the sample has tokens. The sample's tokens are put in as a draft, whole chunks of rows
+at once, and every one of them is drawn again from its row; as long as each draw equals the draft, the rows behind it
+saw the right tokens. From the first draw that differs the replay goes on with its own tokens, one row at a time.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from nano_inference.batch import Rows, batch_of_rows
+from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.runner import Sampled, to_device
+from nano_inference.engine.storage import KVStorage
+from nano_inference.errors import InvalidRequest
+from nano_inference.models.decoder import Decoder
+from nano_inference.rl.history import Stretch, stretches, versions_of, was_sampled
+from nano_inference.rl.versions import VersionedDecoders, Weights
+from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
+from nano_inference.scheduling.sequence import REFERENCE
+from nano_inference.types import SamplingMask, SamplingParams, TopLogprobs, TrainingSample, VersionSpan
+
+MOST_ROWS = 128  # of a forward: bounds the memory for logits
+
+
+def replay(engine: InferenceEngine, sample: TrainingSample, *, weights: Weights | None = None) -> TrainingSample:
+    """Make a sample again from what decides its bits: prompt, sampling parameters, seed, sample index, versions.
+
+    The engine's requests and cache are left alone; its loop stands still for as long as this takes. Tokens that were
+    appended (`loss_mask`) are taken from the sample. An aborted sample is made again as far as it got, and one that a
+    stop string ended as far as it went. `differences` compares the two.
+
+    Args:
+        engine: of the same numerics as the one that made the sample.
+        sample: with `sampling_params`, as engines return it.
+        weights: for every version that the sample was computed with and the engine does not serve now: a whole state
+            dict, or a model's folder. A mapping by version, or a function of it. What is given goes before what the
+            engine serves. At most two versions are kept in memory at once.
+
+    Returns:
+        The sample with `completion_tokens`, `logprobs`, `raw_logprobs`, `log_kept_mass`, `sampling_mask`,
+        `top_logprobs`, `prompt_logprobs`, `weight_versions`, `weight_version`, `finish_reason` and `stop_reason` as
+        they follow; `ref_logprobs` too if the engine has a reference model. The other fields are the sample's.
+
+    Raises:
+        InvalidRequest: other numerics, missing weight versions (named), or a sample that does not say enough.
+        WeightUpdateError, ModelLoadError: weights that were given do not fit the model.
+        EngineDead: the engine was shut down.
+    """
+    return Replayer(engine, weights).replay(sample)
+
+
+class Replayer:
+    """`replay` of many samples; weights and KV tensors are made once. See there."""
+
+    def __init__(self, engine: InferenceEngine, weights: Weights | None = None) -> None:
+        self.engine = engine
+        self.decoders = VersionedDecoders(engine, weights)
+        self._checks = engine.intake.checks
+        self._storages: dict[int, KVStorage] = {}  # by the model's identity
+
+    def check(self, sample: TrainingSample, *, versions: bool = True) -> SamplingParams:
+        """Raise `InvalidRequest` if this sample cannot be replayed; without `versions` whatever weights it needs."""
+        engine, params = self.engine, sample.sampling_params
+        if params is None:
+            raise InvalidRequest("the sample has no sampling_params, so nobody knows how its tokens were drawn.")
+        fingerprint = engine.numerics.fingerprint
+        if sample.numerics != fingerprint:
+            raise InvalidRequest(
+                f"the sample was made with numerics {sample.numerics!r}, this engine's are {fingerprint!r}; only the "
+                "same ones give the same bits."
+            )
+        if not engine.numerics.schedule_invariant:
+            raise InvalidRequest(
+                f"an engine of numerics {fingerprint!r} does not promise the same bits under another schedule; replay "
+                "needs one that does."
+            )
+        self._checks.token_ids(sample.prompt_tokens)
+        self._checks.token_ids(sample.completion_tokens or (0,))
+        length = len(sample.completion_tokens)
+        drawn = replace(params, max_tokens=max(length, 1), min_tokens=min(params.min_tokens, length))
+        self._checks.require(len(sample.prompt_tokens), drawn, 1)
+        needed = versions_of(sample)
+        if versions:
+            self.decoders.require(needed)
+        return params
+
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Ids that end a sample."""
+        return self._checks.stop_ids(params)
+
+    @torch.inference_mode()
+    def replay(self, sample: TrainingSample) -> TrainingSample:
+        """See `replay`."""
+        engine = self.engine
+        engine.shared.require_alive()
+        params = self.check(sample)
+        with engine.shared.lock:  # weights may change, and operations are shared with the engine's steps
+            self.decoders.renew()
+            run = _Run(self, sample, params, self.stop_ids(params))
+            for stretch in stretches(sample):
+                run.go(stretch)
+            again = run.result()
+            if sample.ref_logprobs is not None and REFERENCE in engine.runner.models and sample.completion_tokens:
+                again = replace(again, ref_logprobs=self._reference_logprobs(again))
+        return again
+
+    def storage(self, model: Decoder, num_rows: int) -> tuple[KVStorage, list[int]]:
+        """KV tensors for so many rows of a model, which no request of the engine can touch; and their block table."""
+        size = self.engine.config.block_size
+        num_blocks = -(-num_rows // size)
+        key = id(model.spec)
+        held = self._storages.get(key)
+        if held is None or held.num_blocks < num_blocks:
+            held = KVStorage(model.spec, 2 ** (num_blocks - 1).bit_length(), size, model.dtype, model.device)
+            self._storages[key] = held
+            self.decoders.renew()  # a decoder keeps a program for each storage that it has seen
+        return held, list(range(num_blocks))
+
+    def _reference_logprobs(self, sample: TrainingSample) -> tuple[float, ...]:
+        model = self.engine.runner.models[REFERENCE].twin()
+        tokens, first = [*sample.prompt_tokens, *sample.completion_tokens], len(sample.prompt_tokens) - 1
+        storage, table = self.storage(model, len(tokens) - 1)
+        found: list[float] = []
+        for start in range(0, len(tokens) - 1, MOST_ROWS):
+            end = min(start + MOST_ROWS, len(tokens) - 1)
+            scores = [(row - start, tokens[row + 1]) for row in range(max(start, first), end)]
+            batch = batch_of_rows([Rows(tokens[start:end], start, table)], storage.block_size, scores=scores)
+            found += model.forward(to_device(batch, model.device), storage).scores.tolist()
+        return tuple(found)
+
+
+class Draws(NamedTuple):
+    """How a sample's tokens are drawn."""
+
+    sample: TrainingSample
+    params: SamplingParams
+    stop_ids: frozenset[int]
+
+    def request(self, tokens: Sequence[int], row: int, position: int) -> DrawRequest:
+        """The draw of the token at `position`, after those in `tokens` before it, from `row` of some logits."""
+        first = len(self.sample.prompt_tokens)
+        return DrawRequest(
+            self.params,
+            row,
+            (self.sample.seed, self.sample.sample_index, position),
+            prompt=tokens[:first] if self.params.penalizes else (),
+            completion=tokens[first:position] if self.params.penalizes else (),
+            banned=self.stop_ids if position < first + self.params.min_tokens else (),
+        )
+
+
+class _Drawn(NamedTuple):
+    """One token and what is known of its draw."""
+
+    token_id: int
+    logprob: float
+    raw_logprob: float
+    log_kept_mass: float
+    mask: tuple[int, ...]
+    top: TopLogprobs
+
+
+class _Run:
+    """One replay under way: its tokens, the version that computed each row that is stored, and what was drawn."""
+
+    def __init__(
+        self, replayer: Replayer, sample: TrainingSample, params: SamplingParams, stop_ids: frozenset[int]
+    ) -> None:
+        self.sample, self.params, self.stop_ids = sample, params, stop_ids
+        self.how = Draws(sample, params, stop_ids)
+        self.prompt_len = len(sample.prompt_tokens)
+        self.tokens = [*sample.prompt_tokens, *sample.completion_tokens]  # a draft, until it is drawn again
+        self.sampled = was_sampled(sample)
+        self.context: tuple[int, ...] = ()  # version of each row that is stored
+        self.drawn: dict[int, _Drawn] = {}  # by index in the completion
+        self.version_starts: list[tuple[int, int]] = []
+        self.prompt_scores: list[float] = []
+        self.diverged = False  # what stands behind the newest draw is no draft of this replay any more
+        self.decoders = replayer.decoders
+        self.storage, self.table = replayer.storage(replayer.engine.model, max(len(self.tokens) - 1, 1))
+
+    def go(self, stretch: Stretch) -> None:
+        """Draw the tokens of a stretch, after computing again what of the context other weights had computed."""
+        pairs = zip(self.context, stretch.row_versions, strict=False)
+        same = next((row for row, (mine, wanted) in enumerate(pairs) if mine != wanted), len(self.context))
+        row, end = min(same, self.prompt_len + stretch.start - 1), len(stretch.row_versions)
+        while row < end:
+            row = self._advance(row, stretch)
+            self.context = stretch.row_versions[:row]
+
+    def _advance(self, start: int, stretch: Stretch) -> int:
+        """Compute rows from `start` on and draw from them; returns how many rows then are right."""
+        versions = stretch.row_versions
+        end = min(start + MOST_ROWS, len(versions))
+        end = next((row for row in range(start, end) if versions[row] != versions[start]), end)
+        drawing = [row for row in range(start, end) if self._draws_from(row, stretch)]
+        if self.diverged and drawing:
+            end, drawing = drawing[0] + 1, drawing[:1]
+        for row, drawn in zip(drawing, self._compute(start, end, drawing, versions[start]), strict=True):
+            index = row + 1 - self.prompt_len
+            self.drawn[index] = drawn
+            if not self.version_starts or self.version_starts[-1][0] != versions[row]:
+                self.version_starts.append((versions[row], index))
+            if drawn.token_id != self.tokens[row + 1]:
+                self.tokens[row + 1] = drawn.token_id
+                self.diverged = True
+                return row + 1
+        return end
+
+    def _draws_from(self, row: int, stretch: Stretch) -> bool:
+        index = row + 1 - self.prompt_len
+        return stretch.start <= index < stretch.end and self.sampled[index]
+
+    def _compute(self, start: int, end: int, drawing: Sequence[int], version: int) -> list[_Drawn]:
+        """One forward over rows [start, end), and the draws from some of them."""
+        model = self.decoders.get(version)
+        to_score = range(0)
+        if self.params.prompt_logprobs:
+            to_score = range(max(start, len(self.prompt_scores)), min(end, self.prompt_len - 1))
+        batch = batch_of_rows(
+            [Rows(self.tokens[start:end], start, self.table[: -(-end // self.storage.block_size)])],
+            self.storage.block_size,
+            draws=[row - start for row in drawing],
+            scores=[(row - start, self.tokens[row + 1]) for row in to_score],
+        )
+        result = model.forward(to_device(batch, model.device), self.storage)
+        self.prompt_scores += result.scores.tolist()
+        if not drawing:
+            return []
+        requests = [self.how.request(self.tokens, place, row + 1) for place, row in enumerate(drawing)]
+        sampled = Sampled(model.draw(result.hidden, sampling_batch(requests).to(model.device)), result.scores).wait()
+        rows = range(len(drawing))
+        return [
+            _Drawn(
+                sampled.token_ids[i],
+                sampled.logprobs[i],
+                sampled.raw_logprobs[i],
+                sampled.log_kept_mass[i],
+                sampled.masks[i] if sampled.masks is not None else (),
+                _best(*sampled.top[i]) if sampled.top is not None else TopLogprobs((), ()),
+            )
+            for i in rows
+        ]
+
+    def result(self) -> TrainingSample:
+        """The sample as it came out. What stands beside appended tokens is the given sample's."""
+        sample, params, drawn = self.sample, self.params, self.drawn
+        length = len(sample.completion_tokens)
+        if not length:
+            return sample
+
+        def column(field: str, given: Sequence[Any] | None) -> tuple[Any, ...]:
+            return tuple(
+                getattr(drawn[i], field) if i in drawn else given[i] if given and i < len(given) else None
+                for i in range(length)
+            )
+
+        spans = [*self.version_starts, (0, length)]
+        versions = tuple(VersionSpan(v, start, end) for (v, start), (_, end) in itertools.pairwise(spans))
+        masks = _per_token(sample.sampling_mask)
+        again = replace(
+            sample,
+            completion_tokens=tuple(self.tokens[self.prompt_len :]),
+            logprobs=column("logprob", sample.logprobs),
+            log_kept_mass=column("log_kept_mass", sample.log_kept_mass),
+            raw_logprobs=column("raw_logprob", sample.raw_logprobs) if params.raw_logprobs else None,
+            sampling_mask=_csr(column("mask", masks)) if params.sampling_mask else None,
+            top_logprobs=column("top", sample.top_logprobs) if params.top_logprobs else None,
+            prompt_logprobs=(math.nan, *self.prompt_scores) if params.prompt_logprobs else None,
+            weight_versions=versions,
+            weight_version=versions[-1].version if versions else sample.weight_version,
+        )
+        return self._finished(again)
+
+    def _finished(self, sample: TrainingSample) -> TrainingSample:
+        """With the reason to end that follows. Aborts, stop strings and appended tokens came from outside."""
+        length, last = len(sample.completion_tokens), sample.completion_tokens[-1]
+        if not all(self.sampled) or sample.finish_reason == "abort":
+            return sample
+        if last in self.stop_ids and length > self.params.min_tokens:
+            return replace(sample, finish_reason="stop", stop_reason=last)
+        if sample.finish_reason == "stop" and isinstance(sample.stop_reason, str):
+            return sample
+        return replace(
+            sample, finish_reason="length" if length >= self.params.max_tokens else "abort", stop_reason=None
+        )
+
+
+def _best(token_ids: Sequence[int], logprobs: Sequence[float]) -> TopLogprobs:
+    best = [pair for pair in zip(token_ids, logprobs, strict=True) if pair[1] > -math.inf]
+    return TopLogprobs(tuple(token_id for token_id, _ in best), tuple(logprob for _, logprob in best))
+
+
+def _per_token(mask: SamplingMask | None) -> list[tuple[int, ...]] | None:
+    return None if mask is None else [mask.token_ids[a:b] for a, b in itertools.pairwise(mask.offsets)]
+
+
+def _csr(masks: Sequence[tuple[int, ...] | None]) -> SamplingMask:
+    kept = [mask or () for mask in masks]
+    return SamplingMask((0, *itertools.accumulate(map(len, kept))), tuple(itertools.chain.from_iterable(kept)))

@@ -1,0 +1,88 @@
+"""What a new weight version means for live sequences: who recomputes, keeps, or finishes on the old one."""
+
+from nano_inference.kv_cache.manager import KVCacheManager
+from nano_inference.scheduling.commit import preempt
+from nano_inference.scheduling.sequence import POLICY, PREVIOUS, Sequence, Sequences, SequenceStatus
+from nano_inference.types import KvPolicy, VersionSpan
+
+_ON_POLICY = (POLICY, PREVIOUS)
+
+
+def begun(sequences: Sequences, *weight_sets: str) -> list[Sequence]:
+    """Live sequences of these sets that run, or have sampled; scorers count as soon as they run."""
+    running = SequenceStatus.RUNNING
+    return [
+        seq
+        for seq in sequences.by_id.values()
+        if seq.weight_set in weight_sets and (seq.status is running or (seq.num_samples and seq.num_completion_tokens))
+    ]
+
+
+def change_version(
+    sequences: Sequences, cache: KVCacheManager, weight_set: str, version: int, kv_policy: KvPolicy = "recompute"
+) -> None:
+    """A weight set has new weights. Nothing may be in flight.
+
+    Running sequences recompute their context under the new weights, or `keep` their keys and values: then their blocks
+    mix versions and are not published any more. With `finish_old` those that have begun stay with the old version,
+    which the set `previous` holds now. Old blocks cannot match for others: the version is in their name.
+    """
+    old, sequences.versions[weight_set] = sequences.versions[weight_set], version
+    if kv_policy == "finish_old":
+        stay = begun(sequences, weight_set)
+        for seq in stay:
+            seq.weight_set = PREVIOUS
+        if stay:
+            sequences.versions[PREVIOUS] = old
+    for seq in [s for s in sequences.running if s.weight_set == weight_set]:
+        if kv_policy == "keep" and seq.num_samples:
+            seq.publishable = False
+            seq.begin_context(_mixed(seq, old), version)
+        else:
+            preempt(seq, sequences, cache)
+    for seq in [*sequences.waiting, *sequences.held]:
+        if seq.weight_set == weight_set:
+            seq.release(sequences.namespace_of(seq))
+            seq.prefix.extend(seq.token_ids, cache.block_size)
+            if not seq.num_samples or not seq.num_completion_tokens:
+                seq.scores.clear()  # scores of one sequence are of one version
+    if old != version and not (weight_set == POLICY and sequences.versions.get(PREVIOUS) == old):
+        cache.drop_version(weight_set, old)
+
+
+def free_previous(sequences: Sequences, cache: KVCacheManager) -> bool:
+    """Forget the old version once nobody finishes on it; returns whether that happened now."""
+    if PREVIOUS not in sequences.versions or sequences.of_weight_set(PREVIOUS):
+        return False
+    cache.drop_version(POLICY, sequences.versions.pop(PREVIOUS))
+    return True
+
+
+def stale(sequences: Sequences) -> list[Sequence]:
+    """Sequences whose oldest version is too much older than the policy's."""
+    newest = sequences.versions[POLICY]
+    found: list[Sequence] = []
+    for seq in sequences.by_id.values():
+        if seq.max_staleness is not None and seq.weight_set in _ON_POLICY:
+            oldest = seq.oldest_version
+            if oldest is not None and newest - oldest > seq.max_staleness:
+                found.append(seq)
+    return found
+
+
+def is_held(seq: Sequence, sequences: Sequences) -> bool:
+    """Whether it waits for a version that does not serve yet."""
+    return seq.min_version is not None and seq.min_version > sequences.versions[POLICY]
+
+
+def release_held(sequences: Sequences) -> None:
+    """Let those wait in the queue whose version serves."""
+    for seq in [seq for seq in sequences.held if not is_held(seq, sequences)]:
+        sequences.move(seq, SequenceStatus.WAITING)
+
+
+def _mixed(seq: Sequence, old: int) -> tuple[VersionSpan, ...]:
+    """Spans of the context that is there, when the version that computed its tail is about to be an old one."""
+    past = seq.contexts[-1].past if seq.contexts else ()
+    start = past[-1].end if past else 0
+    return (*past, VersionSpan(old, start, seq.num_computed_tokens)) if seq.num_computed_tokens > start else past

@@ -1,0 +1,170 @@
+"""`nano-inference replay`: what `generate --json` wrote is made again, and whatever was changed is found."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample, VersionSpan
+from nano_inference.data import read_jsonl, write_jsonl, write_parquet
+from nano_inference.types import ContextVersions
+from tests.cli.running import FAST, run
+from tests.models.tiny import family_weights, write_model
+
+SAMPLING = ("--top-p", "0.9", "--top-logprobs", "2", "--max-tokens", "9", "--stop", "e", "--repetition-penalty", "1.1")
+
+
+@pytest.fixture(scope="module")
+def written(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("replay") / "samples.jsonl"
+    result = run("generate", folders["chat"], "-p", "ab", "-p", "a longer one", "-n", "3", "--json", *SAMPLING, *FAST)
+    assert result.exit_code == 0, result.stderr
+    path.write_text(result.stdout)
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_generate_writes_replays(folders: dict[str, str], written: Path, tmp_path: Path, dtype: str) -> None:
+    """The file says which dtype and backend it was made with."""
+    path, model = tmp_path / "samples.jsonl", folders["chat"]
+    more = ("--dtype", dtype, "--ref-model", model)
+    made = run("generate", model, "-p", "ab", "-n", "4", "--json", *SAMPLING, *more, *FAST)
+    path.write_text(made.stdout)
+    result = run("replay", str(path), "--model", model, "--ref-model", model, *FAST)
+    assert result.exit_code == 0, result.output
+    tokens = sum(len(sample.completion_tokens) for sample in read_jsonl(path))
+    assert f"4 of 4 samples are equal to the bit: {tokens} tokens looked at, weight version 0, " in result.stdout
+    assert f"/{dtype}/cpu/" in result.stdout
+    write_parquet(read_jsonl(written), tmp_path / "samples.parquet")
+    result = run("replay", str(tmp_path / "samples.parquet"), "--model", model, "--limit", "2", *FAST)
+    assert result.exit_code == 0, result.output
+    assert "2 of 2 samples" in result.stdout
+
+
+def one_up(values: tuple[float, ...], place: int) -> tuple[float, ...]:
+    nearest = torch.tensor(values[place]).nextafter(torch.tensor(1.0)).item()
+    return (*values[:place], nearest, *values[place + 1 :])
+
+
+Change = Callable[[TrainingSample], dict[str, Any]]
+CHANGES: dict[str, tuple[Change, str]] = {
+    "logprob": (lambda s: {"logprobs": one_up(s.logprobs, 1)}, "completion token 1: logprobs is "),
+    "token": (
+        lambda s: {"completion_tokens": (s.completion_tokens[0], 77, *s.completion_tokens[2:])},
+        "completion token 1: completion_tokens is 77, replayed ",
+    ),
+    "seed": (lambda s: {"seed": s.seed + 1}, "completion token 0: "),
+    "top": (lambda s: {"top_logprobs": (s.top_logprobs or ())[::-1]}, "completion token 0: top_logprobs is "),
+    "params": (
+        lambda s: {"sampling_params": replace(s.sampling_params or SamplingParams(), temperature=1.01)},
+        "completion token 0: logprobs is ",
+    ),
+    "reason": (lambda s: {"finish_reason": "stop", "stop_reason": 5}, "the sample: "),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_found(folders: dict[str, str], written: Path, tmp_path: Path, name: str) -> None:
+    change, words = CHANGES[name]
+    samples = read_jsonl(written)
+    samples = [s for s in samples if len(s.completion_tokens) > 2]
+    samples[1] = replace(samples[1], **change(samples[1]))
+    write_jsonl(samples, tmp_path / "a.jsonl")
+    result = run("replay", str(tmp_path / "a.jsonl"), "--model", folders["chat"], *FAST)
+    assert result.exit_code == 1, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("sample 2 ")
+    assert words in lines[1]
+    assert "every operation gives the same bits" in lines[2]
+    assert "version 0, SHA-256 " in lines[2]
+    assert lines[3].startswith(f"{len(samples) - 1} of {len(samples)} samples are equal")
+
+
+def test_an_operation_that_breaks_the_law_is_named(
+    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model_path=folders["chat"], num_threads=1, kv_cache_memory=2**23, backend="reference")
+    build = InferenceEngine.__init__
+
+    def build_broken(self: InferenceEngine, config: EngineConfig) -> None:
+        build(self, config)
+        plain, down = self.model.ops.linear, self.model.params["layers.1.down"]
+
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            out = plain(x, weight, bias)
+            return out.nextafter(torch.tensor(9.0)) if weight is down and len(x) == 1 else out
+
+        self.model.ops = replace(self.model.ops, linear=linear)
+
+    monkeypatch.setattr(InferenceEngine, "__init__", build_broken)
+    with InferenceEngine(config) as engine:
+        write_jsonl([engine.generate([5, 6, 7], SamplingParams(max_tokens=5))[0]] * 5, tmp_path / "b.jsonl")
+    result = run("replay", str(tmp_path / "b.jsonl"), "--model", folders["chat"], *FAST)
+    assert result.exit_code == 1
+    assert result.stdout.count("layer 1, linear (down): the row of position 0 has other bits in one chunk") == 3
+    assert "0 of 5 samples" in result.stdout
+
+
+def test_versions_come_from_folders(folders: dict[str, str], tmp_path: Path) -> None:
+    config = json.loads((Path(folders["chat"]) / "config.json").read_text())
+    new = family_weights(config, seed=5)
+    folder = write_model(tmp_path / "new", config, new)
+    made = EngineConfig(model_path=folders["chat"], num_threads=1, kv_cache_memory=2**23)
+    with InferenceEngine(made) as engine:
+        params = SamplingParams(max_tokens=10, ignore_eos=True)
+        samples = engine.generate([3, 4, 5], params, 2)
+        engine.add_request([3, 4, 5], params)
+        for _ in range(4):
+            engine.step()
+        engine.update_weights(new, version=3)  # keeps the context
+        while engine.has_pending():
+            samples += engine.step()
+    spans = samples[-1].weight_versions
+    at = spans[0].end
+    assert [span.version for span in spans] == [0, 3]
+    old = VersionSpan(0, 0, 3 + at - 1)
+    kv = (ContextVersions(0, at, (old,)), ContextVersions(at, 10, (old, VersionSpan(3, old.end, 12))))
+    samples[-1] = replace(samples[-1], kv_versions=kv)
+    write_jsonl(samples, tmp_path / "a.jsonl")
+    arguments = ("replay", str(tmp_path / "a.jsonl"), "--model", folders["chat"], *FAST)
+    result = run(*arguments, "--weights", f"3={folder}")
+    assert result.exit_code == 0, result.output
+    assert "weight versions 0, 3," in result.stdout
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "the weights of version 3 are needed, were not given" in result.stderr
+    result = run(*arguments, "-w", f"3={folders['base']}")
+    assert result.exit_code == 1, "other weights"
+
+
+def test_bad_input(folders: dict[str, str], written: Path, tmp_path: Path) -> None:
+    first, other, empty = read_jsonl(written)[0], tmp_path / "a.jsonl", tmp_path / "empty.jsonl"
+    empty.write_text("")
+    for sample, words in (
+        (replace(first, numerics="cpu-0/float32/cpu/torch-1"), "sample 2: the sample was made with numerics 'cpu-0/"),
+        (replace(first, sampling_params=None), "sample 2: the sample has no sampling_params"),
+        (replace(first, weight_version=7, weight_versions=()), "version 7 are needed"),
+    ):
+        write_jsonl([first, sample], other)
+        result = run("replay", str(other), "--model", folders["chat"], *FAST)
+        assert result.exit_code == 2
+        assert words in " ".join(result.stderr.split())
+    other.write_text("{}")
+    for arguments, words in (
+        ((str(other), "--model", folders["chat"]), "column 'prompt_tokens' is missing"),
+        ((str(empty), "--model", folders["chat"]), "holds no sample"),
+        ((str(tmp_path / "none"), "--model", folders["chat"]), "there is no file"),
+        ((str(written), "--model", str(tmp_path)), "config.json"),
+        ((str(written), "--model", folders["chat"], "-w", "3"), "VERSION=FOLDER"),
+        ((str(written), "--model", folders["chat"], "-w", "3=a", "-w", "3=b"), "given twice"),
+        ((str(written), "--model", folders["chat"], "-w", f"0={tmp_path}"), "no .safetensors file"),
+        ((str(written),), "--model"),
+    ):
+        result = run("replay", *arguments, *FAST)
+        assert result.exit_code == 2, result.output
+        assert words in " ".join(result.stderr.split()).replace("│ ", "")

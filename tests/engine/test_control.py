@@ -1,0 +1,416 @@
+"""Pause, sleep, abort, going on: nothing that is done to a request between two tokens changes its tokens."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from nano_inference import (
+    AsyncInferenceEngine,
+    EngineConfig,
+    InferenceEngine,
+    InvalidRequest,
+    RequestTooLarge,
+    SamplingParams,
+    TrainingSample,
+    VersionSpan,
+    WeightUpdateError,
+)
+from tests.models.tiny import llama_config, llama_weights, tiny_llama
+
+NEW = llama_weights(llama_config(), seed=1)
+PROMPT = list(range(40, 61))
+LENGTH = 12
+
+Build = Callable[..., InferenceEngine]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"), seed=0)
+
+
+@pytest.fixture
+def build(model: Path) -> Iterator[Build]:
+    threads, engines = torch.get_num_threads(), list[InferenceEngine]()
+
+    def make(**options: Any) -> InferenceEngine:
+        settled = {"model_path": str(model), "num_threads": 1, "kv_cache_memory": 2**20, "block_size": 4}
+        engines.append(InferenceEngine(EngineConfig(**(settled | options))))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.shutdown()
+    torch.set_num_threads(threads)
+
+
+def drawn(max_tokens: int = LENGTH, **more: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": max_tokens, "seed": 3, "ignore_eos": True, "raw_logprobs": True, **more})
+
+
+def drain(engine: InferenceEngine) -> list[TrainingSample]:
+    samples: list[TrainingSample] = []
+    for _ in range(1000):
+        if not engine.has_pending():
+            break
+        samples += engine.step()
+        engine.loop.check()
+    assert not engine.has_pending(), "it never ends"
+    return sorted(samples, key=lambda s: (s.request_id, s.sample_index))
+
+
+def same(one: TrainingSample, other: TrainingSample) -> bool:
+    """All that follows from the arithmetic, to the bit."""
+    own = {"request_id": 0, "cached_tokens": 0, "kv_versions": (), "sampling_params": None}
+    one, other = replace(one, **own), replace(other, **own)
+    return repr(one) == repr(other)  # nan equals nan
+
+
+# -- pause -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_pause_changes_no_bit(build: Build, lookahead: int, steps: int) -> None:
+    expected = build().generate(PROMPT, drawn())[0]
+    engine = build(lookahead=lookahead)
+    engine.add_request(PROMPT, drawn())
+    for _ in range(steps):
+        engine.step()
+    assert engine.pause() == []
+    assert engine.is_paused()
+    assert not engine.loop.in_flight
+    computed = engine.stats().tokens_computed
+    engine.add_request(PROMPT, drawn(), num_samples=2)
+    for _ in range(3):
+        assert engine.step() == []
+    assert engine.stats().tokens_computed == computed, "nothing is computed"
+    assert not engine.has_pending(), "a loop over has_pending must end"
+    engine.resume()
+    samples = drain(engine)
+    assert same(samples[0], expected)
+    assert same(samples[1], expected)
+
+
+def test_a_pause_that_waits_holds_newcomers(build: Build) -> None:
+    engine = build(lookahead=1)
+    done: list[TrainingSample] = []
+    first = engine.add_request(PROMPT, drawn())
+    engine.step()
+    assert engine.pause("wait") == []
+    second = engine.add_request(PROMPT, drawn())
+    done += engine.step()
+    assert [s.request_id for s in done] == [first]
+    assert done[0].finish_reason == "length"
+    assert engine.stats().num_held == 1
+    engine.resume()
+    assert [s.request_id for s in drain(engine)] == [second]
+
+
+def test_a_pause_that_aborts_returns_what_there_is(build: Build) -> None:
+    engine = build(lookahead=1)
+    engine.add_request(PROMPT, drawn(), num_samples=2)
+    for _ in range(4):
+        engine.step()
+    ended = engine.pause("abort")
+    assert [s.finish_reason for s in ended] == ["abort", "abort"]
+    assert all(0 < len(s.completion_tokens) == len(s.logprobs) == len(s.raw_logprobs or ()) for s in ended)
+    assert not engine.loop.sequences.by_id
+    engine.resume()
+
+
+def test_generate_waits_for_another_threads_resume(build: Build) -> None:
+    engine = build()
+    expected = engine.generate(PROMPT, drawn())[0]
+    pausing = threading.Thread(target=engine.pause)
+    pausing.start()
+    pausing.join()
+    found: list[TrainingSample] = []
+    thread = threading.Thread(target=lambda: found.extend(engine.generate(PROMPT, drawn())))
+    thread.start()
+    time.sleep(0.2)
+    assert not found
+    engine.resume()
+    thread.join(10)
+    assert same(found[0], expected)
+
+
+def test_who_paused_cannot_wait_for_itself(build: Build) -> None:
+    engine = build()
+    engine.pause()
+    with pytest.raises(InvalidRequest, match="paused, by this thread"):
+        engine.generate(PROMPT, drawn())
+    engine.add_request(PROMPT, drawn())
+    engine.resume()
+    engine.step()
+    engine.pause()
+    with pytest.raises(WeightUpdateError, match="would wait for requests that are paused"):
+        engine.update_weights(NEW, blocking=True, kv_policy="wait")
+    engine.update_weights(NEW, blocking=True)
+    assert engine.get_weight_version() == 1
+    engine.resume()
+    assert len(drain(engine)) == 1
+
+
+def test_a_shutdown_ends_a_wait(build: Build) -> None:
+    engine = build()
+    pausing = threading.Thread(target=engine.pause)
+    pausing.start()
+    pausing.join()
+    problems: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            engine.generate(PROMPT, drawn())
+        except Exception as problem:
+            problems.append(problem)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.1)
+    engine.shutdown()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "shut down" in str(problems[0])
+
+
+def test_an_unknown_mode_is_an_error(build: Build) -> None:
+    with pytest.raises(InvalidRequest, match="'stop' is not one of keep, wait, abort"):
+        build().pause("stop")
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_the_async_engine_pauses(build: Build, mode: Any) -> None:
+    import asyncio
+
+    engine = build()
+    expected = engine.generate(PROMPT, drawn(40))[0]
+
+    async def main() -> TrainingSample:
+        async with AsyncInferenceEngine(engine) as a:
+            task = asyncio.create_task(a.generate(PROMPT, drawn(40)))
+            await asyncio.sleep(0.02)
+            await a.pause(mode)
+            await asyncio.sleep(0.05)
+            assert not engine.loop.in_flight
+            await a.resume()
+            return (await asyncio.wait_for(task, 20))[0]
+
+    assert same(asyncio.run(main()), expected)
+
+
+# -- sleep -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_sleep_changes_no_bit(build: Build, weights: bool, backend: str) -> None:
+    expected = build(backend=backend).generate(PROMPT, drawn())[0]
+    engine = build(backend=backend, ref_model_path=str(build().config.model_path))
+    checksum = engine.weights_checksum()
+    engine.add_request(PROMPT, drawn())
+    for _ in range(4):
+        engine.step()
+    engine.sleep(weights=weights)
+    assert engine.is_paused()
+    assert engine.step() == []
+    with pytest.raises(InvalidRequest, match="asleep"):
+        engine.resume()
+    with pytest.raises(InvalidRequest, match="asleep already"):
+        engine.sleep()
+    if weights:
+        with pytest.raises(WeightUpdateError, match="asleep"):
+            engine.update_weights(NEW, blocking=True)
+        with pytest.raises(WeightUpdateError, match="asleep"):
+            engine.weights_checksum()
+    engine.wake()
+    assert engine.weights_checksum() == checksum
+    (sample,) = drain(engine)
+    assert same(replace(sample, ref_logprobs=None), expected)
+    assert sample.ref_logprobs == sample.raw_logprobs
+    engine.wake()  # nothing to do
+
+
+def test_a_sleep_gives_memory_back(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "wide", hidden=512, inner=2048, vocab_size=8192, layers=4)
+    config = EngineConfig(model_path=str(folder), kv_cache_memory=64 * 2**20, num_threads=1)
+    process = psutil.Process()
+    with InferenceEngine(config) as engine:
+        engine.runner.storage.keys.fill_(1.0)
+        engine.runner.storage.values.fill_(1.0)
+        kv = engine.runner.storage.keys.nbytes * 2
+        held = sum(param.numel() * 4 for param in engine.model.params.values())
+        full = process.memory_info().rss
+        engine.sleep()
+        assert full - process.memory_info().rss > 0.9 * kv, "the cache"
+        engine.wake()
+        asleep = process.memory_info().rss
+        engine.sleep(weights=True)
+        assert asleep - process.memory_info().rss > 0.8 * held, "the weights"
+        engine.wake()
+        engine.generate([1, 2, 3], SamplingParams(max_tokens=3))
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_an_update_during_a_sleep_serves_after_it(build: Build, weights: bool) -> None:
+    engine = build()
+    engine.add_request(PROMPT, drawn())
+    engine.step()
+    engine.sleep(weights)
+    given = {name: tensor.clone() for name, tensor in NEW.items()}
+    update = engine.update_weights(given, kv_policy="recompute")
+    assert update.done() is not weights
+    for tensor in given.values():
+        tensor.zero_()
+    engine.wake()
+    engine.step()
+    assert update.done()
+    checksum = engine.weights_checksum()
+    engine.update_weights(NEW, blocking=True)
+    assert engine.weights_checksum() == checksum
+    (sample,) = drain(engine)
+    assert {span.version for span in sample.weight_versions} == {0, 1, 2}
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache_type", ["paged", "radix"])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_partial_sample_goes_on_token_for_token(build: Build, cache_type: str, lookahead: int) -> None:
+    params = drawn(top_k=20, sampling_mask=True, top_logprobs=2, prompt_logprobs=True, presence_penalty=0.5)
+    expected = build().generate(PROMPT, params, 2)
+    for steps in range(1, LENGTH + 1):
+        engine = build(cache_type=cache_type, lookahead=lookahead, max_tokens_per_batch=16)
+        engine.add_request(PROMPT, params, 2)
+        for _ in range(steps):
+            engine.step()
+        partial = engine.abort()
+        assert [s.sample_index for s in partial] == [0, 1]
+        for sample in partial:
+            engine.resume_from(sample)
+        samples = drain(engine)
+        assert all(same(*pair) for pair in zip(samples, expected, strict=True)), f"after {steps} steps"
+        engine.shutdown()
+
+
+def test_going_on_uses_what_the_cache_holds(build: Build) -> None:
+    engine = build()
+    engine.add_request(PROMPT, drawn())
+    for _ in range(8):
+        engine.step()
+    (partial,) = engine.abort()
+    before = engine.stats().tokens_computed
+    engine.resume_from(partial)
+    engine.step()
+    known = len(PROMPT) + len(partial.completion_tokens)
+    assert engine.stats().tokens_computed - before == known - (known - 1) // 4 * 4
+
+
+def test_a_sample_that_ended_by_length_goes_on_when_told_how_far(build: Build) -> None:
+    engine = build()
+    long = engine.generate(PROMPT, drawn(20))[0]
+    short = engine.generate(PROMPT, drawn(8))[0]
+    with pytest.raises(InvalidRequest, match="has 8 of max_tokens=8"):
+        engine.resume_from(short)
+    engine.resume_from(short, max_new_tokens=12)
+    (sample,) = drain(engine)
+    assert same(sample, long)
+    assert sample.sampling_params == replace(drawn(), max_tokens=20)
+
+
+def test_turns_of_a_tool(build: Build) -> None:
+    """Appended tokens are in the sample, marked, and the model reads them."""
+    engine = build()
+    first = engine.generate(PROMPT, drawn(6))[0]
+    tool = [7, 8, 9]
+    engine.resume_from(first, append=tool, max_new_tokens=5)
+    (second,) = drain(engine)
+    assert second.completion_tokens[:9] == (*first.completion_tokens, *tool)
+    assert second.loss_mask == (True,) * 6 + (False,) * 3 + (True,) * 5
+    assert second.logprobs[6:9] == (0.0,) * 3
+    assert second.logprobs[:6] == first.logprobs
+    alone = engine.generate([*PROMPT, *second.completion_tokens[:9]], drawn(5))[0]
+    assert second.completion_tokens[9:] == alone.completion_tokens
+    assert second.logprobs[9:] == alone.logprobs
+    assert [(e.token_start, e.token_end) for e in second.kv_versions] == [(0, 6), (9, 14)]
+    assert second.weight_versions == (VersionSpan(0, 0, 14),)
+    engine.update_weights(NEW)
+    engine.resume_from(second, append=[5], max_new_tokens=2)
+    (third,) = drain(engine)
+    assert third.loss_mask == (*second.loss_mask, False, True, True)
+    assert third.weight_versions == (VersionSpan(0, 0, 15), VersionSpan(1, 15, 17))
+    assert len(third.logprobs) == len(third.raw_logprobs or ()) == len(third.log_kept_mass or ()) == 17
+
+
+def test_a_sample_that_stopped_goes_on_behind_appended_tokens(build: Build) -> None:
+    engine = build()
+    first = engine.generate(PROMPT, drawn(6))[0]
+    params = drawn(6, stop_token_ids=frozenset([first.completion_tokens[2]]))
+    stopped = engine.generate(PROMPT, params)[0]
+    assert stopped.finish_reason == "stop"
+    with pytest.raises(InvalidRequest, match="append tokens"):
+        engine.resume_from(stopped)
+    engine.resume_from(stopped, append=[4], max_new_tokens=2)
+    (sample,) = drain(engine)
+    assert sample.completion_tokens[:4] == (*stopped.completion_tokens, 4)
+
+
+def test_going_on_under_exactly_some_version(build: Build) -> None:
+    engine = build()
+    engine.add_request(PROMPT, drawn(30))
+    engine.add_request(PROMPT, drawn())
+    for _ in range(4):
+        engine.step()
+    (partial,) = engine.abort(1)
+    engine.update_weights(NEW, kv_policy="finish_old")
+    with pytest.raises(InvalidRequest, match="version 7 is gone; this engine serves 1"):
+        engine.resume_from(partial, version=7)
+    resumed = engine.resume_from(partial, version=0)
+    samples = drain(engine)
+    assert {s.weight_version for s in samples} == {0}
+    expected = build().generate(PROMPT, drawn())[0]
+    assert same(next(s for s in samples if s.request_id == resumed), expected)
+    with pytest.raises(InvalidRequest, match="version 0 is gone"):
+        engine.resume_from(partial, version=0)
+
+
+def test_what_cannot_go_on_is_refused(build: Build) -> None:
+    engine = build()
+    sample = engine.generate(PROMPT, drawn(4))[0]
+    for bad, message in [
+        ({"append": [999]}, "outside the vocabulary"),
+        ({"append": ["x"]}, "not an integer"),
+        ({"max_new_tokens": 0}, "must be a positive integer"),
+    ]:
+        with pytest.raises(InvalidRequest, match=message):
+            engine.resume_from(sample, **bad)
+    with pytest.raises(RequestTooLarge, match="max_model_len"):
+        engine.resume_from(sample, max_new_tokens=100_000)
+    with pytest.raises(InvalidRequest, match="other bits"):
+        engine.resume_from(replace(sample, numerics="cuda-9"), max_new_tokens=1)
+    with pytest.raises(InvalidRequest, match="no sampling_params"):
+        engine.resume_from(replace(sample, sampling_params=None), max_new_tokens=1)
+    assert not engine.loop.sequences.by_id
+    assert not engine.has_pending()
+
+
+def test_the_async_engine_goes_on(build: Build) -> None:
+    import asyncio
+
+    engine = build()
+    expected = engine.generate(PROMPT, drawn(20))[0]
+    short = engine.generate(PROMPT, drawn(8))[0]
+
+    async def main() -> TrainingSample:
+        async with AsyncInferenceEngine(engine) as a:
+            return await a.resume_from(short, max_new_tokens=12)
+
+    assert same(asyncio.run(main()), expected)

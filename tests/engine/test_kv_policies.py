@@ -1,0 +1,340 @@
+"""What becomes of running requests at an update: every policy, at every token, on both caches, with lookahead or not.
+
+The old model's tokens stand before the update, and what follows is to the bit what the policy promises.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import (
+    ContextVersions,
+    EngineConfig,
+    InferenceEngine,
+    InvalidRequest,
+    SamplingParams,
+    TrainingSample,
+    VersionSpan,
+    WeightUpdateError,
+)
+from nano_inference.config import CacheType
+from nano_inference.types import KvPolicy
+from tests.models.tiny import llama_config, llama_weights, tiny_llama, write_model
+
+OLD, NEW, NEWER = (llama_weights(llama_config(), seed=seed) for seed in (0, 1, 2))
+PROMPT = list(range(40, 61))
+LENGTH = 9
+SEED = 3
+
+Build = Callable[..., InferenceEngine]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    old = tiny_llama(tmp_path_factory.mktemp("old"), seed=0)
+    return [old, *(write_model(tmp_path_factory.mktemp("new"), llama_config(), weights) for weights in (NEW, NEWER))]
+
+
+@pytest.fixture
+def build(folders: list[Path]) -> Iterator[Build]:
+    threads, engines = torch.get_num_threads(), list[InferenceEngine]()
+
+    def make(which: int = 0, **options: Any) -> InferenceEngine:
+        settled = {"model_path": str(folders[which]), "num_threads": 1, "kv_cache_memory": 2**20, "block_size": 4}
+        engines.append(InferenceEngine(EngineConfig(**(settled | options))))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.shutdown()
+    torch.set_num_threads(threads)
+
+
+def drawn(max_tokens: int = LENGTH, seed: int = SEED) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True)
+
+
+def bits(sample: TrainingSample, start: int = 0, end: int | None = None) -> tuple[Any, ...]:
+    return sample.completion_tokens[start:end], sample.logprobs[start:end]
+
+
+def drain(engine: InferenceEngine) -> list[TrainingSample]:
+    samples: list[TrainingSample] = []
+    for _ in range(1000):
+        if not engine.has_pending():
+            break
+        samples += engine.step()
+        engine.loop.check()
+    assert not engine.has_pending(), "it never ends"
+    return sorted(samples, key=lambda s: (s.request_id, s.sample_index))
+
+
+def alone(build: Build, which: int, tokens: list[int], max_tokens: int = LENGTH) -> TrainingSample:
+    """What one model makes of a prompt, with the noise of its place."""
+    return build(which).generate(tokens, drawn(max_tokens))[0]
+
+
+def split(sample: TrainingSample) -> int:
+    """Where the versions change; the sample's length where they do not."""
+    return sample.weight_versions[0].end if sample.weight_versions else 0
+
+
+# -- every policy at every token ---------------------------------------------------------------------------------------
+
+CASES = [(cache, lookahead) for cache in ("paged", "radix") for lookahead in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def stops(folders: list[Path]) -> dict[str, Any]:
+    """Old and new samples of the prompt; and by cut, what the new model makes of the old one's first tokens."""
+    with InferenceEngine(EngineConfig(model_path=str(folders[0]), kv_cache_memory=2**20)) as engine:
+        old = engine.generate(PROMPT, drawn())[0]
+    with InferenceEngine(EngineConfig(model_path=str(folders[1]), kv_cache_memory=2**20)) as engine:
+        new = engine.generate(PROMPT, drawn())[0]
+        after = {
+            cut: bits(engine.generate([*PROMPT, *old.completion_tokens[:cut]], drawn(LENGTH - cut))[0])
+            for cut in range(LENGTH)
+        }
+    return {"old": old, "new": new, "after": after}
+
+
+@pytest.mark.parametrize(("cache", "lookahead"), CASES)
+@pytest.mark.parametrize("policy", ["recompute", "abort", "wait", "finish_old"])
+def test_an_update_at_every_token(
+    build: Build, stops: dict[str, Any], policy: KvPolicy, cache: CacheType, lookahead: int
+) -> None:
+    cuts: set[int] = set()
+    for steps in range(LENGTH + 3):
+        engine = build(cache_type=cache, lookahead=lookahead)
+        engine.add_request(PROMPT, drawn())
+        samples = [sample for _ in range(steps) for sample in engine.step()]
+        update = engine.update_weights(NEW, kv_policy=policy)
+        engine.add_request(PROMPT, drawn())  # the same request, later
+        samples += drain(engine)
+        assert update.done()
+        first, second = sorted(samples, key=lambda s: s.request_id)
+        cuts.add(cut := split(first))
+        check_first(engine, first, stops, policy, cut)
+        assert bits(second) == bits(stops["new"]), "a newcomer after the update is the new model's alone"
+        assert second.weight_versions == (VersionSpan(1, 0, LENGTH),)
+        assert "previous" not in engine.runner.models
+        engine.shutdown()
+    assert cuts >= (set(range(1, LENGTH + 1)) if policy in ("recompute", "abort") else {LENGTH})
+
+
+def check_first(
+    engine: InferenceEngine, sample: TrainingSample, stops: dict[str, Any], policy: KvPolicy, cut: int
+) -> None:
+    """The request that was there before the update."""
+    version = sample.weight_versions[0].version
+    if version == 1:  # it had not begun, or had drawn nothing
+        assert bits(sample) == bits(stops["new"])
+        assert sample.kv_versions == (ContextVersions(0, LENGTH, (VersionSpan(1, 0, len(PROMPT) + LENGTH - 1),)),)
+        return
+    assert bits(sample, 0, cut) == bits(stops["old"], 0, cut), "what stood before is the old model's"
+    before = ContextVersions(0, cut, (VersionSpan(0, 0, len(PROMPT) + cut - 1),))
+    if policy == "recompute":
+        assert bits(sample, cut) == stops["after"].get(cut, ((), ()))
+        after = ContextVersions(cut, LENGTH, (VersionSpan(1, 0, len(PROMPT) + LENGTH - 1),))
+        assert sample.kv_versions == ((before, after) if cut < LENGTH else (before,))
+        assert sample.oldest_weight_version == 0
+    else:
+        assert len(sample.weight_versions) == 1
+        assert sample.kv_versions == (before,)
+    if policy == "abort" and cut < LENGTH:
+        assert sample.finish_reason == "abort"
+        assert len(sample.completion_tokens) == len(sample.logprobs) == len(sample.loss_mask) == cut
+        engine.resume_from(sample)
+        (resumed,) = drain(engine)
+        assert bits(resumed, cut) == stops["after"][cut], "it goes on under the weights that serve"
+        assert resumed.kv_versions[-1].token_start == cut
+    elif policy in ("wait", "finish_old"):
+        assert bits(sample) == bits(stops["old"])
+        assert sample.finish_reason == "length"
+
+
+# -- finish_old --------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_request_finishes_first_while_an_old_one_goes_on(build: Build, stops: dict[str, Any]) -> None:
+    engine = build()
+    before = {name: tensor.data_ptr() for name, tensor in engine.model.params.items()}
+    old = engine.add_request(PROMPT, drawn(40))
+    for _ in range(5):
+        engine.step()
+    assert engine.update_weights(NEW, kv_policy="finish_old").done()
+    assert engine.get_weight_version() == 1
+    engine.add_request(PROMPT, drawn())
+    samples = drain(engine)
+    assert [s.request_id for s in samples] == [old, old + 1]
+    assert bits(samples[1]) == bits(stops["new"])
+    assert bits(samples[0]) == bits(alone(build, 0, PROMPT, 40))
+    assert {name: tensor.data_ptr() for name, tensor in engine.model.params.items()} == before, "in place"
+
+
+def test_only_what_changes_is_copied_aside(build: Build) -> None:
+    engine = build()
+    engine.add_request(PROMPT, drawn(30))
+    engine.step()
+    name = "model.layers.1.mlp.up_proj.weight"
+    engine.update_weights({name: NEW[name]}, kv_policy="finish_old")
+    old, new = engine.runner.models["previous"].params, engine.model.params
+    assert {key for key in new if old[key] is not new[key]} == {"layers.1.gate_up"}
+    # A later update of something else must not reach those who finish on the old weights.
+    engine.update_weights({"model.norm.weight": NEW["model.norm.weight"]}, kv_policy="keep")
+    assert {key for key in new if engine.runner.models["previous"].params[key] is not new[key]} == {
+        "layers.1.gate_up",
+        "norm",
+    }
+    (sample,) = drain(engine)
+    assert bits(sample) == bits(alone(build, 0, PROMPT, 30))
+
+
+def test_a_second_finish_old_waits_for_those_who_finish(build: Build) -> None:
+    engine = build()
+    engine.add_request(PROMPT, drawn(20))
+    engine.step()
+    first = engine.update_weights(NEW, kv_policy="finish_old")
+    engine.add_request(PROMPT, drawn(12))
+    engine.step()
+    second = engine.update_weights(NEWER, kv_policy="finish_old")
+    assert first.done()
+    assert not second.done()
+    third = engine.update_weights(OLD, kv_policy="keep")
+    assert not third.done(), "updates are in order"
+    samples = drain(engine)
+    assert second.done()
+    assert third.done()
+    assert engine.get_weight_version() == 3
+    assert bits(samples[0]) == bits(alone(build, 0, PROMPT, 20))
+    assert bits(samples[1]) == bits(alone(build, 1, PROMPT, 12)), "the update waited longer than it ran"
+
+
+def test_a_group_finishes_on_the_old_weights(build: Build) -> None:
+    engine = build(max_tokens_per_batch=8)
+    engine.add_request(PROMPT, drawn(), num_samples=3)
+    engine.step()  # part of the prompt
+    engine.update_weights(NEW, kv_policy="finish_old")
+    samples = drain(engine)
+    expected = build().generate(PROMPT, drawn(), 3)
+    assert [bits(s) for s in samples] == [bits(s) for s in expected]
+    assert {s.weight_version for s in samples} == {0}
+
+
+def test_without_memory_for_the_old_weights_the_update_fails(
+    build: Build, monkeypatch: pytest.MonkeyPatch, stops: dict[str, Any]
+) -> None:
+    engine = build()
+    engine.add_request(PROMPT, drawn())
+    engine.step()
+    checksum = engine.weights_checksum()
+
+    def refuse(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "set_aside", refuse)
+        update = engine.update_weights(NEW, kv_policy="finish_old")
+        with pytest.raises(WeightUpdateError, match="no memory"):
+            update.result(1)
+    assert engine.weights_checksum() == checksum
+    assert engine.get_weight_version() == 0
+    assert bits(drain(engine)[0]) == bits(stops["old"])
+    engine.update_weights(NEW, blocking=True)
+    assert bits(engine.generate(PROMPT, drawn())[0]) == bits(stops["new"])
+
+
+# -- versions that a request asks for ----------------------------------------------------------------------------------
+
+
+def test_a_request_waits_for_its_version(build: Build, stops: dict[str, Any]) -> None:
+    engine = build()
+    held = engine.add_request(PROMPT, drawn(), min_version=2)
+    other = engine.add_request(PROMPT, drawn())
+    assert [s.request_id for s in drain(engine)] == [other]
+    assert engine.stats().num_held == 1
+    assert not engine.has_pending(), "a loop over has_pending must end"
+    engine.update_weights(NEWER, blocking=True)
+    assert not engine.has_pending()
+    engine.update_weights(NEW, blocking=True)
+    (sample,) = drain(engine)
+    assert sample.request_id == held
+    assert bits(sample) == bits(stops["new"])
+    assert engine.stats().num_held == 0
+
+
+def test_a_held_request_can_be_aborted(build: Build) -> None:
+    engine = build()
+    held = engine.add_request(PROMPT, drawn(), min_version=7)
+    (sample,) = engine.abort(held)
+    assert sample.completion_tokens == ()
+    assert sample.finish_reason == "abort"
+    assert not engine.loop.sequences.held
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "finish_old"])
+def test_a_request_that_is_too_stale_ends_with_what_it_has(build: Build, policy: KvPolicy) -> None:
+    engine = build()
+    strict = engine.add_request(PROMPT, drawn(30), max_staleness=1)
+    engine.add_request(PROMPT, drawn(30))
+    fresh = engine.add_request(PROMPT, drawn(30), max_staleness=0, min_version=2)
+    for _ in range(4):
+        engine.step()
+    engine.update_weights(NEW, kv_policy="keep")
+    engine.step()
+    assert engine.loop.sequences.of_requests(frozenset([strict])), "one version behind is allowed"
+    engine.update_weights(NEWER, kv_policy=policy)
+    samples = drain(engine)
+    ended = {s.request_id: s for s in samples}
+    assert ended[strict].finish_reason == "abort"
+    assert ended[strict].stop_reason == "it is too stale"
+    assert 4 <= len(ended[strict].completion_tokens) < 30
+    assert len(ended[strict].logprobs) == len(ended[strict].completion_tokens)
+    assert [ended[i].finish_reason for i in (strict + 1, fresh)] == ["length", "length"]
+    assert ended[fresh].oldest_weight_version == 2
+
+
+@pytest.mark.parametrize(("name", "value"), [("min_version", -1), ("min_version", 1.5), ("max_staleness", "2")])
+def test_limits_of_versions_are_whole_numbers(build: Build, name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        build().add_request(PROMPT, drawn(), **{name: value})
+
+
+# -- blocking, and nonsense --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep", "abort", "wait", "finish_old"])
+def test_a_blocking_update_serves_when_it_returns(build: Build, policy: KvPolicy) -> None:
+    engine = build(lookahead=1)
+    engine.add_request(PROMPT, drawn(20))
+    for _ in range(3):
+        engine.step()
+    update = engine.update_weights(NEW, blocking=True, kv_policy=policy)
+    assert update.done()
+    assert engine.get_weight_version() == 1
+    (sample,) = drain(engine)
+    assert len(sample.completion_tokens) == 20 or policy == "abort"
+
+
+def test_a_newcomer_waits_behind_an_update_that_waits(build: Build, stops: dict[str, Any]) -> None:
+    engine = build()
+    engine.add_request(PROMPT, drawn(15))
+    engine.step()
+    update = engine.update_weights(NEW, kv_policy="wait")
+    assert not update.done()
+    engine.add_request(PROMPT, drawn())
+    engine.step()
+    assert engine.stats().num_held == 1
+    samples = drain(engine)
+    assert bits(samples[0]) == bits(alone(build, 0, PROMPT, 15))
+    assert bits(samples[1]) == bits(stops["new"])
+
+
+def test_an_unknown_policy_is_an_error(build: Build) -> None:
+    engine = build()
+    with pytest.raises(WeightUpdateError, match="'retract' is not one of recompute, keep, abort, wait, finish_old"):
+        engine.update_weights(NEW, kv_policy="retract")
+    assert engine.get_weight_version() == 0
