@@ -124,6 +124,23 @@ def roofline(
 
 
 @app.command()
+def rl(
+    model: Model = "smollm2-135m",
+    parts: Annotated[str, typer.Option(help="separated by commas")] = "update,broadcast,score,abort,gradients",
+    repeats: Repeats = 5,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    out: Out = None,
+) -> None:
+    """New weights against a copy of their bytes, scores, abort, gradients."""
+    from benchmarks.rl import PARTS, measure
+
+    options = Options(model, dtype, backend, threads, repeats)
+    write("rl", measure(options, names(parts, tuple(PARTS))), asdict(options), out, model)
+
+
+@app.command()
 def peers(
     model: Model = "smollm2-135m",
     workloads: Workloads = "W1,W2,W3,W4,W5",

@@ -29,9 +29,7 @@ def replay(
             help="Samples as JSON lines, such as `generate --json` writes; or a .parquet file.",
         ),
     ],
-    model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="What serves version 0: as for `generate`.")
-    ],
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="What serves version 0: as for `generate`.")],
     weights: Annotated[
         list[str] | None,
         typer.Option(
