@@ -95,6 +95,7 @@ def batch_of_rows(
         logits_indices=_tensor(draws),
         score_rows=_tensor([row for row, _ in scores]),
         score_targets=_tensor([target for _, target in scores]),
+        score_temperatures=torch.ones(len(scores), dtype=torch.float64),
         scored=(),
         relay_rows=NOTHING,
         relay_sources=NOTHING,

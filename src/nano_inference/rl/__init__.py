@@ -8,17 +8,18 @@ if TYPE_CHECKING:
     from nano_inference.rl.policy import PolicyModel
     from nano_inference.rl.replayer import replay
     from nano_inference.rl.report import MismatchReport, mismatch_report
-    from nano_inference.rl.score import score
+    from nano_inference.rl.scoring import score
 
 __all__ = ["MismatchReport", "PolicyModel", "differences", "mismatch_report", "replay", "score"]
 
+# No module may bear the name of what it holds: importing it would set that name, here, to the module.
 _MODULES = {
     "MismatchReport": "report",
     "PolicyModel": "policy",
     "differences": "comparison",
     "mismatch_report": "report",
     "replay": "replayer",
-    "score": "score",
+    "score": "scoring",
 }
 
 

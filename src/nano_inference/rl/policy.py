@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +16,10 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.weight_sync import WeightUpdate
 from nano_inference.errors import ConfigError
-from nano_inference.models.decoder import Decoder
 from nano_inference.models.loading import load_params
 from nano_inference.models.weights import allocate, param_table, read, slots, write
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
-from nano_inference.rl.score import ScoreBatch, TokenIds, check_batch, score_batch
+from nano_inference.rl.scoring import ScoreBatch, TokenIds, check_batch, score_batch
 from nano_inference.rl.torch_decoder import TorchDecoder
 from nano_inference.scheduling.sequence import POLICY
 
@@ -35,8 +34,6 @@ class PolicyModel(nn.Module):
     the parameters as they are. Backward: a forward in plain torch at the same cast weights is differentiated, sequence
     by sequence in a fixed order; the cast passes gradients as they are. Gradients have the same bits whatever the
     number of threads and the engine's options are.
-
-    Parameters are seen to change by their version counters; what is written through `.data` is not seen.
 
     Args:
         engine: an engine, or the configuration to build one from (`model.engine`).
@@ -154,13 +151,19 @@ class _Logprobs(torch.autograd.Function):
     def forward(ctx: Any, model: PolicyModel, batch: ScoreBatch, *params: Tensor) -> Tensor:
         ctx.model, ctx.batch = model, batch
         ctx.save_for_backward(*params)
-        return torch.cat([torch.empty(0), *model._score(batch)])  # pyright: ignore[reportPrivateUsage]
+        scores = model._score(batch)
+        ctx.states = _states(params)
+        return torch.cat([torch.empty(0), *scores])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         names = [name for name, _ in ctx.model.named_parameters()]
-        values = dict(zip(names, ctx.saved_tensors, strict=True))
+        values = dict(zip(names, ctx.saved_tensors, strict=True))  # torch's own check is of version counters
+        if _states(ctx.saved_tensors) != ctx.states:
+            raise RuntimeError(
+                "a parameter was modified between logprobs and backward; call backward before it changes."
+            )
         found = ctx.model._gradients(ctx.batch, values, grads[0])
         return (
             None,
@@ -176,7 +179,7 @@ class _TrainerWeights:
         self.engine = engine
         self.lock = threading.Lock()  # held while the set is written and scored under
         self._slots = slots(param_table(engine.spec))
-        self._packed: dict[str, tuple[int, int]] | None = None  # by name: where it lay, and its version
+        self._packed: list[tuple[int, ...]] = []  # the states of the parameters that were written last
         policy = engine.model
         params = allocate(param_table(policy.spec), policy.dtype, policy.device, policy.ops.allocate)
         self._decoder = policy.twin(params)
@@ -185,9 +188,9 @@ class _TrainerWeights:
 
     def follow(self, params: Mapping[str, Tensor]) -> None:
         """Write the parameters into the set if any has changed."""
-        now = {name: (param.data_ptr(), param._version) for name, param in params.items()}
+        now = _states([*params.values()])
         if now != self._packed:
-            self._packed = None
+            self._packed = []
             self.engine.shared.between_steps(self.name, lambda: self._write(params))
             self._packed = now
 
@@ -221,6 +224,21 @@ def _initial_weights(engine: InferenceEngine, dtype: torch.dtype) -> dict[str, T
 
     engine.shared.between_steps(POLICY, take)
     return found
+
+
+def _states(params: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """What tells of each parameter whether it changed: where it lies, its version counter, and the sum of its bits.
+
+    Fused optimizers and what is written through `.data` leave the counter as it was.
+    """
+    sums = torch.stack([_sum_of_bits(param.detach()) for param in params]).tolist()
+    return [(param.data_ptr(), param._version, total) for param, total in zip(params, sums, strict=True)]
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    words = tensor.contiguous().view(-1)
+    whole = words.numel() * words.element_size() % 8 == 0
+    return words.view(torch.int64 if whole else torch.uint8).sum()
 
 
 def _place(module: nn.Module, name: str, param: nn.Parameter) -> None:

@@ -96,17 +96,21 @@ class TorchDecoder:
         cos, sin = (table[batch.positions][:, None, :] for table in rope)
         q, k, v = (x.view(num_rows, -1, spec.head_dim) for x in (q, k, v))
         q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
-        parts = [self._attend(q, k, v, each, mask) for each, mask in zip(batch.segments, masks, strict=True)]
+        lengths = [each.end - each.start for each in batch.segments]
+        parts: list[Tensor] = []
+        for segment, mask, own_q, own_k, own_v in zip(
+            batch.segments, masks, *(x.split(lengths) for x in (q, k, v)), strict=True
+        ):
+            shared = segment.path[: len(segment.path) - len(own_k)]
+            if len(shared):
+                own_k, own_v = (torch.cat((x[shared], own)) for x, own in ((k, own_k), (v, own_v)))
+            parts.append(self._attend(own_q, own_k, own_v, mask))
         return functional.linear(torch.cat(parts), params[name + "o"], params.get(name + "o_bias"))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, mask: Tensor) -> Tensor:
-        """Attention of a segment's rows over their path: [n, heads * D]. Heads that share keys are rows of one matrix."""
-        n, kv_heads, head_dim = segment.end - segment.start, k.shape[1], k.shape[2]
-        q = q[segment.start : segment.end].view(n, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        if len(segment.path) == n:  # neighbours
-            k, v = k[segment.start : segment.end], v[segment.start : segment.end]
-        else:
-            k, v = k.index_select(0, segment.path), v.index_select(0, segment.path)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Attention of q [n, heads, D] over k and v [L, kv heads, D]: [n, heads * D]."""
+        n, kv_heads, head_dim = len(q), k.shape[1], k.shape[2]
+        q = q.view(n, kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # heads that share keys are rows of one matrix
         out = functional.scaled_dot_product_attention(
             q.reshape(1, kv_heads, -1, head_dim),
             k.transpose(0, 1)[None],
@@ -157,8 +161,8 @@ class TorchDecoder:
     ) -> tuple[Tensor, Tensor]:
         """Gradients of hidden rows [N, H] in `dtype` and of the head, float32 [V, H].
 
-        Of softmax(z / temperature), z = hidden @ weight.T / divisor: by z it is (one-hot - probabilities) / temperature.
-        The logits are float32 whatever the dtype: rounded ones would be other probabilities.
+        With z = hidden @ weight.T / divisor it is (one-hot - softmax(z / temperature)) / temperature by z. The
+        logits are float32 whatever the dtype: rounded ones would be other probabilities.
         """
         d_hidden, d_head = torch.zeros_like(hidden), torch.zeros_like(weight32)
         divisor = self.spec.logits_divisor * temperature

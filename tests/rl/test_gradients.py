@@ -1,0 +1,168 @@
+"""Gradients against transformers' autograd, and their bits whatever the number of threads."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nano_inference.rl import PolicyModel
+from nano_inference.rl.micro_batch import ScoredSequence, micro_batches
+from tests.models.tiny import FAMILIES, tiny_llama, tiny_model
+from tests.parity.compare import smollm2_oracle
+from tests.rl.training import SEQUENCES, bits, build, coefficients, gradients, weighted_sum
+
+TOLERANCE = 1e-4  # relative norm, of every parameter
+
+
+def oracle_gradients(oracle: Any, sequences: list[list[int]], temperature: float) -> dict[str, Tensor]:
+    logprobs: list[Tensor] = []
+    for ids in sequences:
+        rows = (oracle(torch.tensor([ids])).logits[0].float() / temperature).log_softmax(dim=-1)[:-1]
+        chosen = rows.gather(1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0]
+        logprobs.append(torch.cat([torch.zeros(1), chosen]))
+    weighted_sum(logprobs, coefficients([len(ids) for ids in sequences])).backward()
+    return {name: param.grad for name, param in oracle.named_parameters()}
+
+
+def worst_difference(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert set(own) == set(theirs)
+    return max(float((own[name] - grad).norm() / grad.norm()) for name, grad in theirs.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_every_family_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    """Sequences longer than the windows, in several micro-batches, at a temperature."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_model(tmp_path, family)
+    with build(folder) as engine:
+        own = gradients(PolicyModel(engine, micro_batch_tokens=64), temperature=0.8)
+    oracle = AutoModelForCausalLM.from_pretrained(folder)
+    assert worst_difference(own, oracle_gradients(oracle.eval(), SEQUENCES, 0.8)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
+def test_gradients_under_stretched_ropes(tmp_path: Path, rope: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_llama(tmp_path, rope=rope, tie=True)
+    with build(folder, backend="reference") as engine:
+        own = gradients(PolicyModel(engine))
+    oracle = AutoModelForCausalLM.from_pretrained(folder)
+    assert worst_difference(own, oracle_gradients(oracle.eval(), SEQUENCES, 1.0)) <= TOLERANCE
+
+
+def test_gradients_of_smollm2_are_those_of_transformers() -> None:
+    sequences = [[1, *(100 + (977 * i * j) % 40000 for i in range(n))] for j, n in ((1, 12), (2, 25))]
+    with build(Path("smollm2-135m"), kv_cache_memory=2**26, max_model_len=512) as engine:
+        own = gradients(PolicyModel(engine), sequences)
+    assert worst_difference(own, oracle_gradients(smollm2_oracle(), sequences, 1.0)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_have_the_same_bits_whatever_the_threads_and_the_schedule(tmp_path: Path, dtype: str) -> None:
+    """Matrices are large enough for torch to split them; five rows are where its bits depend on that (seen in 2.13)."""
+    fives = [[3 + (11 * i * j) % 2000 for i in range(6)] for j in range(1, 9)]
+    folder = tiny_llama(tmp_path, hidden=256, inner=768, num_heads=8, num_kv_heads=2, vocab_size=3000, std=0.05)
+    before = torch.get_num_threads()
+    runs: list[tuple[int, int | None, dict[str, Any]]] = [
+        (1, 1, {}),
+        (2, 2, {"cache_type": "radix", "max_chunk_tokens": 7}),
+        (1, 2, {"lookahead": 1, "max_batch_size": 2}),
+        (2, None, {"enable_prefix_caching": False, "backend": "reference"}),
+    ]
+    found: list[dict[str, list[int]]] = []
+    try:
+        for num_threads, num_workers, options in runs:
+            with build(folder, dtype=dtype, num_threads=num_threads, **options) as engine:
+                both: dict[str, list[int]] = {}
+                for max_rows, sequences in ((64, SEQUENCES), (5, fives)):
+                    model = PolicyModel(engine, micro_batch_tokens=max_rows, num_workers=num_workers)
+                    torch.set_num_threads(num_threads)
+                    both |= {f"{max_rows} {name}": bits(grad) for name, grad in gradients(model, sequences).items()}
+                found.append(both)
+                assert torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(before)
+    assert all(each == found[0] for each in found[1:])
+
+
+def test_bfloat16_gradients_are_near_those_of_the_same_weights_in_float32(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path, dtype=torch.bfloat16, std=0.1)
+    with build(folder, dtype="bfloat16") as engine:
+        rounded = gradients(PolicyModel(engine))
+    with build(folder, dtype="float32") as engine:
+        exact = gradients(PolicyModel(engine))
+    assert 0 < worst_difference(rounded, exact) < 0.03
+
+
+def test_gradients_pass_the_cast_as_they_are(tmp_path: Path) -> None:
+    """Masters with more digits than the engine's weights get the gradient at the rounded values."""
+    folder = tiny_llama(tmp_path, std=0.1)
+    with build(folder, dtype="bfloat16") as engine:
+        model = PolicyModel(engine)
+        at_masters = gradients(model)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.copy_(param.bfloat16())
+        at_rounded = gradients(model)
+    assert all(bits(at_masters[name]) == bits(grad) for name, grad in at_rounded.items())
+
+
+def test_only_what_is_wanted_gets_a_gradient(tmp_path: Path) -> None:
+    with build(tiny_llama(tmp_path)) as engine:
+        model = PolicyModel(engine)
+        whole = gradients(model)
+        for name, param in model.named_parameters():
+            param.requires_grad_(name.startswith("model.layers.1.") or name == "lm_head.weight")
+            param.grad = None
+        part = gradients(model)
+    assert set(part) == {name for name in whole if name.startswith("model.layers.1.") or name == "lm_head.weight"}
+    for name, grad in part.items():
+        torch.testing.assert_close(grad, whole[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_that_uses_nothing_has_gradients_of_zero(tmp_path: Path) -> None:
+    with build(tiny_llama(tmp_path)) as engine:
+        model = PolicyModel(engine)
+        logprobs = model.logprobs([[5, 6, 7]])[0]
+        (torch.where(torch.tensor([False, True, True]), logprobs, 0.0) * 0).sum().backward()
+        assert all(param.grad is not None and not param.grad.any() for param in model.parameters())
+
+
+TREES = st.lists(st.lists(st.integers(5, 7), min_size=1, max_size=9), max_size=8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sequences=TREES, max_rows=st.integers(1, 30), seed=st.integers(0, 999))
+def test_micro_batches_hold_every_gradient_once_on_its_own_path(
+    sequences: list[list[int]], max_rows: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    grads = [torch.randint(-1, 2, (len(ids) - 1,), generator=generator).tolist() for ids in sequences]
+    scored = [ScoredSequence(ids, 1, each) for ids, each in zip(sequences, grads, strict=True)]
+    expected: dict[tuple[int, ...], float] = {}
+    for ids, each in zip(sequences, grads, strict=True):
+        for row, grad in enumerate(each):
+            expected[tuple(ids[: row + 2])] = expected.get(tuple(ids[: row + 2]), 0.0) + grad
+    found: dict[tuple[int, ...], float] = {}
+    for batch in micro_batches(scored, max_rows):
+        longest = max(len(segment.path) for segment in batch.segments)
+        assert len(batch.token_ids) <= max(max_rows, longest)
+        assert [s.start for s in batch.segments] == [0, *(s.end for s in batch.segments[:-1])]
+        prefixes: dict[int, tuple[int, ...]] = {}
+        for segment in batch.segments:
+            path = segment.path.tolist()
+            assert path[segment.start - segment.end :] == list(range(segment.start, segment.end))
+            for place, row in enumerate(path):
+                prefixes[row] = tuple(batch.token_ids[path[: place + 1]].tolist())
+                assert int(batch.positions[row]) == place
+        assert len(set(prefixes.values())) == len(batch.token_ids), "a beginning stands twice"
+        for owner, token, grad in zip(batch.owners, batch.targets, batch.gradients, strict=True):
+            key = (*prefixes[int(batch.scored_rows[owner])], int(token))
+            found[key] = found.get(key, 0.0) + float(grad)
+    assert {key: grad for key, grad in found.items() if grad} == {key: grad for key, grad in expected.items() if grad}

@@ -1,0 +1,212 @@
+"""`PolicyModel`: its parameters, their logprobs bit by bit with the engine's, and what it publishes."""
+
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from nano_inference import ConfigError, EngineConfig, EngineDead, InferenceEngine, InvalidRequest, SamplingParams
+from nano_inference.models.weights import param_table, read, slots
+from nano_inference.rl import PolicyModel, score
+from tests.models.tiny import FAMILIES, family_weights, llama_config, tiny_llama, tiny_model
+from tests.rl.training import SEQUENCES, bits, build, gradients
+
+PROMPTS = [list(range(3, 3 + length)) for length in (1, 9, 40)]
+PARAMS = SamplingParams(temperature=0.7, max_tokens=12, seed=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model"), seed=1)
+
+
+def serving(engine: InferenceEngine) -> dict[str, Tensor]:
+    places = slots(param_table(engine.spec))
+    return {name: read(engine.model.params, slot).clone() for name, slot in places.items()}
+
+
+def drawn_and_scored(model: PolicyModel) -> tuple[list[list[int]], list[list[int]]]:
+    """Bits of the logprobs that the engine reports for its samples, and of the model's for them."""
+    samples = model.engine.generate(PROMPTS, PARAMS, 3)
+    starts = [len(sample.prompt_tokens) for sample in samples]
+    whole = [[*sample.prompt_tokens, *sample.completion_tokens] for sample in samples]
+    logprobs = model.logprobs(whole, from_position=starts, temperature=PARAMS.temperature)
+    return [bits(torch.tensor(sample.logprobs)) for sample in samples], [bits(each) for each in logprobs]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_a_step_and_a_publish_the_engine_reports_the_models_logprobs(
+    tmp_path: Path, family: str, backend: str, dtype: str
+) -> None:
+    with build(tiny_model(tmp_path, family), dtype=dtype, backend=backend, block_size=4, lookahead=1) as engine:
+        model = PolicyModel(engine)
+        reported, own = drawn_and_scored(model)
+        assert own == reported
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        gradients(model)
+        optimizer.step()
+        reported, own = drawn_and_scored(model)
+        assert own != reported
+        assert model.publish().version == engine.get_weight_version() == 1
+        reported, own = drawn_and_scored(model)
+        assert own == reported
+        assert [bits(each) for each in model.logprobs(SEQUENCES)] == [bits(each) for each in score(engine, SEQUENCES)]
+        engine.loop.check()
+
+
+Step = Callable[[PolicyModel], object]
+
+
+def optimizer_step(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> Step:
+    def step(model: PolicyModel) -> None:
+        gradients(model)
+        make(model.parameters()).step()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        optimizer_step(lambda params: torch.optim.SGD(params, lr=0.1)),
+        optimizer_step(lambda params: torch.optim.SGD(params, lr=0.1, foreach=True)),
+        optimizer_step(lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True)),
+        optimizer_step(lambda params: torch.optim.AdamW(params, lr=0.1, fused=True)),
+        lambda model: model.load_state_dict({k: v * 1.5 for k, v in model.state_dict().items()}),
+        lambda model: model.to(torch.bfloat16),
+        lambda model: [param.data.mul_(1.5) for param in model.parameters()],
+    ],
+)
+def test_every_way_to_change_a_parameter_is_seen(folder: Path, step: Step) -> None:
+    """And prefixes that older parameters computed are not found again."""
+    with build(folder, block_size=4) as engine:
+        model = PolicyModel(engine)
+        before = model.logprobs(SEQUENCES)
+        step(model)
+        own = [bits(each) for each in model.logprobs(SEQUENCES)]
+        model.publish()
+        served = [bits(each) for each in score(engine, SEQUENCES)]
+    assert own == served
+    assert own != [bits(each) for each in before]
+
+
+def test_parameters_are_packed_only_when_they_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with build(folder) as engine:
+        model = PolicyModel(engine)
+        model.logprobs(SEQUENCES)
+        versions = engine.loop.sequences.versions
+        before = dict(versions)
+        computed = engine.runner.tokens_computed
+        model.logprobs([SEQUENCES[0]], from_position=39)
+        assert versions == before
+        assert engine.runner.tokens_computed - computed < 16  # the prefix is still in the cache
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_names_and_first_values_are_those_of_the_checkpoint(tmp_path: Path, tie: bool) -> None:
+    folder = tiny_llama(tmp_path, tie=tie)
+    checkpoint = load_file(folder / "model.safetensors")
+    with build(folder, dtype="bfloat16") as engine:
+        state = PolicyModel(engine).state_dict()
+        served = serving(engine)
+        assert next(iter(PolicyModel(engine, dtype=torch.bfloat16).parameters())).dtype == torch.bfloat16
+    assert set(state) == set(checkpoint)
+    assert ("lm_head.weight" in state) is not tie
+    for name, tensor in checkpoint.items():
+        assert state[name].dtype == torch.float32
+        assert torch.equal(state[name], tensor)
+        assert torch.equal(state[name].bfloat16(), served[name])
+
+
+def test_first_values_are_the_engines_where_it_serves_others(folder: Path) -> None:
+    changed = family_weights(llama_config(), seed=9)
+    changed = {name: changed[name] for name in list(changed)[3:7]}
+    with build(folder, dtype="bfloat16") as engine:
+        engine.update_weights(changed, blocking=True)
+        model = PolicyModel(engine)
+        served = serving(engine)
+        reported, own = drawn_and_scored(model)
+    assert own == reported
+    for name, param in model.named_parameters():
+        assert torch.equal(param.bfloat16(), served[name])
+    assert torch.equal(dict(model.named_parameters())[next(iter(changed))], served[next(iter(changed))].float())
+
+
+def test_a_model_builds_its_engine_from_a_configuration(folder: Path) -> None:
+    model = PolicyModel(EngineConfig(model_path=str(folder), device="cpu", dtype="float32", kv_cache_memory=2**22))
+    with model.engine as engine:
+        assert bits(model([[5, 6, 7]])[0]) == bits(score(engine, [[5, 6, 7]])[0])
+    with pytest.raises(EngineDead):
+        model.logprobs([[5, 6]])
+
+
+def test_without_gradients_there_is_no_graph(folder: Path) -> None:
+    with build(folder) as engine:
+        model = PolicyModel(engine)
+        with torch.no_grad():
+            assert not any(each.requires_grad for each in model.logprobs(SEQUENCES))
+        assert all(each.requires_grad for each in model.logprobs(SEQUENCES))
+        model.requires_grad_(False)
+        assert not any(each.requires_grad for each in model.logprobs(SEQUENCES))
+        assert model.logprobs([]) == []
+
+
+def test_parameters_that_change_before_backward_are_an_error(folder: Path) -> None:
+    with build(folder) as engine:
+        model = PolicyModel(engine)
+        loss = model.logprobs([[5, 6, 7]], from_position=1)[0].sum()
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        loss = model.logprobs([[5, 6, 7]], from_position=1)[0].sum()
+        next(model.parameters()).data.mul_(2)
+        with pytest.raises(RuntimeError, match="modified between logprobs and backward"):
+            loss.backward()
+
+
+def test_two_models_of_one_engine_do_not_meet(folder: Path) -> None:
+    with build(folder) as engine:
+        one, other = PolicyModel(engine), PolicyModel(engine)
+        first = [bits(each) for each in one.logprobs(SEQUENCES)]
+        with torch.no_grad():
+            next(other.parameters()).mul_(2)
+        assert [bits(each) for each in other.logprobs(SEQUENCES)] != first
+        assert [bits(each) for each in one.logprobs(SEQUENCES)] == first
+        assert set(engine.runner.models) == {"policy", "trainer", "trainer-2"}
+
+
+def test_logprobs_while_another_thread_generates(folder: Path) -> None:
+    with build(folder, max_tokens_per_batch=8, lookahead=1) as engine:
+        model = PolicyModel(engine)
+        expected, alone = model.logprobs(SEQUENCES), engine.generate(PROMPTS, PARAMS, 4)
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.extend(engine.generate(PROMPTS, PARAMS, 4)))
+        thread.start()
+        for _ in range(3):
+            with torch.no_grad():
+                next(model.parameters()).add_(0)  # packs again
+            assert [bits(each) for each in model.logprobs(SEQUENCES)] == [bits(each) for each in expected]
+        thread.join(timeout=120)
+    assert [sample.logprobs for sample in found] == [sample.logprobs for sample in alone]
+
+
+def test_bad_arguments_are_refused(folder: Path) -> None:
+    with build(folder) as engine:
+        model = PolicyModel(engine)
+        with pytest.raises(InvalidRequest, match="token id 300"):
+            model.logprobs([[300]])
+        for options, message in (
+            ({"micro_batch_tokens": 0}, "micro_batch_tokens=0 must be a positive integer"),
+            ({"num_workers": 1.5}, r"num_workers=1\.5"),
+            ({"dtype": torch.int64}, "floating point"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                PolicyModel(engine, **options)
