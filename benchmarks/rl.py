@@ -19,7 +19,7 @@ from nano_inference.rl import PolicyModel, score
 
 RUNNING = 16  # sequences that run while weights change
 SHARED, MEMBERS, OWN = 1024, 16, 64  # score: tokens in common, sequences, tokens of each
-ABORTED = 256
+ABORTED, ABORTED_AT = 256, (8, 100)  # requests, and the tokens that each has by then
 BATCH, LENGTH = 32, 64  # gradients
 
 
@@ -106,7 +106,7 @@ def scores(options: Options) -> Iterator[Row]:
 def abort(options: Options) -> Iterator[Row]:
     """Abort of everything that runs; the partial samples are in hand when it ends."""
     with opened(options) as engine:
-        for tokens in (8, 100):
+        for tokens in ABORTED_AT:
             watch = Stopwatch()
             for _ in range(options.repeats + 1):
                 run_many(engine, ABORTED, tokens)

@@ -23,7 +23,7 @@ ROOMY: dict[str, Any] = {
     "num_threads": 2,
 }
 TIGHT: dict[str, Any] = {
-    "max_batch_size": 6,
+    "max_batch_size": 16,
     "max_chunk_tokens": 7,
     "block_size": 8,
     "cache_type": "radix",

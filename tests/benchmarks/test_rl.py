@@ -15,9 +15,9 @@ from tests.models.tiny import tiny_llama
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
     folder = tmp_path / "tiny"
     tiny_llama(folder, vocab_size=49_152, hidden=16, inner=16, num_heads=2, num_kv_heads=1, layers=1, max_position=4096)
-    for name, value in {"RUNNING": 8, "SHARED": 40, "MEMBERS": 3, "OWN": 4, "ABORTED": 16}.items():
+    small = {"RUNNING": 8, "SHARED": 40, "MEMBERS": 3, "OWN": 4, "ABORTED": 8, "ABORTED_AT": (1, 3), "BATCH": 2}
+    for name, value in {**small, "LENGTH": 8}.items():
         monkeypatch.setattr(rl, name, value)
-    monkeypatch.setattr(rl, "BATCH", 2)
     return Options(model=str(folder), dtype="float32", backend="reference", threads=1, repeats=1)
 
 
