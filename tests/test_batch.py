@@ -45,7 +45,8 @@ class CheckedBuilder(BatchBuilder):
             starts = [int(batch.positions[first]) for first in batch.cu_seqlens_q[:-1]]
             of_prompt = [min(seq.num_computed_tokens, seq.num_prompt_tokens) for seq in seqs]
             assert batch.num_prompt_tokens == sum(max(0, n - s) for n, s in zip(of_prompt, starts, strict=True))
-            assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in tensors(batch))
+            assert all(tensor.is_contiguous() for tensor in tensors(batch))
+            assert {t.dtype for t in tensors(batch) if t is not batch.score_temperatures} == {torch.int64}
         return batches
 
     def sampling_batch(self, chunks: Chunks) -> SamplingBatch:
@@ -172,4 +173,5 @@ def test_rows_without_a_scheduler() -> None:
     assert batch.seq_lens.tolist() == [6, 1]
     assert batch.logits_indices.tolist() == [2, 3]
     assert (batch.score_rows.tolist(), batch.score_targets.tolist()) == ([0], [6])
-    assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in tensors(batch))
+    assert all(tensor.is_contiguous() for tensor in tensors(batch))
+    assert {t.dtype for t in tensors(batch) if t is not batch.score_temperatures} == {torch.int64}

@@ -148,7 +148,7 @@ def test_bad_input(folders: dict[str, str], written: Path, tmp_path: Path) -> No
     for sample, words in (
         (replace(first, numerics="cpu-0/float32/cpu/torch-1"), "sample 2: the sample was made with numerics 'cpu-0/"),
         (replace(first, sampling_params=None), "sample 2: the sample has no sampling_params"),
-        (replace(first, weight_version=7, weight_versions=()), "version 7 are needed"),
+        (replace(first, weight_version=7, weight_versions=(), kv_versions=()), "version 7 are needed"),
     ):
         write_jsonl([first, sample], other)
         result = run("replay", str(other), "--model", folders["chat"], *FAST)

@@ -289,7 +289,7 @@ def test_aborted_and_stopped_samples(build: Build, folder: Path) -> None:
     cut = replace(
         samples[1], completion_tokens=samples[1].completion_tokens[:2], logprobs=samples[1].logprobs[:2], loss_mask=()
     )
-    cut = replace(cut, log_kept_mass=(0.0, 0.0), weight_versions=(VersionSpan(0, 0, 2),))
+    cut = replace(cut, log_kept_mass=(0.0, 0.0), weight_versions=(VersionSpan(0, 0, 2),), kv_versions=())
     assert [each.field for each in differences(cut, replay(engine, cut))] == ["finish_reason", "stop_reason"]
 
 
