@@ -24,13 +24,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint types layers check parity simulate mutants sanitize peers clean
+.PHONY: help demo grpo same-hash test test-slow lint types layers check parity simulate mutants sanitize peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 demo: $(INSTALLED) ## sample from a small model, then change its weights while it runs
 	@$(BIN)/python examples/demo.py
+
+grpo: $(INSTALLED) ## ten minutes of GRPO on two cores; curves in out/grpo/
+	$(BIN)/python examples/grpo.py --out out/grpo --sha
+
+same-hash: $(INSTALLED) ## two GRPO runs under other batch sizes, chunks, caches, threads: the same checkpoint
+	$(BIN)/python -m examples.same_hash
 
 test: $(INSTALLED) ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow" tests

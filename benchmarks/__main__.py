@@ -124,6 +124,40 @@ def roofline(
 
 
 @app.command()
+def rl(
+    model: Model = "smollm2-135m",
+    parts: Annotated[str, typer.Option(help="separated by commas")] = "update,broadcast,score,abort,gradients",
+    repeats: Repeats = 5,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    out: Out = None,
+) -> None:
+    """New weights against a copy of their bytes, scores, abort, gradients."""
+    from benchmarks.rl import PARTS, measure
+
+    options = Options(model, dtype, backend, threads, repeats)
+    write("rl", measure(options, names(parts, tuple(PARTS))), asdict(options), out, model)
+
+
+@app.command()
+def mismatch(
+    model: Model = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(help="completion tokens of each of 32 samples", min=1)] = 256,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    picture: Annotated[Path | None, typer.Option(help="not given: docs/rl-mismatch.png")] = None,
+    out: Out = None,
+) -> None:
+    """The engine's logprobs against those of trainers on transformers, and of ours (needs transformers, matplotlib)."""
+    from benchmarks.mismatch import measure
+
+    options = Options(model, dtype, backend, threads, 1)
+    write("mismatch", measure(options, tokens, picture), asdict(options) | {"tokens": tokens}, out, model)
+
+
+@app.command()
 def peers(
     model: Model = "smollm2-135m",
     workloads: Workloads = "W1,W2,W3,W4,W5",

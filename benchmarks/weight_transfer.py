@@ -73,6 +73,7 @@ def broadcast_and_send(manager: WeightSyncManager, runs: int = 10, bucket_bytes:
         child.wait(60)
     finally:
         child.kill()
+        child.communicate()
     return seconds
 
 

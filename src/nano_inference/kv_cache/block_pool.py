@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace
@@ -91,6 +91,16 @@ class BlockPool:
             self._link(block)
             if not block.pins:
                 self._unpin(block.above)
+
+    def release_all(self, block_ids: Iterable[int]) -> None:
+        """`release` of many, one after the other. An abort of everything lets go of thousands."""
+        blocks, release = self.blocks, self.release
+        for block_id in block_ids:
+            block = blocks[block_id]
+            if block.ref_count > 1:
+                block.ref_count -= 1
+            else:
+                release(block)
 
     def put_below(self, block: Block, above: Block | None) -> None:
         """From now on `above` is not reused before `block`, which is held."""

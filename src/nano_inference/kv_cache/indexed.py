@@ -158,6 +158,9 @@ class IndexedKVCache:
 
     def deallocate(self, block_ids: Sequence[int], num_slid: int = 0) -> None:
         """Let go of a block table, its tail first: heads of prefixes are reused last."""
+        if self.units is None:
+            self._pool.release_all(reversed(block_ids))
+            return
         for place in reversed(range(len(block_ids))):
             self._release(self.blocks[block_ids[place]], in_window=place >= num_slid)
 

@@ -1,0 +1,87 @@
+"""Two whole runs of the GRPO loop under engine options that have nothing in common end in the same checkpoint.
+
+`python -m examples.same_hash` prints the SHA-256 of both, and fails if they differ.
+"""
+
+import argparse
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from examples.grpo import Recipe, Step, Task, checkpoint_hash, largest_number, train
+from nano_inference import EngineConfig, InferenceEngine
+from nano_inference.rl import PolicyModel
+
+ROOMY: dict[str, Any] = {
+    "max_batch_size": 256,
+    "block_size": 16,
+    "cache_type": "paged",
+    "kv_cache_memory": 2**27,
+    "lookahead": 0,
+    "num_threads": 2,
+}
+TIGHT: dict[str, Any] = {
+    "max_batch_size": 16,
+    "max_chunk_tokens": 7,
+    "block_size": 8,
+    "cache_type": "radix",
+    "kv_cache_memory": 12
+    * 8
+    * 23_040,  # 12 blocks of SmolLM2-135M in bfloat16: sequences must make room for each other
+    "lookahead": 1,
+    "num_threads": 1,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A whole run: the hash of its last checkpoint, and how it got there."""
+
+    sha256: str
+    steps: list[Step]
+    engine_steps: int
+    preemptions: int
+    seconds: float
+
+
+def whole_run(config: EngineConfig, task: Task, recipe: Recipe) -> Run:
+    """Build an engine and a policy, and run the loop to its end."""
+    began = time.perf_counter()
+    with InferenceEngine(config) as engine:
+        policy = PolicyModel(engine)
+        steps = list(train(engine, policy, task, recipe))
+        stats = engine.stats()
+        seconds = time.perf_counter() - began
+        return Run(checkpoint_hash(policy), steps, stats.num_steps, stats.num_preemptions, seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    recipe, task = Recipe(steps=options.steps, seed=options.seed), largest_number(options.seed, num_held_out=16)
+    runs: list[Run] = []
+    for choice in (ROOMY, TIGHT):
+        print(", ".join(f"{name}={value}" for name, value in choice.items()), flush=True)
+        model: Any = {"model_path": options.model, "ref_model_path": options.model, "dtype": "bfloat16"}
+        run = whole_run(EngineConfig(**model, max_model_len=64, **choice), task, recipe)
+        rewards = " ".join(f"{step.reward:.2f}" for step in run.steps)
+        print(
+            f"  {run.engine_steps} engine steps, {run.preemptions} preemptions, {run.seconds:.0f} s; rewards {rewards}"
+        )
+        print(f"  SHA-256 of the last checkpoint: {run.sha256}", flush=True)
+        runs.append(run)
+    if runs[0].sha256 != runs[1].sha256:
+        sys.exit("The checkpoints differ.")
+    if not runs[1].preemptions:
+        sys.exit("Nothing was preempted, so preemption was not tried; give the second run less kv_cache_memory.")
+    print(f"The same checkpoint after {options.steps} steps.")
+
+
+if __name__ == "__main__":
+    main()
