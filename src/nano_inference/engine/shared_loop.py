@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import get_args
 
 from nano_inference.engine.delivery import Delivery, Sink
+from nano_inference.engine.fair_lock import FairLock
 from nano_inference.engine.loop import Abort, Add, EngineLoop, Message
 from nano_inference.engine.sleeping import Sleep
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
@@ -22,7 +23,7 @@ class SharedLoop:
 
     def __init__(self, loop: EngineLoop) -> None:
         self.loop = loop
-        self.lock = threading.RLock()
+        self.lock = FairLock()
         self.work_arrived = threading.Event()
         self.delivery = Delivery()
         self._unclaimed: list[TrainingSample] = []  # for the next `step`
