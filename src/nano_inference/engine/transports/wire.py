@@ -130,7 +130,7 @@ def num_bytes(bucket: Iterable[Piece]) -> int:
 
 
 def runs(bucket: Iterable[Piece]) -> list[Run]:
-    """How a bucket travels: tensors that are large each by themselves, so that nobody need lay them out, others joined."""
+    """How a bucket travels: large tensors each by themselves, so that nobody need lay them out, others joined."""
     found: list[Run] = []
     start, alone = 0, True
     for place, size in enumerate(size for piece in bucket for size in piece.sizes()):
