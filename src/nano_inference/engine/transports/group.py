@@ -121,18 +121,12 @@ class Group:
 
     def wait(self, works: Iterable[Any], what: str, deadline: Deadline) -> None:
         """Until collectives are done. Raises `WeightUpdateError` at the deadline, or when the other side is gone."""
-        look = time.monotonic() + LOOK
         try:
             for work in works:
-                pause = 5e-5
-                while not work.is_completed():
+                while not _completed(work, self.device):
                     deadline.check(f"{what} did not travel")
-                    if self._alive is not None and time.monotonic() > look:
+                    if self._alive is not None:
                         self._alive()
-                        look = time.monotonic() + LOOK
-                    time.sleep(pause)
-                    pause = min(2 * pause, 1e-3)
-                work.wait()
         except RuntimeError as problem:
             raise WeightUpdateError(
                 f"{what} did not travel, the other side is gone: {_first_line(problem)}"
@@ -218,6 +212,22 @@ def check_backend(backend: str) -> None:
         raise WeightUpdateError(f"backend={backend!r} must be 'gloo' or 'nccl'.")
     if not (dist.is_gloo_available() if backend == "gloo" else dist.is_nccl_available()):
         raise WeightUpdateError(f"backend={backend!r} is not part of this build of torch.")
+
+
+def _completed(work: Any, device: torch.device) -> bool:
+    """Whether a collective is done, after a wait of at most `LOOK` seconds. Raises what it failed with."""
+    if device.type == "cpu":
+        try:
+            work.wait(timedelta(seconds=LOOK))
+        except RuntimeError:
+            if work.is_completed():  # else it is only late
+                raise
+            return False
+        return True
+    until = time.monotonic() + LOOK  # on a device, to wait means to let the stream wait
+    while not work.is_completed() and time.monotonic() < until:
+        time.sleep(1e-4)
+    return work.is_completed() and work.wait()
 
 
 def _let_go(holder: list[Any]) -> None:
