@@ -98,11 +98,10 @@ class WeightSender:
         deadline = Deadline(timeout or self.timeout)
         buckets = wire.cut(wire.sendable(weights), self.bucket_bytes)
         plan = wire.Plan(version, tuple(tuple(piece for piece, _ in bucket) for bucket in buckets))
-        group = self._connect(deadline)
         try:
-            accepted = self._describe(group, plan, deadline)
+            accepted = self._describe(plan, deadline)
             if accepted:
-                self._send(group, buckets, deadline)
+                self._send(self._connect(deadline), buckets, deadline)
         except BaseException:
             self._drop()
             raise
@@ -122,12 +121,22 @@ class WeightSender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _describe(self, group: Group, plan: wire.Plan, deadline: Deadline) -> bool:
+    def _describe(self, plan: wire.Plan, deadline: Deadline) -> bool:
+        """Whether every engine accepts what will come. Engines that ended the group since the last update join again."""
+        kept = self._store is not None and self._group is not None
         what = "the description of the weights"
         content = torch.frombuffer(bytearray(wire.encode(plan)), dtype=torch.uint8).to(self.device)
-        group.broadcast(torch.tensor([len(content)], dtype=torch.int64, device=self.device), deadline, what)
-        group.broadcast(content, deadline, what)
-        return group.agree(True, deadline, "the engines' answer")
+        length = torch.tensor([len(content)], dtype=torch.int64, device=self.device)
+        group = self._connect(deadline)
+        try:
+            group.broadcast(length, deadline, what)
+            group.broadcast(content, deadline, what)
+            return group.agree(True, deadline, "the engines' answer")
+        except WeightUpdateError:
+            if not kept or not deadline.left():
+                raise
+            self._drop()
+            return self._describe(plan, deadline)
 
     def _send(self, group: Group, buckets: list[list[wire.Sendable]], deadline: Deadline) -> None:
         """Some runs travel while the next is laid out."""

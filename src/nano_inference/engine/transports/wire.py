@@ -168,7 +168,7 @@ def _checked(told: tuple[str, Any, Any, Any], shapes: Shapes, seen: set[str]) ->
     if name in seen:
         raise WeightUpdateError(f"{name!r} came twice in one update.")
     seen.add(name)
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise WeightUpdateError(f"{name!r} has dtype {dtype!r}; only {', '.join(DTYPES)} travel.")
     if count is None:
         if shape != list(known):
