@@ -122,7 +122,7 @@ class WeightSender:
         self.close()
 
     def _describe(self, plan: wire.Plan, deadline: Deadline) -> bool:
-        """Whether every engine accepts what will come. Engines that ended the group since the last update join again."""
+        """Whether every engine accepts what will come. Those that ended the group since the last update join again."""
         kept = self._store is not None and self._group is not None
         what = "the description of the weights"
         content = torch.frombuffer(bytearray(wire.encode(plan)), dtype=torch.uint8).to(self.device)
