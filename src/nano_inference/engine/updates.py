@@ -83,5 +83,5 @@ class Updates:
                 return False
             return True
 
-        policy = update.kv_policy or "keep"
+        policy: KvPolicy = update.kv_policy or "keep"
         self._shared.post(ChangeWeights(POLICY, self.manager.finish, policy, update.version, set_aside))
