@@ -50,7 +50,7 @@ def copy_and_update(engine: InferenceEngine, weights: dict[str, Tensor], runs: i
 def broadcast_and_send(manager: WeightSyncManager, runs: int = 10, bucket_bytes: int = BUCKET_BYTES) -> Seconds:
     """Seconds of a bare `dist.broadcast` of the weights' bytes, and of an update received and staged; both gloo.
 
-    A second process sends zeros of the weights' shapes and dtype. Nothing is written into the model.
+    A second process sends ones of the weights' shapes and dtype. Nothing is written into the model.
     """
     shapes = {name: list(shape) for name, shape in manager.shapes.items()}
     dtype = str(manager.model.dtype).removeprefix("torch.")
@@ -101,7 +101,7 @@ def _receive_all(
 
 def _send_all(shapes: dict[str, list[int]], dtype: str, runs: int, bucket_bytes: int) -> None:
     torch.set_num_threads(1)
-    whole = torch.zeros(sum(torch.Size(shape).numel() for shape in shapes.values()), dtype=getattr(torch, dtype))
+    whole = torch.ones(sum(torch.Size(shape).numel() for shape in shapes.values()), dtype=getattr(torch, dtype))
     pieces = whole.split([torch.Size(shape).numel() for shape in shapes.values()])
     weights = {name: piece.clone().view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
     probe = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

@@ -10,13 +10,15 @@ from typing import Any
 
 import nano_inference
 import nano_inference.data
+import nano_inference.rl
+from nano_inference.engine.transports import broadcast, files, in_process, interface, sender
 
 TARGET = Path(__file__).parent / "api.md"
 GROUPS = {
     "Engines": ("InferenceEngine", "AsyncInferenceEngine", "EngineConfig", "EngineStats"),
     "Requests and results": (
-        *("SamplingParams", "TrainingSample", "Delta", "TopLogprobs", "VersionSpan", "SamplingMask"),
-        *("WeightUpdate", "SamplingPipeline"),
+        *("SamplingParams", "TrainingSample", "Delta", "TopLogprobs", "VersionSpan", "ContextVersions", "SamplingMask"),
+        *("WeightUpdate", "WeightPatch", "SamplingPipeline"),
     ),
     "Parts": (
         *("schedule", "SchedulerConfig", "SchedulerOutput", "Sequence", "SequenceStatus", "KVCacheManager"),
@@ -28,6 +30,10 @@ GROUPS = {
         *("WeightUpdateError", "RequestAborted", "EngineDead"),
     ),
 }
+TRANSPORTS = (
+    *(in_process.InProcess, files.WeightFolder, files.write_folder, broadcast.BroadcastReceiver, sender.WeightSender),
+    interface.WeightTransport,
+)
 DATA = ("pad_samples", "to_columns", "from_columns", "write_jsonl", "read_jsonl", "write_parquet", "read_parquet")
 
 
@@ -38,6 +44,12 @@ def page() -> str:
         lines += [f"## {title}", ""]
         for name in names:
             lines += entry(name, getattr(nano_inference, name))
+    lines += ["## nano_inference.rl", "", *paragraphs(nano_inference.rl.__doc__ or "")]
+    for name in nano_inference.rl.__all__:
+        lines += entry(name, getattr(nano_inference.rl, name))
+    lines += ["## Ways of weights", "", "Modules of `nano_inference.engine.transports`.", ""]
+    for thing in TRANSPORTS:
+        lines += entry(f"{thing.__module__.rpartition('.')[2]}.{thing.__name__}", thing)
     lines += ["## nano_inference.data", "", *paragraphs(nano_inference.data.__doc__ or "")]
     for name in DATA:
         lines += entry(name, getattr(nano_inference.data, name))
@@ -57,8 +69,12 @@ def entry(name: str, thing: Any) -> Iterator[str]:
 
 
 def methods(cls: type) -> Iterator[str]:
-    """Public methods and properties, those of base classes too."""
+    """Public methods and properties, those of our base classes too."""
+    theirs = {name for base in cls.__mro__ if not base.__module__.startswith("nano_inference") for name in vars(base)}
+    ours = {name for base in cls.__mro__ if base.__module__.startswith("nano_inference") for name in vars(base)}
     for name, member in inspect.getmembers(cls):
+        if name in theirs - ours:
+            continue
         if (
             name.startswith("_")
             or not inspect.getdoc(member)

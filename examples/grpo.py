@@ -159,7 +159,7 @@ def plot(steps: list[Step], path: Path) -> None:
     kl.set(title="KL to the initial policy, a token", xlabel="step")
     mismatch.plot(at, [each.mismatch for each in steps], color="#2a6fdb")
     tokens = sum(each.tokens for each in steps)
-    mismatch.set(title=f"|engine - trainer|, most of {tokens:,} tokens", xlabel="step", ylim=(-1, 1))
+    mismatch.set(title="largest |engine - trainer|", xlabel=f"step ({tokens:,} tokens in all)", ylim=(-1, 1))
     for axis in (reward, kl, mismatch):
         axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,8 @@ from nano_inference.types import (
 if TYPE_CHECKING:
     from nano_inference.engine.async_engine import AsyncInferenceEngine
     from nano_inference.engine.engine import InferenceEngine
-    from nano_inference.engine.weight_sync import WeightSyncManager, WeightUpdate
+    from nano_inference.engine.weight_sync import WeightSyncManager
+    from nano_inference.engine.weight_update import WeightPatch, WeightUpdate
     from nano_inference.models.decoder import model_forward
     from nano_inference.sampling.pipeline import SamplingPipeline
     from nano_inference.sampling.sample import sample_with_logprobs
@@ -52,7 +53,8 @@ _NEEDS_TORCH = {
     "InferenceEngine": "nano_inference.engine.engine",
     "SamplingPipeline": "nano_inference.sampling.pipeline",
     "WeightSyncManager": "nano_inference.engine.weight_sync",
-    "WeightUpdate": "nano_inference.engine.weight_sync",
+    "WeightPatch": "nano_inference.engine.weight_update",
+    "WeightUpdate": "nano_inference.engine.weight_update",
     "model_forward": "nano_inference.models.decoder",
     "sample_with_logprobs": "nano_inference.sampling.sample",
 }
@@ -86,6 +88,7 @@ __all__ = [
     "TopLogprobs",
     "TrainingSample",
     "VersionSpan",
+    "WeightPatch",
     "WeightSyncManager",
     "WeightUpdate",
     "WeightUpdateError",

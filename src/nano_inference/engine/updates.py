@@ -59,7 +59,8 @@ class Updates:
         return receive_update(self.manager, transport, kv_policy=policy, **options)
 
     def _policy(self, kv_policy: KvPolicy | None, blocking: bool) -> KvPolicy:
-        policy: KvPolicy = kv_policy if kv_policy is not None else "recompute" if blocking else "keep"
+        default: KvPolicy = "recompute" if blocking else "keep"
+        policy = default if kv_policy is None else kv_policy
         if policy not in get_args(KvPolicy):
             raise WeightUpdateError(f"kv_policy={kv_policy!r} is not one of {', '.join(get_args(KvPolicy))}.")
         loop = self._shared.loop
@@ -82,5 +83,5 @@ class Updates:
                 return False
             return True
 
-        policy = update.kv_policy or "keep"
+        policy: KvPolicy = update.kv_policy or "keep"
         self._shared.post(ChangeWeights(POLICY, self.manager.finish, policy, update.version, set_aside))

@@ -1,4 +1,4 @@
-"""The trainer's side: logprobs that are the engine's to the bit, gradients, replays, and what other trainers differ by."""
+"""The trainer's side: logprobs that are the engine's to the bit, gradients, replays, reports on other trainers."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -25,7 +25,7 @@ from nano_inference.engine.transports.group import (
 from nano_inference.engine.transports.interface import Deadline, Incoming, Shapes
 from nano_inference.engine.weight_update import Bucket
 from nano_inference.errors import WeightUpdateError
-from nano_inference.ops.cpu.memory import HUGE_PAGE, advise_huge_pages
+from nano_inference.ops.cpu.memory import HUGE_PAGE, advise_huge_pages, populate
 
 
 class BroadcastReceiver:
@@ -106,8 +106,10 @@ class BroadcastReceiver:
             for number, bucket in enumerate(plan.buckets, start=1):
                 what = f"bucket {number} of {len(plan.buckets)}, from {bucket[0].name!r} on,"
                 flat = self._empty(wire.num_bytes(bucket), torch.uint8)
-                runs = wire.runs(bucket)
-                works = [group.begin_broadcast(flat[run.start : run.stop], deadline, what) for run in runs]
+                works: list[Any] = []
+                for start, stop in wire.runs(len(flat)):
+                    populate(flat[start:stop])
+                    works.append(group.begin_broadcast(flat[start:stop], deadline, what))
                 under_way.append((flat, works, what))
                 if len(under_way) == 2:
                     yield wire.unpack(plan.buckets[number - 2], self._arrived(group, under_way.popleft(), deadline))
@@ -133,7 +135,7 @@ class BroadcastReceiver:
     def _empty(self, count: int, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(count, dtype=dtype, device=self.device)
         if self.device.type == "cpu" and tensor.nbytes >= HUGE_PAGE:
-            advise_huge_pages(tensor)  # memory that was never touched comes in pieces, each of which takes time
+            advise_huge_pages(tensor)
         return tensor
 
 

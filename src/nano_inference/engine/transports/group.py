@@ -23,6 +23,7 @@ from nano_inference.engine.transports.interface import Deadline
 from nano_inference.errors import WeightUpdateError
 
 LOOK = 0.1  # seconds between two looks at whether the trainer still lives
+LATER = timedelta(seconds=1)  # than a deadline, the backend itself gives up: who waits says it better
 Address = tuple[str, int]
 
 dist: Any = torch.distributed  # its stubs lack much of what it exports
@@ -70,10 +71,8 @@ def join_store(address: Address, world_size: int, deadline: Deadline) -> Any:
     while True:  # the store's own way to wait says little and in many lines
         try:
             socket.create_connection(address, timeout=max(deadline.left(), 0.001)).close()
-            # It counts its workers where the trainer came by init_process_group, which waits for all of them.
-            return dist.TCPStore(
-                address[0], address[1], world_size, False, deadline.remaining(), wait_for_workers=False
-            )
+            # A trainer that came by init_process_group waits until the store has counted all of its workers.
+            return dist.TCPStore(address[0], address[1], world_size, False, deadline.remaining(), wait_for_workers=True)
         except (OSError, RuntimeError) as problem:
             if not deadline.left():
                 raise WeightUpdateError(f"no trainer at {where} within {deadline.seconds:g} s: {problem}") from problem
@@ -101,7 +100,7 @@ class Group:
     def begin_broadcast(self, tensor: Tensor, deadline: Deadline, what: str) -> Any:
         """The same without waiting: give what it returns to `wait`."""
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, deadline.remaining()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, deadline.remaining() + LATER
         try:
             return self._require().broadcast([tensor], options)
         except RuntimeError as problem:
@@ -111,7 +110,7 @@ class Group:
         """Whether everybody accepts."""
         flag = torch.tensor([int(accepted)], dtype=torch.int32, device=self.device)
         options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = dist.ReduceOp.MIN, deadline.remaining()
+        options.reduceOp, options.timeout = dist.ReduceOp.MIN, deadline.remaining() + LATER
         try:
             work = self._require().allreduce([flag], options)
         except RuntimeError as problem:
@@ -121,18 +120,12 @@ class Group:
 
     def wait(self, works: Iterable[Any], what: str, deadline: Deadline) -> None:
         """Until collectives are done. Raises `WeightUpdateError` at the deadline, or when the other side is gone."""
-        look = time.monotonic() + LOOK
         try:
             for work in works:
-                pause = 5e-5
-                while not work.is_completed():
+                while not _completed(work, self.device):
                     deadline.check(f"{what} did not travel")
-                    if self._alive is not None and time.monotonic() > look:
+                    if self._alive is not None:
                         self._alive()
-                        look = time.monotonic() + LOOK
-                    time.sleep(pause)
-                    pause = min(2 * pause, 1e-3)
-                work.wait()
         except RuntimeError as problem:
             raise WeightUpdateError(
                 f"{what} did not travel, the other side is gone: {_first_line(problem)}"
@@ -140,11 +133,10 @@ class Group:
 
     def close(self) -> None:
         """End the group. What is under way fails on every side; nothing here waits for it."""
-        group, self._group, self._alive = self._group, None, None
-        if group is not None:
-            group.abort()
-            # The destructor waits for the backend's threads, which may be in a collective until its own deadline.
-            threading.Thread(target=_let_go, args=([group],), name="weight-group-end", daemon=True).start()
+        holder, self._group, self._alive = [self._group], None, None
+        # The last reference must go on a thread of its own: the destructor waits for the backend's threads, which may
+        # be in a collective until its own deadline.
+        threading.Thread(target=_let_go, args=(holder,), name="weight-group-end", daemon=True).start()
 
     def _require(self) -> Any:
         if self._group is None:
@@ -220,7 +212,25 @@ def check_backend(backend: str) -> None:
         raise WeightUpdateError(f"backend={backend!r} is not part of this build of torch.")
 
 
+def _completed(work: Any, device: torch.device) -> bool:
+    """Whether a collective is done, after a wait of at most `LOOK` seconds. Raises what it failed with."""
+    if device.type == "cpu":
+        try:
+            work.wait(timedelta(seconds=LOOK))
+        except RuntimeError:
+            if work.is_completed():  # else it is only late
+                raise
+            return False
+        return True
+    until = time.monotonic() + LOOK  # on a device, to wait means to let the stream wait
+    while not work.is_completed() and time.monotonic() < until:
+        time.sleep(1e-4)
+    return work.is_completed() and work.wait()
+
+
 def _let_go(holder: list[Any]) -> None:
+    if holder[0] is not None:
+        holder[0].abort()
     holder.clear()
 
 

@@ -20,6 +20,8 @@ from nano_inference.engine.transports.interface import Deadline
 from nano_inference.engine.weight_update import BUCKET_BYTES, WeightPatch
 from nano_inference.errors import WeightUpdateError
 
+UNDER_WAY = 3  # runs that travel at once
+
 
 class WeightSender:
     """Sends state dicts to engines that receive with `broadcast.BroadcastReceiver`. A context manager.
@@ -61,6 +63,7 @@ class WeightSender:
         self.address = f"tcp://{host}:{self._store.port}"
         self._group: Group | None = None
         self._groups = 0  # that were made
+        self._rooms: list[Tensor] = []
 
     @classmethod
     def over(
@@ -74,7 +77,7 @@ class WeightSender:
         """A sender over a group that there is already and whose rank 0 this is, like `dist.group.WORLD`."""
         sender = cls.__new__(cls)
         sender.bucket_bytes, sender.timeout, sender.device = bucket_bytes, timeout, torch.device(device)
-        sender._store, sender._group = None, Group(process_group, sender.device)
+        sender._store, sender._rooms, sender._group = None, [], Group(process_group, sender.device)
         return sender
 
     def connect(self, *, timeout: float | None = None) -> None:
@@ -95,11 +98,10 @@ class WeightSender:
         deadline = Deadline(timeout or self.timeout)
         buckets = wire.cut(wire.sendable(weights), self.bucket_bytes)
         plan = wire.Plan(version, tuple(tuple(piece for piece, _ in bucket) for bucket in buckets))
-        group = self._connect(deadline)
         try:
-            accepted = self._describe(group, plan, deadline)
+            accepted = self._describe(plan, deadline)
             if accepted:
-                self._send(group, buckets, deadline)
+                self._send(self._connect(deadline), buckets, deadline)
         except BaseException:
             self._drop()
             raise
@@ -119,29 +121,44 @@ class WeightSender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _describe(self, group: Group, plan: wire.Plan, deadline: Deadline) -> bool:
+    def _describe(self, plan: wire.Plan, deadline: Deadline) -> bool:
+        """Whether every engine accepts what will come. Those that ended the group since the last update join again."""
+        kept = self._store is not None and self._group is not None
         what = "the description of the weights"
         content = torch.frombuffer(bytearray(wire.encode(plan)), dtype=torch.uint8).to(self.device)
-        group.broadcast(torch.tensor([len(content)], dtype=torch.int64, device=self.device), deadline, what)
-        group.broadcast(content, deadline, what)
-        return group.agree(True, deadline, "the engines' answer")
+        length = torch.tensor([len(content)], dtype=torch.int64, device=self.device)
+        group = self._connect(deadline)
+        try:
+            group.broadcast(length, deadline, what)
+            group.broadcast(content, deadline, what)
+            return group.agree(True, deadline, "the engines' answer")
+        except WeightUpdateError:
+            if not kept or not deadline.left():
+                raise
+            self._drop()
+            return self._describe(plan, deadline)
 
     def _send(self, group: Group, buckets: list[list[wire.Sendable]], deadline: Deadline) -> None:
-        """One bucket travels while the next is laid out."""
+        """Some runs travel while the next is laid out."""
         under_way: deque[tuple[list[Any], str]] = deque()
+        sent = 0
         for number, bucket in enumerate(buckets, start=1):
             what = f"bucket {number} of {len(buckets)}, from {bucket[0][0].name!r} on,"
-            tensors = [tensor for _, parts in bucket for tensor in parts]
-            works = [
-                group.begin_broadcast(wire.laid_out(run, tensors, self.device), deadline, what)
-                for run in wire.runs(piece for piece, _ in bucket)
-            ]
-            under_way.append((works, what))
-            if len(under_way) == 2:
-                group.wait(*under_way.popleft(), deadline)
+            for start, stop in wire.runs(wire.num_bytes(piece for piece, _ in bucket)):
+                if len(under_way) == UNDER_WAY:
+                    group.wait(*under_way.popleft(), deadline)
+                run = wire.laid_out(bucket, start, stop, self._room(sent))
+                under_way.append(([group.begin_broadcast(run, deadline, what)], what))
+                sent += 1
         while under_way:
             group.wait(*under_way.popleft(), deadline)
         group.agree(True, deadline, "the engines' confirmation")
+
+    def _room(self, sent: int) -> Tensor:
+        """Memory for a run, that no run under way has."""
+        if len(self._rooms) < UNDER_WAY:
+            self._rooms.append(torch.empty(wire.RUN_BYTES, dtype=torch.uint8, device=self.device))
+        return self._rooms[sent % UNDER_WAY]
 
     def _connect(self, deadline: Deadline) -> Group:
         if self._group is None:
@@ -157,5 +174,6 @@ class WeightSender:
 
     def _drop(self) -> None:
         group, self._group = self._group, None
+        self._rooms = []  # what still travels keeps its own
         if group is not None:
             group.close()

@@ -5,9 +5,9 @@ by row; of a patch the int64 indices, then the values.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from nano_inference.models.weights import TIED
 
 FORMAT = 1
 ALIGNMENT = 16
-LARGE = 2**19  # bytes of a tensor that travels by itself: to lay it out would cost more than a message
+RUN_BYTES = 2**23  # that travel at once: fewer cost more messages, more leave less to do meanwhile
 DTYPES = {
     str(each).removeprefix("torch."): each for each in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 }
@@ -50,14 +50,6 @@ class Plan:
     buckets: tuple[tuple[Piece, ...], ...]
 
 
-class Run(NamedTuple):
-    """Bytes [start, stop) of a bucket that travel at once, and which of its tensors they are."""
-
-    start: int
-    stop: int
-    tensors: list[int]
-
-
 Sendable = tuple[Piece, list[Tensor]]  # a piece and its tensors
 
 
@@ -66,11 +58,11 @@ def sendable(weights: Mapping[str, Tensor] | Iterable[WeightPatch]) -> list[Send
     found: list[Sendable] = []
     if isinstance(weights, Mapping):
         for name, tensor in cast(Mapping[str, Tensor], weights).items():
-            found.append((Piece(name, _known(name, tensor.dtype), tuple(tensor.shape)), [tensor.detach()]))
+            found.append((Piece(name, _known(name, tensor.dtype), tuple(tensor.shape)), [tensor.detach().contiguous()]))
     else:
         for name, indices, values in weights:
             piece = Piece(name, _known(name, values.dtype), (), len(indices))
-            found.append((piece, [indices.detach().to(torch.int64), values.detach()]))
+            found.append((piece, [indices.detach().to(torch.int64).contiguous(), values.detach().contiguous()]))
     if not found:
         raise WeightUpdateError("there is nothing to send: weights must be a non-empty state dict or patches.")
     return found
@@ -129,33 +121,25 @@ def num_bytes(bucket: Iterable[Piece]) -> int:
     return sum(_aligned(size) for piece in bucket for size in piece.sizes())
 
 
-def runs(bucket: Iterable[Piece]) -> list[Run]:
-    """How a bucket travels: tensors that are large each by themselves, so that nobody need lay them out, others joined."""
-    found: list[Run] = []
-    start, alone = 0, True
-    for place, size in enumerate(size for piece in bucket for size in piece.sizes()):
-        stop = start + _aligned(size)
-        large = size >= LARGE and size == stop - start
-        if large or alone:
-            found.append(Run(start, stop, [place]))
-        else:
-            found[-1] = Run(found[-1].start, stop, [*found[-1].tensors, place])
-        start, alone = stop, large
-    return [run for run in found if run.stop > run.start]
+def runs(size: int) -> Iterator[tuple[int, int]]:
+    """A bucket of `size` bytes as it travels: [start, stop) by [start, stop)."""
+    return ((start, min(start + RUN_BYTES, size)) for start in range(0, size, RUN_BYTES))
 
 
-def laid_out(run: Run, tensors: list[Tensor], device: torch.device) -> Tensor:
-    """The bytes of a run of a bucket's tensors: where they lie if that will do, or in memory of their own."""
-    if len(run.tensors) == 1:
-        tensor = tensors[run.tensors[0]].to(device).contiguous().view(-1).view(torch.uint8)
-        if len(tensor) == run.stop - run.start:
-            return tensor
-    flat = torch.empty(run.stop - run.start, dtype=torch.uint8, device=device)
-    start = 0
-    for place in run.tensors:
-        tensor = tensors[place]
-        flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        start += _aligned(tensor.nbytes)
+def laid_out(bucket: list[Sendable], start: int, stop: int, room: Tensor) -> Tensor:
+    """Bytes [start, stop) of a bucket: where they lie if they are of one tensor, else copied into `room`, uint8."""
+    flat = room[: stop - start]
+    at = 0
+    for _, tensors in bucket:
+        for tensor in tensors:
+            end = at + tensor.nbytes
+            if at < stop and end > start:
+                source = tensor.view(-1).view(torch.uint8)[max(start - at, 0) : stop - at].to(room.device)
+                if len(source) == len(flat):
+                    return source
+                low = max(at - start, 0)
+                flat[low : low + len(source)].copy_(source)
+            at = _aligned(end)
     return flat
 
 
@@ -184,7 +168,7 @@ def _checked(told: tuple[str, Any, Any, Any], shapes: Shapes, seen: set[str]) ->
     if name in seen:
         raise WeightUpdateError(f"{name!r} came twice in one update.")
     seen.add(name)
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise WeightUpdateError(f"{name!r} has dtype {dtype!r}; only {', '.join(DTYPES)} travel.")
     if count is None:
         if shape != list(known):

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import math
 import mmap
+import sys
 
 import torch
 from torch import Tensor
@@ -32,21 +33,27 @@ class Arena:
 
 def advise_huge_pages(tensor: Tensor) -> None:
     """Ask for huge pages behind a large tensor that was just allocated; nothing happens where there are none."""
-    _advise(tensor, "MADV_HUGEPAGE")
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        _advise(tensor, mmap.MADV_HUGEPAGE)
 
 
 def discard(tensor: Tensor) -> None:
     """Give the pages behind a large tensor back to the system. It keeps its address; what it held is lost."""
-    _advise(tensor, "MADV_DONTNEED")
+    if hasattr(mmap, "MADV_DONTNEED"):
+        _advise(tensor, mmap.MADV_DONTNEED)
 
 
-def _advise(tensor: Tensor, advice: str) -> None:
-    if not hasattr(mmap, advice):
-        return
+def populate(tensor: Tensor) -> None:
+    """Let the system find memory behind a tensor now, not page by page when it is first written."""
+    if sys.platform == "linux" and tensor.device.type == "cpu":
+        _advise(tensor, 23)  # MADV_POPULATE_WRITE; kernels before 5.14 refuse it, and find it later
+
+
+def _advise(tensor: Tensor, advice: int) -> None:
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
     if size > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), getattr(mmap, advice))
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
 
 
 def _mapping(size: int) -> Tensor:
