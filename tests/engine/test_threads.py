@@ -1,31 +1,32 @@
 """Several threads at one engine: nobody waits for ever, for long, or for what has ended already."""
 
+import asyncio
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from nano_inference import Delta, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import (
+    AsyncInferenceEngine,
+    Delta,
+    EngineDead,
+    InferenceEngine,
+    InvalidRequest,
+    TrainingSample,
+    WeightUpdate,
+    WeightUpdateError,
+)
 from nano_inference.engine.fair_lock import FairLock
-from tests.models.tiny import tiny_llama
+from nano_inference.rl import PolicyModel, replay
+from tests.engine.weight_cases import NEW, NEWER, NORM, OLD, PROMPT, UP, Build, assert_holds, drain, drawn
 
-PROMPT = list(range(40, 61))
+PATIENCE = 20.0  # seconds; a hang fails instead of hanging
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[InferenceEngine]:
-    threads = torch.get_num_threads()
-    config = EngineConfig(model_path=str(tiny_llama(tmp_path)), num_threads=1, kv_cache_memory=2**20, block_size=4)
-    with InferenceEngine(config) as engine:
-        yield engine
-    torch.set_num_threads(threads)
-
-
-def drawn(max_tokens: int = 12) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True)
+def engine(build: Build) -> InferenceEngine:
+    return build()
 
 
 # -- the lock ----------------------------------------------------------------------------------------------------------
@@ -88,3 +89,179 @@ def test_a_pause_comes_after_a_step_and_not_after_hundreds(engine: InferenceEngi
     finally:
         stop.set()
         stepping.join(10)
+
+
+# -- in the middle of another thread's step ----------------------------------------------------------------------------
+
+
+def test_a_sample_that_another_threads_step_is_about_to_hand_out_is_not_lost(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has left the loop and has not arrived: there is nothing to do, and something to wait for."""
+    ended, step = threading.Event(), engine.loop.step
+
+    def slow_step() -> list[TrainingSample]:
+        samples = step()
+        if samples:
+            ended.set()
+            time.sleep(0.2)
+        return samples
+
+    monkeypatch.setattr(engine.loop, "step", slow_step)
+    deltas = engine.generate(PROMPT, drawn(4), stream=True)
+    found: list[Delta] = [next(deltas)]
+
+    def step_on() -> None:
+        while not ended.is_set():
+            engine.step()
+
+    other = threading.Thread(target=step_on)
+    other.start()
+    assert ended.wait(PATIENCE)
+    assert engine.loop.sequences.by_id == {}
+    found += deltas
+    other.join(PATIENCE)
+    assert found[-1].finished is not None
+
+
+def test_a_request_on_its_way_into_the_loop_is_something_to_do(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, enter = threading.Event(), engine.loop._enter
+
+    def slow_enter(sequence: Any) -> None:
+        taken.set()
+        time.sleep(0.2)
+        enter(sequence)
+
+    monkeypatch.setattr(engine.loop, "_enter", slow_enter)
+    engine.add_request(PROMPT, drawn(4))
+    other = threading.Thread(target=engine.shared.handle)
+    other.start()
+    assert taken.wait(PATIENCE)
+    assert engine.has_pending()
+    other.join(PATIENCE)
+    assert len(drain(engine)) == 1
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["shutdown", "failure"])
+def test_no_update_is_waited_for_when_the_engine_has_ended(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    engine.add_request(PROMPT, drawn(40))
+    engine.step()
+    pending = engine.update_weights(NEW, kv_policy="wait")
+    receiving = engine.weight_sync.begin()
+    if how == "shutdown":
+        engine.shutdown()
+    else:
+        monkeypatch.setattr(engine.runner, "forward", lambda *_: 1 // 0)
+        with pytest.raises(EngineDead):
+            engine.step()
+    for update in (pending, receiving):
+        with pytest.raises(WeightUpdateError, match="shut down" if how == "shutdown" else "a step failed"):
+            update.result(1)
+    with pytest.raises(WeightUpdateError):
+        engine.weight_sync.begin()
+    engine.shutdown()
+    assert not engine.model.params, "one that failed lets go of its memory too"
+
+
+def test_a_shutdown_ends_what_awaits_a_paused_engine(engine: InferenceEngine) -> None:
+    async def main() -> None:
+        a = AsyncInferenceEngine(engine)
+        task = asyncio.create_task(a.generate(PROMPT, drawn(100)))
+        await asyncio.sleep(0.02)
+        await a.pause()
+        assert not task.done()
+        await asyncio.sleep(0.1)
+        engine.shutdown()
+        with pytest.raises(EngineDead):
+            await asyncio.wait_for(task, 5)
+        a.stop()
+
+    asyncio.run(main())
+
+
+def test_an_interrupted_step_ends_the_engine(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are matchable when their computation is launched; nobody knows how far it came."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.runner, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPT, drawn())
+    monkeypatch.undo()
+    with pytest.raises(EngineDead, match="interrupted"):
+        engine.generate(PROMPT, drawn())
+
+
+# -- weights that are asleep -------------------------------------------------------------------------------------------
+
+
+def test_what_reads_or_writes_weights_waits_for_them(engine: InferenceEngine) -> None:
+    model = PolicyModel(engine)
+    sample = engine.generate(PROMPT, drawn())[0]
+    before = model.logprobs([PROMPT])[0].detach()
+    engine.sleep(weights=True)
+    for read in (lambda: replay(engine, sample), lambda: PolicyModel(engine)):
+        with pytest.raises(InvalidRequest, match="asleep"):
+            read()
+    for param in model.parameters():
+        param.data.mul_(0.5)
+    with pytest.raises(InvalidRequest, match="asleep"):
+        model.logprobs([PROMPT])  # written now, the waking would overwrite it
+    engine.wake()
+    after = model.logprobs([PROMPT])[0].detach()
+    assert not after[1:].equal(before[1:])
+    model.publish()
+    assert engine.generate([*PROMPT], drawn())[0].weight_version == 1
+    assert replay(engine, engine.generate(PROMPT, drawn())[0]).weight_version == 1
+
+
+# -- an update between others' doings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", ["request", "update"])
+def test_tensors_are_the_callers_again_whatever_comes_in_between(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """An update that seemed to be applied at once has to wait after all, for what another thread did meanwhile."""
+    if late == "update":
+        engine.add_request(PROMPT, drawn())
+        engine.step()
+    stage = engine.weight_sync.stage
+
+    def stage_and_meet(*args: Any, **options: Any) -> WeightUpdate:
+        monkeypatch.undo()
+        if late == "request":
+            engine.add_request(PROMPT, drawn())
+        else:
+            other = threading.Thread(target=lambda: engine.update_weights({UP: NEW[UP]}, kv_policy="wait"))
+            other.start()
+            other.join(PATIENCE)
+        return stage(*args, **options)
+
+    monkeypatch.setattr(engine.weight_sync, "stage", stage_and_meet)
+    given = {NORM: NEWER[NORM].clone()}
+    update = engine.update_weights(given, kv_policy="wait" if late == "request" else "keep")
+    assert not update.done()
+    given[NORM].zero_()
+    drain(engine)
+    assert_holds(engine, OLD | {NORM: NEWER[NORM]} | ({UP: NEW[UP]} if late == "update" else {}))
+
+
+def test_the_manager_of_an_engine_leaves_writing_to_it(engine: InferenceEngine) -> None:
+    """Written past the loop, new weights would go on with the old ones' cache and version."""
+    engine.weight_sync.start_sync({NORM: NEW[NORM]})
+    with pytest.raises(WeightUpdateError, match="update_weights"):
+        engine.weight_sync.maybe_finish_sync()
+    with pytest.raises(WeightUpdateError, match="update_weights"):
+        engine.weight_sync.sync_blocking(NEWER)
+    assert engine.update_weights({UP: NEW[UP]}, blocking=True).version == 2
+    assert engine.get_weight_version() == engine.loop.sequences.versions["policy"] == 2
+    assert_holds(engine, OLD | {NORM: NEW[NORM], UP: NEW[UP]})

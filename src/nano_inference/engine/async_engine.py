@@ -179,7 +179,8 @@ class AsyncInferenceEngine:
             while not self._stopping:
                 engine.shared.work_arrived.wait()
                 engine.shared.work_arrived.clear()
-                while engine.loop.has_pending() and not self._stopping:
+                engine.shared.require_alive()  # a paused engine has no work, and those who await it are to be told
+                while engine.shared.has_work() and not self._stopping:
                     engine.shared.advance()
         except EngineDead as problem:
             self._fail(problem)

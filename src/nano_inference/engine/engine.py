@@ -348,10 +348,10 @@ class InferenceEngine:
         if "_async_engine" in self.__dict__:
             self._async_engine.stop()
         with self.shared.lock:
-            if self.shared.end("the engine was shut down"):
-                for model in self.runner.models.values():
-                    model.close()
-                self.runner.storages.clear()
+            self.shared.end("the engine was shut down")
+            for model in self.runner.models.values():
+                model.close()
+            self.runner.storages.clear()
 
     def __enter__(self) -> "InferenceEngine":
         return self

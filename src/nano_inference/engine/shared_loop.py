@@ -19,6 +19,7 @@ class SharedLoop:
     Attributes:
         lock: held by whoever runs the loop.
         work_arrived: set whenever a message arrives; whoever waits for work clears it.
+        when_dead: called once, with the reason, by whoever ends the engine or finds that it has failed.
     """
 
     def __init__(self, loop: EngineLoop) -> None:
@@ -32,6 +33,7 @@ class SharedLoop:
         self._paused_by: threading.Thread | None = None  # not its ident, which a later thread may get
         self._sleep: Sleep | None = None
         self._dead: str | None = None
+        self.when_dead: Callable[[str], None] = lambda _: None
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
@@ -50,10 +52,10 @@ class SharedLoop:
     def advance_or_wait(self, patience: float) -> bool:
         """Run a step; while the engine is paused wait for at most so many seconds. False: there was nothing to do."""
         self.require_alive()
-        if self.loop.has_pending():
+        if self.has_work():
             self.advance()
             return True
-        if self._running.is_set():
+        if self._running.is_set() and self.loop.admitting:  # else another thread is about to pause
             return False
         self._running.wait(patience)
         return True
@@ -64,14 +66,30 @@ class SharedLoop:
             self._deliver(self._guarded(self.loop.handle))
 
     def between_steps(self, weight_set: str, change: Callable[[], int | None]) -> None:
-        """Call `change` with nothing in flight. What it returns is the weight set's new version; None: as it was."""
+        """Call `change` with nothing in flight. What it returns is the weight set's new version; None: as it was.
+
+        Raises `InvalidRequest` while the weights are asleep.
+        """
         with self.lock:
+            self.require_weights()
             self.handle()
             self._deliver(self._guarded(lambda: self.loop.change_now(weight_set, change)))
 
     def has_pending(self) -> bool:
         """Whether a step would do or return anything."""
-        return self._dead is None and (bool(self._unclaimed) or self.loop.has_pending())
+        if self._dead is not None:
+            return False
+        # The second look: what a step of another thread, which `has_work` waited for, has left.
+        return bool(self._unclaimed) or self.has_work() or bool(self._unclaimed)
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything. It says no only between two steps: in the middle of one, what is on its way
+        from list to list or to those who wait for it is nowhere to be seen.
+        """
+        if self.loop.has_pending():
+            return True
+        with self.lock:
+            return self._dead is None and self.loop.has_pending()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +143,7 @@ class SharedLoop:
             with self.lock:
                 self.handle()
                 self.loop.admitting = False
-            while self.loop.is_busy() and not self.loop.paused:  # others may step, add and abort meanwhile
+            while self._is_busy() and not self.loop.paused:  # others may step, add and abort meanwhile
                 self.advance()
         with self.lock:
             self._running.clear()
@@ -178,29 +196,42 @@ class SharedLoop:
                 try:
                     self._sleep.end()
                 except Exception as problem:
-                    self._dead = f"the weights that were put aside are lost: {type(problem).__name__}: {problem}"
-                    raise EngineDead(self._dead) from problem
+                    why = f"the weights that were put aside are lost: {type(problem).__name__}: {problem}"
+                    self._die(why)
+                    raise EngineDead(why) from problem
                 self._sleep = None
                 self.loop.writable = True
                 self.resume()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def end(self, why: str) -> bool:
-        """No call works from now on; returns False if that was so before. Call it with the lock held."""
-        if self._dead is not None:
-            return False
-        self._dead = why
-        self._running.set()
-        self.work_arrived.set()
-        if self._sleep is not None:
-            self._sleep.forget()
-        return True
+    def end(self, why: str) -> None:
+        """No call works from now on, for the first reason that there was."""
+        with self.lock:
+            if self._dead is None:
+                self._die(why)
 
     def require_alive(self) -> None:
         """Raise `EngineDead` if it is."""
         if self._dead is not None:
             raise EngineDead(f"{self._dead}; build a new one.")
+
+    def require_weights(self) -> None:
+        """Raise `InvalidRequest` while the weights are asleep: what is read there is nothing, what is written is lost."""
+        if self.has_no_weights():
+            raise InvalidRequest("the weights are asleep; wake() the engine first.")
+
+    def _die(self, why: str) -> None:
+        self._dead = why
+        self._running.set()
+        self.work_arrived.set()
+        if self._sleep is not None:
+            self._sleep.forget()
+        self.when_dead(why)
+
+    def _is_busy(self) -> bool:
+        with self.lock:  # see `has_work`
+            return self.loop.is_busy()
 
     def _deliver(self, samples: list[TrainingSample]) -> None:
         """Hand deltas and samples to those who wait for them; the others wait for `step`."""
@@ -213,5 +244,9 @@ class SharedLoop:
         try:
             return run()
         except Exception as problem:
-            self._dead = f"a step failed: {type(problem).__name__}: {problem}"
-            raise EngineDead(self._dead) from problem
+            why = f"a step failed: {type(problem).__name__}: {problem}"
+            self._die(why)
+            raise EngineDead(why) from problem
+        except BaseException as problem:  # Ctrl-C: what was published may never be computed now
+            self._die(f"a step was interrupted: {type(problem).__name__}")
+            raise

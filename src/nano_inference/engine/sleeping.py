@@ -1,10 +1,8 @@
 """Giving memory back while an engine sleeps: the KV cache, and the weights too, which wait in a file."""
 
-import shutil
 import tempfile
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -26,9 +24,7 @@ class Sleep:
         caches = [tensor for storage in set(storages) for tensor in (storage.keys, storage.values)]
         held = [_memory(param) for model in self._models for param in model.params.values()] if weights else []
         self._weights = list({tensor.data_ptr(): tensor for tensor in held}.values())  # sets may share some
-        self._folder = Path(tempfile.mkdtemp(prefix="nano-inference-")) if weights else None  # mode 0700
-        if self._folder is not None:
-            self._save(self._folder / "weights")
+        self._file = _saved(self._weights) if weights else None
         self._tensors = [*caches, *self._weights]
         self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
         for tensor in self._tensors:
@@ -42,15 +38,14 @@ class Sleep:
         for tensor, size in zip(self._tensors, self._sizes, strict=True):
             if not on_cpu(tensor):
                 tensor.untyped_storage().resize_(size)
-        if self._folder is not None:
-            with (self._folder / "weights").open("rb") as file:
-                for tensor in self._weights:
-                    there = (
-                        _bytes(tensor) if tensor.device.type == "cpu" else torch.empty(tensor.nbytes, dtype=torch.uint8)
-                    )
-                    file.readinto(there.numpy().data)
-                    if tensor.device.type != "cpu":
-                        _bytes(tensor).copy_(there)
+        if self._file is not None:
+            self._file.seek(0)
+            for tensor in self._weights:
+                there = _bytes(tensor) if tensor.device.type == "cpu" else torch.empty(tensor.nbytes, dtype=torch.uint8)
+                if self._file.readinto(there.numpy().data) != tensor.nbytes:
+                    raise OSError("their file is cut short")
+                if tensor.device.type != "cpu":
+                    _bytes(tensor).copy_(there)
         for model in self._models:
             if not on_cpu(model):
                 model.forget_recorded()
@@ -58,17 +53,21 @@ class Sleep:
 
     def forget(self) -> None:
         """Remove what stands on disk."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._file is not None:
+            self._file.close()
 
-    def _save(self, path: Path) -> None:
-        try:
-            with path.open("wb") as file:
-                for tensor in self._weights:  # one by one: no second copy of them all
-                    file.write(_bytes(tensor).cpu().numpy().data)
-        except OSError:
-            self.forget()
-            raise
+
+def _saved(tensors: Iterable[Tensor]) -> Any:
+    """A file that has no name, so that it is gone with the process, however that ends. Raises `OSError`."""
+    file: IO[bytes] = tempfile.TemporaryFile(prefix="nano-inference-")  # noqa: SIM115
+    try:
+        for tensor in tensors:  # one by one: no second copy of them all
+            file.write(_bytes(tensor).cpu().numpy().data)
+        file.flush()
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 def on_cpu(held: Any) -> bool:

@@ -22,12 +22,18 @@ class Updates:
         self.manager = WeightSyncManager(model, self._announce)
         self._runner = runner
         self._shared = shared
+        shared.when_dead = self.manager.close
 
     def update(self, weights: Any, blocking: bool, kv_policy: KvPolicy | None, **options: Any) -> WeightUpdate:
         """See `InferenceEngine.update_weights`; `options` are those of `WeightSyncManager.stage`."""
         shared, loop = self._shared, self._shared.loop
         shared.require_alive()
         policy = self._policy(kv_policy, blocking)
+
+        def announce(update: WeightUpdate) -> None:
+            update.kv_policy = policy
+            self._announce(update)
+
         held = shared.lock.acquire(blocking=blocking)  # not held: another thread is stepping and will apply it
         try:
             # What is still in flight once every sequence has ended is an overrun: nobody would step to retire it.
@@ -37,20 +43,25 @@ class Updates:
                 shared.handle()
             # Tensors that are read before this returns need not be copied.
             borrowed = blocking or (at_once and not loop.updates and not loop.would_wait(policy))
-            with self.manager.lock:  # versions and messages in one order
-                update = self.manager.stage(weights, copy=not borrowed, **options)
-                update.kv_policy = policy
-                self._announce(update)
+            update = self.manager.stage(weights, copy=not borrowed, announce=announce, **options)
             if at_once:
                 shared.handle()
+            if borrowed and not blocking:  # another thread's request or update may have come in between
+                self.manager.keep(update)
         finally:
             if held:
                 shared.lock.release()
-        while blocking and not update.done():
-            shared.advance_or_wait(PATIENCE)
         if blocking:
-            update.result(0)
+            self._wait_for(update)
         return update
+
+    def _wait_for(self, update: WeightUpdate) -> None:
+        try:
+            while not update.done():
+                self._shared.advance_or_wait(PATIENCE)
+        finally:  # Ctrl-C
+            self.manager.keep(update)
+        update.result(0)
 
     def receive(self, transport: WeightTransport, kv_policy: KvPolicy | None, **options: Any) -> WeightUpdate:
         """See `InferenceEngine.receive_weights`."""

@@ -52,6 +52,7 @@ class WeightSyncManager:
         self._newest = 0  # version of the newest update, pending or applied
         self._open: WeightSession | None = None
         self._version: int | None = None  # that the open session asked for
+        self._closed: str | None = None  # why nothing will be written any more
 
     # -- updates in one piece -----------------------------------------------------------------------------------------
 
@@ -63,6 +64,7 @@ class WeightSyncManager:
         copy: bool = True,
         complete: bool = False,
         check_finite: bool = False,
+        announce: Callable[[WeightUpdate], None] | None = None,
     ) -> WeightUpdate:
         """Check an update and queue it, whether a session is open or not.
 
@@ -74,6 +76,7 @@ class WeightSyncManager:
                 `finish`; buckets are copied all the same.
             complete: refuse an update that lacks a tensor.
             check_finite: refuse NaN and infinite values.
+            announce: called with the update as it is queued, under `lock`.
 
         Raises `WeightUpdateError`, with nothing changed.
         """
@@ -90,7 +93,17 @@ class WeightSyncManager:
                 session.add(bucket, Hold.COPY)
         else:
             raise WeightUpdateError(EMPTY)
-        return self._queue(session, version)
+        with self.lock:
+            update = self._queue(session, version)
+            if announce is not None:
+                announce(update)
+            return update
+
+    def keep(self, update: WeightUpdate) -> None:
+        """Copy what an update borrowed, if it still waits: its owner gets control back before it is written."""
+        with self.lock, torch.no_grad():
+            if update in self.pending:
+                update.copy_borrowed()
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
@@ -109,6 +122,7 @@ class WeightSyncManager:
         Raises `WeightUpdateError` if one is open already; that one goes on.
         """
         with self.lock:
+            self._require_not_closed()
             if self._open is not None:
                 raise WeightUpdateError("a weight session is open already; end() or cancel() it first.")
             self.check_version(version)
@@ -176,6 +190,7 @@ class WeightSyncManager:
                 update.fail(WeightUpdateError(f"weight version {update.version} could not be written: {problem!r}"))
                 raise
             self.version = update.version
+            update.succeed()
             return self.version
 
     def refuse(self, reason: str) -> None:
@@ -183,29 +198,43 @@ class WeightSyncManager:
         with self.lock:
             self.pending.popleft().fail(WeightUpdateError(reason))
 
+    def close(self, reason: str) -> None:
+        """Nothing is written from now on: what waits or is still received fails, and so does what comes later."""
+        with self.lock:
+            self._closed = reason
+            while self.pending:
+                self.refuse(f"{reason}, before the update was applied.")
+            self.cancel(f"{reason}, before the weights had arrived.")
+
     def checksum(self) -> dict[str, str]:
         """SHA-256 of each checkpoint tensor that serves: its bytes row by row, in the dtype that the engine holds."""
         with self.lock:
             return {name: _sha256(read(self.model.params, slot)) for name, slot in self._slots.items()}
 
     def start_sync(self, new_weights: Weights) -> None:
-        """Stage an update; it is applied by a later `maybe_finish_sync`."""
-        self.stage(new_weights)
+        """Stage an update; it is applied by a later `maybe_finish_sync`, or by the next step of the engine."""
+        self.stage(new_weights, announce=self._announce)
 
     def maybe_finish_sync(self) -> bool:
-        """Apply the oldest pending update, if there is one."""
+        """Apply the oldest pending update, if there is one. An engine does so itself: `WeightUpdateError`."""
+        self._require_own()
         if not self.pending:
             return False
         self.finish()
         return True
 
     def sync_blocking(self, new_weights: Weights) -> None:
-        """Stage an update and apply it, after those that are pending."""
+        """Stage an update and apply it, after those that are pending. Not of an engine: `WeightUpdateError`."""
+        self._require_own()
         self.stage(new_weights, copy=False)
         while self.maybe_finish_sync():
             pass
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _require_own(self) -> None:
+        if self._announce is not None:  # its cache and its samples would not know of the new version
+            raise WeightUpdateError("these weights are an engine's; call its update_weights.")
 
     def _new_session(self, complete: bool, check_finite: bool) -> WeightSession:
         return WeightSession(self._slots, self.model.params, complete=complete, check_finite=check_finite)
@@ -223,8 +252,13 @@ class WeightSyncManager:
             if self._open is session:
                 self._open = None
 
+    def _require_not_closed(self) -> None:
+        if self._closed is not None:
+            raise WeightUpdateError(f"{self._closed}: there is nothing to update.")
+
     def _queue(self, session: WeightSession, version: int | None) -> WeightUpdate:
         with self.lock:
+            self._require_not_closed()
             if not session.changes and not session.heads:
                 raise WeightUpdateError(EMPTY)
             missing = session.missing() if session.complete else []

@@ -111,6 +111,20 @@ class WeightUpdate:
         for change in self._changes:
             change.apply(params)
         self._changes = []
+
+    def copy_borrowed(self) -> None:
+        """Hold copies of all tensors that it holds."""
+        self._changes = [
+            Change(
+                change.slot, change.values.clone(), change.indices if change.indices is None else change.indices.clone()
+            )
+            for change in self._changes
+        ]
+        tensors = [part for change in self._changes for part in (change.values, change.indices) if part is not None]
+        self.staged_bytes = sum(tensor.nbytes for tensor in tensors)
+
+    def succeed(self) -> None:
+        """It serves."""
         self._ended.set()
 
     def fail(self, error: WeightUpdateError) -> None:

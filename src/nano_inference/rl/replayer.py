@@ -49,7 +49,8 @@ def replay(engine: InferenceEngine, sample: TrainingSample, *, weights: Weights 
         they follow; `ref_logprobs` too if the engine has a reference model. The other fields are the sample's.
 
     Raises:
-        InvalidRequest: other numerics, missing weight versions (named), or a sample that does not say enough.
+        InvalidRequest: other numerics, missing weight versions (named), a sample that does not say enough, or weights
+            that are asleep.
         WeightUpdateError, ModelLoadError: weights that were given do not fit the model.
         EngineDead: the engine was shut down.
     """
@@ -102,6 +103,7 @@ class Replayer:
         engine.shared.require_alive()
         params = self.check(sample)
         with engine.shared.lock:  # weights may change, and operations are shared with the engine's steps
+            engine.shared.require_weights()
             self.decoders.renew()
             run = _Run(self, sample, params, self.stop_ids(params))
             for stretch in stretches(sample):

@@ -85,6 +85,7 @@ def diagnose(replayer: Replayer, sample: TrainingSample, difference: Difference)
     engine = replayer.engine
     params = replayer.check(sample)
     with engine.shared.lock:
+        engine.shared.require_weights()
         replayer.decoders.renew()
         tokens = [*sample.prompt_tokens, *sample.completion_tokens][: _num_rows(sample, difference)]
         version = _version_at(sample, len(tokens) - 1, engine.get_weight_version())
