@@ -21,6 +21,7 @@ from nano_inference import (
     WeightUpdateError,
 )
 from nano_inference.config import CacheType
+from nano_inference.rl import score
 from nano_inference.types import KvPolicy
 from tests.models.tiny import llama_config, llama_weights, tiny_llama, write_model
 
@@ -354,3 +355,140 @@ def test_an_unknown_policy_is_an_error(build: Build) -> None:
     with pytest.raises(WeightUpdateError, match="'retract' is not one of recompute, keep, abort, wait, finish_old"):
         engine.update_weights(NEW, kv_policy="retract")
     assert engine.get_weight_version() == 0
+
+
+# -- several updates, and what stands between them ---------------------------------------------------------------------
+
+
+def test_who_is_held_behind_an_update_that_fails_goes_on(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build()
+    engine.add_request(PROMPT, drawn(40))
+    engine.step()
+    engine.update_weights(NEW, kv_policy="finish_old")
+    engine.add_request(PROMPT, drawn(5))
+    engine.step()
+    update = engine.update_weights(NEWER, kv_policy="wait")
+    held = engine.add_request(PROMPT, drawn())
+    other = engine.add_request(PROMPT, drawn(), min_version=2)
+    engine.step()
+    assert engine.stats().num_held == 2
+
+    def refuse(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "set_aside", refuse)
+        samples = drain(engine)
+    with pytest.raises(WeightUpdateError, match="no memory"):
+        update.result(0)
+    assert held in {s.request_id for s in samples}
+    assert {seq.request_id for seq in engine.loop.sequences.held} == {other}, "its version may yet come"
+
+
+def test_who_is_held_has_not_begun(build: Build) -> None:
+    """Else it would be put on the old weights, for which the next update waits, and it for the one behind that."""
+    engine = build()
+    engine.add_request(PROMPT, drawn())
+    engine.step()
+    (partial,) = engine.abort()
+    engine.add_request(PROMPT, drawn(30))
+    engine.step()
+    updates = [engine.update_weights(NEW, kv_policy="finish_old")]
+    engine.add_request(PROMPT, drawn(5))
+    engine.step()
+    updates.append(engine.update_weights(NEWER, kv_policy="finish_old"))
+    updates.append(engine.update_weights(OLD, kv_policy="finish_old"))
+    updates.append(engine.update_weights(NEW, kv_policy="wait"))
+    resumed = engine.resume_from(partial)
+    samples = drain(engine)
+    assert all(update.done() for update in updates)
+    assert [span.version for span in samples[-1].weight_versions] == [0, 4]
+    assert samples[-1].request_id == resumed
+
+
+def test_no_version_is_promised_that_is_about_to_go(build: Build) -> None:
+    engine = build()
+    engine.add_request(PROMPT, drawn(20))
+    for _ in range(4):
+        engine.step()
+    (partial,) = engine.abort()
+    engine.add_request(PROMPT, drawn(20))
+    engine.step()
+    engine.update_weights(NEW, kv_policy="wait")
+    with pytest.raises(InvalidRequest, match="version 0 is about to go"):
+        engine.resume_from(partial, version=0)
+    engine.resume_from(partial)
+    assert [span.version for span in drain(engine)[-1].weight_versions] == [0, 1]
+
+
+@pytest.mark.parametrize("how", ["preempted", "resumed"])
+def test_prompt_logprobs_are_of_the_versions_that_the_sample_names(build: Build, how: str) -> None:
+    engine = build(max_tokens_per_batch=8)
+    params = SamplingParams(max_tokens=4, seed=SEED, ignore_eos=True, prompt_logprobs=True)
+    expected = build(1).generate(PROMPT, params)[0]
+    engine.add_request(PROMPT, params)
+    engine.step()
+    if how == "preempted":
+        engine.update_weights(NEW, kv_policy="keep")
+        engine.step()
+        engine.sleep()
+        engine.wake()
+    else:
+        (partial,) = engine.abort()
+        engine.update_weights(NEW)
+        engine.resume_from(partial)
+    (sample,) = drain(engine)
+    assert [span.version for entry in sample.kv_versions for span in entry.versions] == [1]
+    assert bits(sample) == bits(expected)
+    assert repr(sample.prompt_logprobs) == repr(expected.prompt_logprobs)
+
+
+def test_an_abort_returns_its_own_samples_alone(build: Build) -> None:
+    """It lets an update be applied, which brings in what was in flight for others."""
+    engine = build(lookahead=1)
+    old = engine.add_request(PROMPT, drawn(40))
+    engine.step()
+    engine.update_weights(NEW, kv_policy="finish_old")
+    other = engine.add_request(PROMPT, drawn(2))
+    engine.step()
+    engine.step()
+    engine.update_weights(NEWER, kv_policy="finish_old")
+    assert [s.request_id for s in engine.abort(old)] == [old]
+    assert [s.request_id for s in drain(engine)] == [other]
+
+
+def test_an_update_that_aborts_samples_spares_scores(build: Build) -> None:
+    engine = build(max_tokens_per_batch=8)
+    expected = score(build(1), [PROMPT])[0]
+    partial = engine.add_request(PROMPT, drawn())
+    for _ in range(6):
+        engine.step()
+    steps, step = [0], engine.loop.step
+
+    def step_and_update() -> list[TrainingSample]:
+        steps[0] += 1
+        if steps[0] == 2:
+            engine.update_weights(NEW, kv_policy="abort")
+        return step()
+
+    engine.loop.step = step_and_update
+    assert repr(score(engine, [PROMPT])[0]) == repr(expected)
+    (sample,) = drain(engine)
+    assert (sample.request_id, sample.finish_reason) == (partial, "abort")
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_staleness_counts_what_was_used_and_nothing_else(build: Build, limit: int) -> None:
+    engine = build(max_tokens_per_batch=8)
+    request = engine.add_request(PROMPT, drawn(20), max_staleness=limit)
+    engine.step()  # a part of its prompt
+    engine.update_weights(NEW, kv_policy="keep")
+    if limit == 2:  # a token attends to what version 0 computed
+        while not engine.loop.sequences.of_requests(frozenset([request]))[0].num_completion_tokens:
+            engine.step()
+    engine.update_weights(NEWER, kv_policy="recompute")
+    engine.step()
+    assert engine.loop.sequences.of_requests(frozenset([request])), "nothing is left of version 0, or it is allowed"
+    engine.update_weights(OLD, kv_policy="recompute")
+    (sample,) = drain(engine)
+    assert sample.stop_reason == ("it is too stale" if limit == 2 else None)

@@ -184,7 +184,7 @@ class InferenceEngine:
             append: tokens of a tool or an environment to put behind it first. Nothing sampled them: their logprob is 0
                 and their `loss_mask` False.
             max_new_tokens: sample so many more; None: up to the sample's own `max_tokens`, appended tokens included.
-            version: go on with exactly these weights; None: with those that serve.
+            version: go on with exactly these weights, until an update says otherwise; None: with those that serve.
             sink: takes the sample, as in `submit`; None: `step` returns it.
 
         Raises `InvalidRequest` (also for a version that is gone) or `RequestTooLarge`.
@@ -197,7 +197,7 @@ class InferenceEngine:
                 sequence.weight_set = self._weight_set_of(version)
             if sink is not None:
                 self.shared.open([sequence], sink)
-            return self.shared.enqueue(sequence)
+            return self.shared.enqueue_first(sequence)  # what is posted meanwhile may take the version away
 
     def submit(self, prompt: Any, params: SamplingParams, num_samples: int, sink: Sink, *, stream: bool) -> int:
         """Queue a request whose deltas go to `sink`, called by whoever steps; returns its id.
@@ -377,6 +377,11 @@ class InferenceEngine:
         versions = self.loop.sequences.versions
         for weight_set in (POLICY, PREVIOUS):
             if versions.get(weight_set) == version:
+                if weight_set == POLICY and any(update.kv_policy == "wait" for update in self.loop.updates):
+                    raise InvalidRequest(
+                        f"weight version {version!r} is about to go: an update waits for the requests that run, and "
+                        "newcomers for the update."
+                    )
                 return weight_set
         raise InvalidRequest(f"weight version {version!r} is gone; this engine serves {versions[POLICY]}.")
 

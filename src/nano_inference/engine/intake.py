@@ -95,7 +95,8 @@ class Intake:
             past_contexts=sample.kv_versions,
             appended=_appended_before(sample) + ((range(drawn, drawn + len(appended)),) if appended else ()),
             scored=range(prompt_len - 1) if params.prompt_logprobs else range(0),
-            scores=list((sample.prompt_logprobs or ())[1:]),
+            # Of a prompt that was not computed to its end they may be another version's.
+            scores=list((sample.prompt_logprobs or ())[1:]) if drawn else [],
             streaming=stream,
         )
         if appended and not seq.version_starts:

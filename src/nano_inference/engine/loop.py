@@ -238,7 +238,7 @@ class EngineLoop:
     def _enter(self, seq: Sequence) -> None:
         waits = [update.version for update in self.updates if update.kv_policy == "wait"]
         if waits and waits[-1] is not None and seq.weight_set == POLICY:  # else the update would wait for ever
-            seq.min_version = max(waits[-1], seq.min_version or waits[-1])
+            seq.behind = waits[-1]
         if not self.admitting or is_held(seq, self.sequences):
             seq.status = SequenceStatus.HELD
         enter(seq, self.sequences, self.config.block_size)
@@ -261,17 +261,23 @@ class EngineLoop:
         while self.updates and self._may_change(self.updates[0]):
             update = self.updates.popleft()
             finished += self._retire(keep=0)  # weights change only with nothing in flight
-            if update.kv_policy == "abort":
-                finished += self._end(begun(self.sequences, POLICY, PREVIOUS))
-            if update.set_aside is not None and self._keeps_old(update) and not update.set_aside():
-                continue
-            version = update.write()
+            if update.kv_policy == "abort":  # what only scores is scored again
+                finished += self._end([seq for seq in begun(self.sequences, POLICY, PREVIOUS) if seq.num_samples])
+            is_safe = update.set_aside is None or not self._keeps_old(update) or update.set_aside()
+            version = update.write() if is_safe else None
             if version is not None:
                 change_version(self.sequences, self.cache, update.weight_set, version, update.kv_policy)
                 finished += self._end(stale(self.sequences), "it is too stale")
-                if self.admitting:
-                    release_held(self.sequences)
+            else:
+                self._let_go_behind(update)
+            if self.admitting:
+                release_held(self.sequences)
         return finished
+
+    def _let_go_behind(self, failed: ChangeWeights) -> None:
+        for seq in self.sequences.held:
+            if seq.behind == failed.version:
+                seq.behind = None
 
     def _keeps_old(self, update: ChangeWeights) -> bool:
         """Whether somebody will finish on weights that an update overwrites."""

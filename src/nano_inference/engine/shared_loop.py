@@ -98,6 +98,12 @@ class SharedLoop:
         self.loop.inbox.append(message)
         self.work_arrived.set()
 
+    def enqueue_first(self, sequence: Sequence) -> int:
+        """Queue a checked request before all that arrived since the lock was taken and the messages were."""
+        self.loop.inbox.appendleft(Add(sequence))
+        self.work_arrived.set()
+        return sequence.request_id
+
     def enqueue(self, sequence: Sequence) -> int:
         """Queue a checked request; returns its id."""
         self.post(Add(sequence))
@@ -129,8 +135,13 @@ class SharedLoop:
             ended = self._guarded(self.loop.handle)
             before = len(self._unclaimed)
             self._deliver(ended)
-            del self._unclaimed[before:]
-        return ended
+            if request_ids is None:
+                del self._unclaimed[before:]
+                return ended
+            # An update that waited for them may be applied now, and end others.
+            others = [sample for sample in self._unclaimed[before:] if sample.request_id not in request_ids]
+            self._unclaimed[before:] = others
+            return [sample for sample in ended if sample.request_id in request_ids]
 
     # -- pauses -------------------------------------------------------------------------------------------------------
 
@@ -217,7 +228,7 @@ class SharedLoop:
             raise EngineDead(f"{self._dead}; build a new one.")
 
     def require_weights(self) -> None:
-        """Raise `InvalidRequest` while the weights are asleep: what is read there is nothing, what is written is lost."""
+        """Raise `InvalidRequest` while the weights are asleep: none is there to read, and what is written is lost."""
         if self.has_no_weights():
             raise InvalidRequest("the weights are asleep; wake() the engine first.")
 

@@ -95,6 +95,7 @@ class Sequence:
     past_contexts: tuple[ContextVersions, ...] = ()  # of the sample that it resumes
     appended: tuple[range, ...] = ()  # completion tokens that were appended, not sampled
     min_version: int | None = None  # it is held until this version of the policy serves
+    behind: int | None = None  # it is held until the update to this version, which waits for others, serves or failed
     max_staleness: int | None = None  # it ends when its oldest version is this much older than the newest
     scored: range = range(0)  # rows (positions) whose next token's logprob is wanted
     score_temperature: float = 1.0  # under which; above 0
@@ -172,8 +173,9 @@ class Sequence:
     def oldest_version(self) -> int | None:
         """The oldest version that sampled a token of it or computed what it attends to; None before any did."""
         versions = [version for version, _ in self.version_starts[:1]]
-        versions += [span.version for context in self.contexts[-1:] for span in context.past]
-        versions += [context.version for context in self.contexts[-1:]] if self.num_computed_tokens else []
+        for context in self.contexts:  # the last may have drawn nothing yet, and may have been given up since
+            if self.num_computed_tokens or context.token_start < self.num_completion_tokens:
+                versions += [context.version, *(span.version for span in context.past)]
         return min(versions, default=None)
 
     def begin_context(self, past: tuple[VersionSpan, ...], version: int) -> None:

@@ -9,12 +9,13 @@ _ON_POLICY = (POLICY, PREVIOUS)
 
 
 def begun(sequences: Sequences, *weight_sets: str) -> list[Sequence]:
-    """Live sequences of these sets that run, or have sampled; scorers count as soon as they run."""
-    running = SequenceStatus.RUNNING
+    """Live sequences of these sets that run, or have sampled and wait to run; scorers count as soon as they run."""
+    running, held = SequenceStatus.RUNNING, SequenceStatus.HELD
     return [
         seq
         for seq in sequences.by_id.values()
-        if seq.weight_set in weight_sets and (seq.status is running or (seq.num_samples and seq.num_completion_tokens))
+        if seq.weight_set in weight_sets
+        and (seq.status is running or (seq.status is not held and seq.num_samples and seq.num_completion_tokens))
     ]
 
 
@@ -24,8 +25,9 @@ def change_version(
     """A weight set has new weights. Nothing may be in flight.
 
     Running sequences recompute their context under the new weights, or `keep` their keys and values: then their blocks
-    mix versions and are not published any more. With `finish_old` those that have begun stay with the old version,
-    which the set `previous` holds now. Old blocks cannot match for others: the version is in their name.
+    mix versions and are not published any more (not so while the prompt is scored: scores are of one version). With
+    `finish_old` those that have begun stay with the old version, which the set `previous` holds now. Old blocks cannot
+    match for others: the version is in their name.
     """
     old, sequences.versions[weight_set] = sequences.versions[weight_set], version
     if kv_policy == "finish_old":
@@ -35,7 +37,8 @@ def change_version(
         if stay:
             sequences.versions[PREVIOUS] = old
     for seq in [s for s in sequences.running if s.weight_set == weight_set]:
-        if kv_policy == "keep" and seq.num_samples:
+        scoring = seq.scored and not seq.num_completion_tokens  # a score of an old version could outlive its context
+        if kv_policy == "keep" and seq.num_samples and not scoring:
             seq.publishable = False
             seq.begin_context(_mixed(seq, old), version)
         else:
@@ -72,7 +75,7 @@ def stale(sequences: Sequences) -> list[Sequence]:
 
 def is_held(seq: Sequence, sequences: Sequences) -> bool:
     """Whether it waits for a version that does not serve yet."""
-    return seq.min_version is not None and seq.min_version > sequences.versions[POLICY]
+    return max(seq.min_version or 0, seq.behind or 0) > sequences.versions[POLICY]
 
 
 def release_held(sequences: Sequences) -> None:
