@@ -83,5 +83,5 @@ class Updates:
                 return False
             return True
 
-        policy: KvPolicy = update.kv_policy or "keep"
+        policy = update.kv_policy if update.kv_policy is not None else "keep"
         self._shared.post(ChangeWeights(POLICY, self.manager.finish, policy, update.version, set_aside))
