@@ -424,9 +424,13 @@ def test_ids_that_are_not_live_are_passed_over(build: Build) -> None:
     engine = build()
     done = engine.generate([1], greedy(1))[0].request_id
     live = engine.add_request([2], greedy(4))
-    assert engine.abort([done, 999]) == []
+    assert engine.abort([done]) == []
+    for never in (999, -1, "1"):
+        with pytest.raises(InvalidRequest, match="is not the id of a request; 2 were made"):
+            engine.abort([live, never])
+    assert engine.has_pending(), "a refused call ends nothing"
     assert engine.abort([]) == []
-    assert [s.request_id for s in engine.abort({live, 999})] == [live]
+    assert [s.request_id for s in engine.abort({live, done})] == [live]
     assert engine.abort() == []
 
 

@@ -218,16 +218,16 @@ class InferenceEngine:
         return self.shared.has_pending()
 
     def abort(self, request_ids: int | Iterable[int] | None = None) -> list[TrainingSample]:
-        """End requests (None: all) now; returns their partial samples. Ids that are not live are passed over.
+        """End requests (None: all) now; returns their partial samples. Those that have ended are passed over.
 
         A `generate` that waits for one of them returns its partial samples too. A sample that is finished and waits for
         its reference logprobs is returned as it is, without them.
         """
-        return self.shared.abort(_request_ids(request_ids))
+        return self.shared.abort(self.intake.request_ids(request_ids))
 
     def abort_soon(self, request_ids: int | Iterable[int]) -> None:
         """End requests at the next step boundary, without waiting for it."""
-        self.shared.post(Abort(_request_ids(request_ids)))
+        self.shared.post(Abort(self.intake.request_ids(request_ids)))
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -384,9 +384,3 @@ class InferenceEngine:
                     )
                 return weight_set
         raise InvalidRequest(f"weight version {version!r} is gone; this engine serves {versions[POLICY]}.")
-
-
-def _request_ids(request_ids: int | Iterable[int] | None) -> frozenset[int] | None:
-    if request_ids is None:
-        return None
-    return frozenset([request_ids] if isinstance(request_ids, int) else request_ids)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -28,12 +29,25 @@ class Intake:
         self.checks = checks
         self._sequences = sequences
         self._numerics = numerics
-        self._request_ids = itertools.count()
+        self._num_requests = 0
+        self._counting = threading.Lock()
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
 
     def new_request_id(self) -> int:
         """An id that was never used."""
-        return next(self._request_ids)
+        with self._counting:
+            self._num_requests += 1
+            return self._num_requests - 1
+
+    def request_ids(self, given: int | Iterable[int] | None) -> frozenset[int] | None:
+        """Ids of requests, live or ended; None: all. Raises `InvalidRequest` for one that was never given out."""
+        if given is None:
+            return None
+        ids = frozenset([given] if isinstance(given, int) else given)
+        for each in ids:
+            if not isinstance(each, int) or not 0 <= each < self._num_requests:
+                raise InvalidRequest(f"{each!r} is not the id of a request; {self._num_requests} were made, from 0 on.")
+        return ids
 
     def sequence(
         self,

@@ -23,16 +23,17 @@ from nano_inference.engine.transports.group import (
     parse_address,
 )
 from nano_inference.engine.transports.interface import Deadline, Incoming, Shapes
+from nano_inference.engine.transports.reuse import ReusedMemory
 from nano_inference.engine.weight_update import Bucket
 from nano_inference.errors import WeightUpdateError
-from nano_inference.ops.cpu.memory import HUGE_PAGE, advise_huge_pages, populate
 
 
 class BroadcastReceiver:
     """An engine's end of a group that has the trainer as rank 0; the trainer uses `sender.WeightSender`.
 
-    The group is made with the first update and kept for the next ones; after an error in the middle of an update it is
-    gone on both sides, and the next update makes a new one. A description that is refused leaves it standing.
+    The group is made with the first update and kept for the next ones, as is the memory that it was staged in. After an
+    error in the middle of an update it is gone on both sides, and the next update makes a new one. A description that
+    is refused leaves it standing.
 
     Args:
         address: "tcp://host:port" of the trainer.
@@ -64,6 +65,7 @@ class BroadcastReceiver:
         self.rank, self.world_size, self.backend, self.host = rank, world_size, backend, host
         self.device = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
         self._group: Group | None = None
+        self._memory = ReusedMemory()
         self._closing = threading.Lock()
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
@@ -93,7 +95,8 @@ class BroadcastReceiver:
         return Incoming(plan.version, self._buckets(group, plan, deadline))
 
     def close(self) -> None:
-        """End the group; the next `receive` makes a new one."""
+        """End the group, and give memory back; the next `receive` makes a new one."""
+        self._memory.forget()
         with self._closing:
             group, self._group = self._group, None
         if group is not None:
@@ -105,10 +108,9 @@ class BroadcastReceiver:
         try:
             for number, bucket in enumerate(plan.buckets, start=1):
                 what = f"bucket {number} of {len(plan.buckets)}, from {bucket[0].name!r} on,"
-                flat = self._empty(wire.num_bytes(bucket), torch.uint8)
+                flat = self._memory_for(wire.num_bytes(bucket))
                 works: list[Any] = []
                 for start, stop in wire.runs(len(flat)):
-                    populate(flat[start:stop])
                     works.append(group.begin_broadcast(flat[start:stop], deadline, what))
                 under_way.append((flat, works, what))
                 if len(under_way) == 2:
@@ -133,10 +135,12 @@ class BroadcastReceiver:
         return self._group
 
     def _empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(count, dtype=dtype, device=self.device)
-        if self.device.type == "cpu" and tensor.nbytes >= HUGE_PAGE:
-            advise_huge_pages(tensor)
-        return tensor
+        return torch.empty(count, dtype=dtype, device=self.device)
+
+    def _memory_for(self, num_bytes: int) -> Tensor:
+        if self.device.type == "cpu":
+            return self._memory.take(num_bytes)
+        return self._empty(num_bytes, torch.uint8)  # torch keeps a device's memory itself
 
 
 def _decode(content: bytes, shapes: Shapes) -> tuple[wire.Plan | None, WeightUpdateError | None]:

@@ -6,6 +6,7 @@ group are known ("default_pg", its name "0", the device), so that an engine can 
 `init_process_group` itself; seen with torch 2.13. The private `_new_process_group_helper` is not needed for that.
 """
 
+import atexit
 import secrets
 import socket
 import threading
@@ -22,6 +23,7 @@ from torch import Tensor
 from nano_inference.engine.transports.interface import Deadline
 from nano_inference.errors import WeightUpdateError
 
+AT_EXIT = 5.0  # seconds that a process waits for groups to end
 LOOK = 0.1  # seconds between two looks at whether the trainer still lives
 LATER = timedelta(seconds=1)  # than a deadline, the backend itself gives up: who waits says it better
 Address = tuple[str, int]
@@ -136,7 +138,9 @@ class Group:
         holder, self._group, self._alive = [self._group], None, None
         # The last reference must go on a thread of its own: the destructor waits for the backend's threads, which may
         # be in a collective until its own deadline.
-        threading.Thread(target=_let_go, args=(holder,), name="weight-group-end", daemon=True).start()
+        end = threading.Thread(target=_let_go, args=(holder,), name="weight-group-end", daemon=True)
+        end.start()
+        atexit.register(end.join, AT_EXIT)  # a destructor that is cut off in the middle would abort the process
 
     def _require(self) -> Any:
         if self._group is None:

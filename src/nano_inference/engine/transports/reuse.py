@@ -1,0 +1,38 @@
+"""Memory that is used again: to have the system find pages takes about as long as to fill them."""
+
+import ctypes
+import weakref
+
+import torch
+from torch import Tensor
+
+from nano_inference.ops.cpu.memory import HUGE_PAGE, advise_huge_pages, populate
+
+
+class ReusedMemory:
+    """Gives out pieces of host memory. A piece comes back when the last tensor on it is gone, whoever holds it."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        """A tensor uint8 [num_bytes], not initialised. From 2 MiB on its memory is one that was used before, if any."""
+        if num_bytes < HUGE_PAGE:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        piece = self._find(num_bytes)
+        if piece is None:
+            piece = torch.empty(num_bytes, dtype=torch.uint8)
+            advise_huge_pages(piece)
+            populate(piece)
+        lease = type("Lease", (ctypes.c_uint8 * num_bytes,), {}).from_address(piece.data_ptr())
+        weakref.finalize(lease, self._free.append, piece).atexit = False  # torch holds the lease while it holds memory
+        return torch.frombuffer(lease, dtype=torch.uint8)
+
+    def forget(self) -> None:
+        """Give back to the system what nobody uses."""
+        self._free.clear()
+
+    def _find(self, num_bytes: int) -> Tensor | None:
+        """The smallest free piece that is large enough, and not twice as large."""
+        fitting = [(len(p), at) for at, p in enumerate(self._free) if num_bytes <= len(p) < 2 * num_bytes]
+        return self._free.pop(min(fitting)[1]) if fitting else None  # in place: leases append to this very list
