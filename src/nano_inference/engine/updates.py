@@ -94,5 +94,6 @@ class Updates:
                 return False
             return True
 
-        policy = update.kv_policy if update.kv_policy is not None else "keep"
+        default: KvPolicy = "keep"
+        policy = default if update.kv_policy is None else update.kv_policy
         self._shared.post(ChangeWeights(POLICY, self.manager.finish, policy, update.version, set_aside))
