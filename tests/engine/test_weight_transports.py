@@ -274,3 +274,10 @@ def test_transports_are_transports(tmp_path: Path) -> None:
     transports: list[WeightTransport] = [InProcess(NEW), WeightFolder(tmp_path), Stuck(0)]
     for transport in transports:
         transport.close()
+
+
+def test_no_time_at_all_is_an_error_and_not_the_default() -> None:
+    from nano_inference.engine.transports.sender import WeightSender
+
+    with WeightSender() as sender, pytest.raises(WeightUpdateError, match="timeout=0 must be more than 0"):
+        sender.send({NORM: NEW[NORM]}, timeout=0)

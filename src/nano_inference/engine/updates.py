@@ -94,6 +94,5 @@ class Updates:
                 return False
             return True
 
-        default: KvPolicy = "keep"
-        policy = default if update.kv_policy is None else update.kv_policy
+        policy: KvPolicy = update.kv_policy if update.kv_policy is not None else "keep"
         self._shared.post(ChangeWeights(POLICY, self.manager.finish, policy, update.version, set_aside))

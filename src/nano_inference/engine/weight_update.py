@@ -59,7 +59,7 @@ class WeightUpdate:
     """
 
     def __init__(self, kv_policy: KvPolicy | None = None) -> None:
-        self.kv_policy = kv_policy
+        self.kv_policy: KvPolicy | None = kv_policy
         self.params: frozenset[str] = frozenset()
         self.staged_bytes = 0
         self.error: WeightUpdateError | None = None

@@ -82,7 +82,7 @@ class WeightSender:
 
     def connect(self, *, timeout: float | None = None) -> None:
         """Wait for the engines to join; `send` does it too. Raises `WeightUpdateError`."""
-        self._connect(Deadline(timeout or self.timeout))
+        self._connect(Deadline(self.timeout if timeout is None else timeout))
 
     def send(
         self,
@@ -95,7 +95,7 @@ class WeightSender:
 
         Raises `WeightUpdateError`: within `timeout` seconds whatever the engines do.
         """
-        deadline = Deadline(timeout or self.timeout)
+        deadline = Deadline(self.timeout if timeout is None else timeout)
         buckets = wire.cut(wire.sendable(weights), self.bucket_bytes)
         plan = wire.Plan(version, tuple(tuple(piece for piece, _ in bucket) for bucket in buckets))
         try:
