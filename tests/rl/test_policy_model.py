@@ -211,3 +211,18 @@ def test_bad_arguments_are_refused(folder: Path) -> None:
         ):
             with pytest.raises(ConfigError, match=message):
                 PolicyModel(engine, **options)
+
+
+def test_a_closed_model_gives_the_engine_its_memory_back(folder: Path) -> None:
+    with build(folder) as engine:
+        before = set(engine.runner.models)
+        model = PolicyModel(engine)
+        expected = [bits(each) for each in model.logprobs(SEQUENCES)]
+        model.close()
+        model.close()
+        assert set(engine.runner.models) == set(engine.runner.storages) == before
+        with pytest.raises(InvalidRequest, match="was closed"):
+            model.logprobs(SEQUENCES)
+        model.publish()
+        assert [bits(each) for each in PolicyModel(engine).logprobs(SEQUENCES)] == expected
+        engine.loop.check()

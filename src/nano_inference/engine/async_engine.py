@@ -95,9 +95,8 @@ class AsyncInferenceEngine:
         """As `InferenceEngine.resume_from`, and waits for the sample."""
         with self._listen() as listener:
             self._require_running()
-            request_id = self.engine.resume_from(
-                sample, append=append, max_new_tokens=max_new_tokens, version=version, sink=listener.take
-            )
+            options = {"append": append, "max_new_tokens": max_new_tokens, "version": version, "sink": listener.take}
+            request_id = await asyncio.to_thread(self.engine.resume_from, sample, **options)  # waits for a step
             listener.expect(request_id, 1)
             self._require_running()
             while True:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from nano_inference.config import EngineConfig
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.weight_sync import WeightUpdate
-from nano_inference.errors import ConfigError
+from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.models.loading import load_params
 from nano_inference.models.weights import allocate, param_table, read, slots, write
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
@@ -104,6 +104,10 @@ class PolicyModel(nn.Module):
         with torch.no_grad():
             return self.engine.update_weights(dict(self.named_parameters()), blocking=blocking, **options)
 
+    def close(self) -> None:
+        """Give the engine's memory back that logprobs are computed in. The parameters and `publish` remain."""
+        self._trainer.close()
+
     def _score(self, batch: ScoreBatch) -> list[Tensor]:
         with self._trainer.lock:
             self._trainer.follow(dict(self.named_parameters()))
@@ -189,10 +193,13 @@ class _TrainerWeights:
         params = allocate(param_table(policy.spec), policy.dtype, policy.device, policy.ops.allocate)
         self._decoder = policy.twin(params)
         self.name = WEIGHT_SET
+        self.closed = False
         engine.shared.between_steps(POLICY, self._register)
 
     def follow(self, params: Mapping[str, Tensor]) -> None:
         """Write the parameters into the set if any has changed."""
+        if self.closed:
+            raise InvalidRequest("the policy model was closed; make a new one.")
         now = _states([*params.values()])
         if now != self._packed:
             self._packed = []
@@ -206,6 +213,19 @@ class _TrainerWeights:
         runner.models[self.name] = self._decoder
         runner.storages[self.name] = runner.storages[POLICY]
         versions[self.name] = 0
+
+    def close(self) -> None:
+        """The engine forgets the set. Once more does nothing."""
+        with self.lock:
+            if not self.closed:
+                self.closed = True
+                self.engine.shared.between_steps(POLICY, self._unregister)
+
+    def _unregister(self) -> None:
+        version = self.engine.loop.sequences.versions.pop(self.name)
+        self.engine.cache.drop_version(self.name, version)
+        self.engine.runner.drop(self.name)
+        self._decoder.close()
 
     def _write(self, params: Mapping[str, Tensor]) -> int:
         with torch.no_grad():

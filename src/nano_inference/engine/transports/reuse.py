@@ -2,6 +2,7 @@
 
 import ctypes
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ class ReusedMemory:
             piece = torch.empty(num_bytes, dtype=torch.uint8)
             advise_huge_pages(piece)
             populate(piece)
-        lease = type("Lease", (ctypes.c_uint8 * num_bytes,), {}).from_address(piece.data_ptr())
+        kind: Any = type("Lease", (ctypes.c_uint8 * num_bytes,), {})
+        lease = kind.from_address(piece.data_ptr())
         weakref.finalize(lease, self._free.append, piece).atexit = False  # torch holds the lease while it holds memory
         return torch.frombuffer(lease, dtype=torch.uint8)
 
