@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo same-hash test test-slow lint types layers check parity simulate mutants sanitize peers clean
+.PHONY: help demo grpo same-hash test test-slow lint types layers check parity simulate mutants some-mutants sanitize peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -65,6 +65,9 @@ simulate: $(INSTALLED) ## the loop on a fake model: 3,000 random workloads
 
 mutants: $(INSTALLED) ## seeded faults that the tests must notice
 	$(BIN)/python -m tests.mutants.run
+
+some-mutants: $(INSTALLED) ## a third of them; the commit decides which
+	$(BIN)/python -m tests.mutants.run --one-of 3
 
 sanitize: ## the CPU kernels under address, undefined-behaviour and thread sanitizers
 	bash tests/sanitize/run.sh

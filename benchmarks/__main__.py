@@ -126,7 +126,7 @@ def roofline(
 @app.command()
 def rl(
     model: Model = "smollm2-135m",
-    parts: Annotated[str, typer.Option(help="separated by commas")] = "update,broadcast,score,abort,gradients",
+    parts: Annotated[str, typer.Option(help="separated by commas")] = "update,policies,broadcast,score,abort,gradients",
     repeats: Repeats = 5,
     threads: Threads = None,
     backend: Backend = "auto",

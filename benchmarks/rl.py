@@ -18,6 +18,7 @@ from nano_inference.engine.weight_sync import WeightSyncManager
 from nano_inference.rl import PolicyModel, score
 
 RUNNING = 16  # sequences that run while weights change
+CONTEXT = 256  # tokens of each of them, where it matters
 SHARED, MEMBERS, OWN = 1024, 16, 64  # score: tokens in common, sequences, tokens of each
 ABORTED, ABORTED_AT = 256, (8, 100)  # requests, and the tokens that each has by then
 BATCH, LENGTH = 32, 64  # gradients
@@ -72,6 +73,29 @@ def pause_of_background_update(engine: InferenceEngine, weights: dict[str, torch
         steps.append(seconds_of(engine.step))
     trainer.join()
     return max(steps) - statistics.median(usual)
+
+
+def policies(options: Options) -> Iterator[Row]:
+    """What running requests wait between two tokens because of an update, by what becomes of their context."""
+    with opened(options) as engine:
+        weights = weight_transfer.state_dict(engine.model)
+        for policy in ("keep", "recompute", "finish_old", "abort"):
+            extra: list[float] = []
+            for _ in range(options.repeats + 1):
+                run_many(engine, RUNNING, CONTEXT - 32)
+                usual = statistics.median([seconds_of(engine.step) for _ in range(5)])
+                extra.append(seconds_of(lambda p=policy: gap(engine, weights, p)) - usual)
+                engine.abort()
+                engine.step()
+            yield {"name": f"{RUNNING} requests of {CONTEXT} tokens, {policy}", "seconds": spread(extra[1:])}
+
+
+def gap(engine: InferenceEngine, weights: dict[str, torch.Tensor], policy: Any) -> None:
+    """An update and the next token of those that still run."""
+    before = engine.stats().completion_tokens
+    engine.update_weights(weights, kv_policy=policy)
+    while engine.loop.sequences.by_id and engine.stats().completion_tokens < before + RUNNING:
+        engine.step()
 
 
 def broadcast(options: Options) -> Iterator[Row]:
@@ -166,6 +190,7 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "update": update,
+    "policies": policies,
     "broadcast": broadcast,
     "score": scores,
     "abort": abort,
