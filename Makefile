@@ -32,7 +32,7 @@ help: ## list the targets
 demo: $(INSTALLED) ## sample from a small model, then change its weights while it runs
 	@$(BIN)/python examples/demo.py
 
-grpo: $(INSTALLED) ## ten minutes of GRPO on two cores; curves in out/grpo/
+grpo: $(INSTALLED) ## four minutes of GRPO on two cores; curves in out/grpo/
 	$(BIN)/python examples/grpo.py --out out/grpo --sha
 
 same-hash: $(INSTALLED) ## two GRPO runs under other batch sizes, chunks, caches, threads: the same checkpoint

@@ -1,4 +1,4 @@
-"""A plain GRPO loop: in ten minutes on two cores SmolLM2-135M learns which of three numbers is the largest.
+"""A plain GRPO loop: in four minutes on two cores SmolLM2-135M learns which of three numbers is the largest.
 
 At every token of every step the trainer's logprob is the engine's, to the bit; the loop asserts it. So the ratio of the
 two is exactly 1, nothing has to be corrected, and the last checkpoint is a function of the seed: batch size, chunks,
