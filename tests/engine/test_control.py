@@ -2,14 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from nano_inference import (
     AsyncInferenceEngine,
@@ -22,48 +20,14 @@ from nano_inference import (
     VersionSpan,
     WeightUpdateError,
 )
-from tests.models.tiny import llama_config, llama_weights, tiny_llama
+from tests.engine.weight_cases import NEW, PROMPT, Build, drain
+from tests.models.tiny import tiny_llama
 
-NEW = llama_weights(llama_config(), seed=1)
-PROMPT = list(range(40, 61))
 LENGTH = 12
-
-Build = Callable[..., InferenceEngine]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"), seed=0)
-
-
-@pytest.fixture
-def build(model: Path) -> Iterator[Build]:
-    threads, engines = torch.get_num_threads(), list[InferenceEngine]()
-
-    def make(**options: Any) -> InferenceEngine:
-        settled = {"model_path": str(model), "num_threads": 1, "kv_cache_memory": 2**20, "block_size": 4}
-        engines.append(InferenceEngine(EngineConfig(**(settled | options))))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.shutdown()
-    torch.set_num_threads(threads)
 
 
 def drawn(max_tokens: int = LENGTH, **more: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": max_tokens, "seed": 3, "ignore_eos": True, "raw_logprobs": True, **more})
-
-
-def drain(engine: InferenceEngine) -> list[TrainingSample]:
-    samples: list[TrainingSample] = []
-    for _ in range(1000):
-        if not engine.has_pending():
-            break
-        samples += engine.step()
-        engine.loop.check()
-    assert not engine.has_pending(), "it never ends"
-    return sorted(samples, key=lambda s: (s.request_id, s.sample_index))
 
 
 def same(one: TrainingSample, other: TrainingSample) -> bool:

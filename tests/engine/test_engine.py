@@ -32,6 +32,7 @@ from nano_inference.config import CacheType
 from nano_inference.engine.assembly import CACHES
 from nano_inference.models.loading import resolve_model
 from nano_inference.models.weights import Slot, read, write
+from tests.engine.weight_cases import drain
 from tests.models.tiny import llama_config, llama_weights, tiny_llama, write_model
 
 Build = Callable[..., InferenceEngine]
@@ -65,18 +66,6 @@ def build(model: Path) -> Iterator[Build]:
 
 def greedy(max_tokens: int = 8, **options: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
-
-
-def drain(engine: InferenceEngine) -> list[TrainingSample]:
-    """Step until nothing is left; samples by request and index."""
-    samples: list[TrainingSample] = []
-    for _ in range(1000):
-        if not engine.has_pending():
-            break
-        samples += engine.step()
-        engine.loop.check()
-    assert not engine.has_pending(), "it never ends"
-    return sorted(samples, key=lambda s: (s.request_id, s.sample_index))
 
 
 def assert_all_blocks_free(engine: InferenceEngine) -> None:

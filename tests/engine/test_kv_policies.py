@@ -3,12 +3,10 @@
 The old model's tokens stand before the update, and what follows is to the bit what the policy promises.
 """
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nano_inference import (
     ContextVersions,
@@ -23,35 +21,17 @@ from nano_inference import (
 from nano_inference.config import CacheType
 from nano_inference.rl import score
 from nano_inference.types import KvPolicy
-from tests.models.tiny import llama_config, llama_weights, tiny_llama, write_model
+from tests.engine.weight_cases import NEW, NEWER, OLD, PROMPT, Build, drain
+from tests.models.tiny import llama_config, tiny_llama, write_model
 
-OLD, NEW, NEWER = (llama_weights(llama_config(), seed=seed) for seed in (0, 1, 2))
-PROMPT = list(range(40, 61))
 LENGTH = 9
 SEED = 3
-
-Build = Callable[..., InferenceEngine]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     old = tiny_llama(tmp_path_factory.mktemp("old"), seed=0)
-    return [old, *(write_model(tmp_path_factory.mktemp("new"), llama_config(), weights) for weights in (NEW, NEWER))]
-
-
-@pytest.fixture
-def build(folders: list[Path]) -> Iterator[Build]:
-    threads, engines = torch.get_num_threads(), list[InferenceEngine]()
-
-    def make(which: int = 0, **options: Any) -> InferenceEngine:
-        settled = {"model_path": str(folders[which]), "num_threads": 1, "kv_cache_memory": 2**20, "block_size": 4}
-        engines.append(InferenceEngine(EngineConfig(**(settled | options))))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.shutdown()
-    torch.set_num_threads(threads)
+    return [old, write_model(tmp_path_factory.mktemp("new"), llama_config(), NEW)]
 
 
 def drawn(max_tokens: int = LENGTH, seed: int = SEED) -> SamplingParams:
@@ -62,20 +42,9 @@ def bits(sample: TrainingSample, start: int = 0, end: int | None = None) -> tupl
     return sample.completion_tokens[start:end], sample.logprobs[start:end]
 
 
-def drain(engine: InferenceEngine) -> list[TrainingSample]:
-    samples: list[TrainingSample] = []
-    for _ in range(1000):
-        if not engine.has_pending():
-            break
-        samples += engine.step()
-        engine.loop.check()
-    assert not engine.has_pending(), "it never ends"
-    return sorted(samples, key=lambda s: (s.request_id, s.sample_index))
-
-
 def alone(build: Build, which: int, tokens: list[int], max_tokens: int = LENGTH) -> TrainingSample:
     """What one model makes of a prompt, with the noise of its place."""
-    return build(which).generate(tokens, drawn(max_tokens))[0]
+    return build((OLD, NEW)[which]).generate(tokens, drawn(max_tokens))[0]
 
 
 def split(sample: TrainingSample) -> int:
@@ -425,7 +394,7 @@ def test_no_version_is_promised_that_is_about_to_go(build: Build) -> None:
 def test_prompt_logprobs_are_of_the_versions_that_the_sample_names(build: Build, how: str) -> None:
     engine = build(max_tokens_per_batch=8)
     params = SamplingParams(max_tokens=4, seed=SEED, ignore_eos=True, prompt_logprobs=True)
-    expected = build(1).generate(PROMPT, params)[0]
+    expected = build(NEW).generate(PROMPT, params)[0]
     engine.add_request(PROMPT, params)
     engine.step()
     if how == "preempted":
@@ -459,7 +428,7 @@ def test_an_abort_returns_its_own_samples_alone(build: Build) -> None:
 
 def test_an_update_that_aborts_samples_spares_scores(build: Build) -> None:
     engine = build(max_tokens_per_batch=8)
-    expected = score(build(1), [PROMPT])[0]
+    expected = score(build(NEW), [PROMPT])[0]
     partial = engine.add_request(PROMPT, drawn())
     for _ in range(6):
         engine.step()
