@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nano_inference import (
     ContextVersions,
@@ -231,6 +232,38 @@ def test_without_memory_for_the_old_weights_the_update_fails(
     assert bits(drain(engine)[0]) == bits(stops["old"])
     engine.update_weights(NEW, blocking=True)
     assert bits(engine.generate(PROMPT, drawn())[0]) == bits(stops["new"])
+
+
+def test_what_builds_on_a_failed_update_fails_with_it(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build()
+    engine.add_request(PROMPT, drawn(20))
+    engine.step()
+    engine.update_weights(NEW, kv_policy="finish_old")
+    engine.add_request(PROMPT, drawn(30))
+    engine.step()
+    refused = engine.update_weights(NEWER, kv_policy="finish_old")  # it waits for `previous`
+    norm = {"model.norm.weight": OLD["model.norm.weight"]}
+    follows = engine.update_weights(norm, kv_policy="finish_old")
+    follows_too = engine.update_weights([[("model.norm.weight", torch.tensor([0]), torch.tensor([2.0]))]])
+    whole = engine.update_weights(OLD)
+    partial = engine.update_weights(norm)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(engine.runner, "set_aside", fail)
+    drain(engine)
+    assert "no memory" in str(refused.error)
+    for update in (follows, follows_too):
+        with pytest.raises(WeightUpdateError, match="version 2 failed, and this one builds on it"):
+            update.result(0)
+    assert (whole.result(0), partial.result(0)) == (5, 6)
+    assert engine.get_weight_version() == 6
+    assert not engine.weight_sync.pending
+    assert "previous" not in engine.runner.models
+    checksum = engine.weights_checksum()
+    engine.update_weights(OLD, blocking=True)
+    assert engine.weights_checksum() == checksum
 
 
 # -- versions that a request asks for ----------------------------------------------------------------------------------

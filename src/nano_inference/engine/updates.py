@@ -87,6 +87,8 @@ class Updates:
         """Tell the loop of an update that was checked and queued. Called with the manager's lock held."""
 
         def set_aside() -> bool:
+            if update.error is not None:  # one before it failed; nothing will be written
+                return True
             try:
                 self._runner.set_aside(POLICY, PREVIOUS, update.params)
             except (MemoryError, RuntimeError) as problem:  # torch's way to say that memory is out

@@ -180,10 +180,15 @@ class WeightSyncManager:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def finish(self) -> int:
-        """Write the oldest pending update; returns the version that now serves. Nothing may be in flight."""
+    def finish(self) -> int | None:
+        """Write the oldest pending update; returns the version that now serves, or None where the update has failed.
+
+        Nothing may be in flight.
+        """
         with self.lock, torch.no_grad():
             update = self.pending.popleft()
+            if update.error is not None:
+                return None
             try:
                 update.write_to(self.model.params)
             except Exception as problem:  # the device is gone: nothing that was checked can be refused
@@ -194,9 +199,17 @@ class WeightSyncManager:
             return self.version
 
     def refuse(self, reason: str) -> None:
-        """Give the oldest pending update up instead of writing it."""
+        """Give the oldest pending update up instead of writing it.
+
+        Those behind it that do not bring every tensor were made to follow it, and fail too; `finish` passes over them.
+        """
         with self.lock:
-            self.pending.popleft().fail(WeightUpdateError(reason))
+            refused = self.pending.popleft()
+            refused.fail(WeightUpdateError(reason))
+            for update in self.pending:
+                if update.is_whole(self._slots.values()):
+                    break
+                update.fail(WeightUpdateError(f"weight version {refused.version} failed, and this one builds on it."))
 
     def close(self, reason: str) -> None:
         """Nothing is written from now on: what waits or is still received fails, and so does what comes later."""

@@ -106,6 +106,10 @@ class WeightUpdate:
         """What it will do to one checkpoint tensor, in order."""
         return [change for change in self._changes if change.slot == slot]
 
+    def is_whole(self, slots: Iterable[Slot]) -> bool:
+        """Whether it gives every one of these checkpoint tensors, so that nothing before it matters."""
+        return {change.slot for change in self._changes if change.indices is None} >= set(slots)
+
     def write_to(self, params: dict[str, Any]) -> None:
         """Write every change into its place and let go of it."""
         for change in self._changes:
