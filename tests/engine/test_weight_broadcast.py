@@ -1,6 +1,7 @@
 """Weights by gloo from a trainer in another process: what arrives, and what a trainer that fails leaves behind."""
 
 import itertools
+import signal
 import socket
 import subprocess
 import sys
@@ -13,12 +14,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nano_inference import WeightSyncManager, WeightUpdateError
+from nano_inference import InferenceEngine, TrainingSample, WeightSyncManager, WeightUpdate, WeightUpdateError
 from nano_inference.engine.transports import receive_update
 from nano_inference.engine.transports.broadcast import BroadcastReceiver
 from nano_inference.engine.transports.group import serve_store
 from nano_inference.engine.transports.sender import WeightSender
-from tests.engine.weight_cases import EMBEDDING, NEW, NEWER, NORM, OLD, decoder, synced
+from tests.engine.weight_cases import (
+    EMBEDDING,
+    NEW,
+    NEWER,
+    NORM,
+    OLD,
+    PROMPT,
+    Build,
+    bits,
+    decoder,
+    drain,
+    drawn,
+    synced,
+)
 
 Start = Callable[..., tuple["subprocess.Popen[str]", str]]
 
@@ -211,3 +225,49 @@ def test_the_store_listens_on_loopback_alone() -> None:
     store = serve_store(("127.0.0.1", 0), 5)
     with socket.socket() as other:
         other.bind(("127.0.0.2", store.port))  # would be in use if the store listened on every address
+
+
+# -- an engine that samples meanwhile ----------------------------------------------------------------------------------
+
+
+def step_until(engine: InferenceEngine, update: WeightUpdate, seconds: float = 20.0) -> list[TrainingSample]:
+    """Step, with something to do all the time, until an update has ended."""
+    until, samples = time.monotonic() + seconds, list[TrainingSample]()
+    while not update.done():
+        assert time.monotonic() < until, "it never ends"
+        if not engine.has_pending():
+            engine.add_request(PROMPT, drawn(100))
+        samples += engine.step()
+    return samples
+
+
+def test_requests_go_on_while_trainers_fail_and_then_see_the_update(build: Build, start: Start) -> None:
+    engine = build()
+    (dying, address), (_, other) = start("kill"), start("new")
+    old, new = build().generate(PROMPT, drawn(100))[0], build(NEW).generate(PROMPT, drawn(100))[0]
+    checksum = engine.weights_checksum()
+    failed = engine.receive_weights(BroadcastReceiver(address), timeout=20)
+    with pytest.raises(WeightUpdateError, match="session is open already"):
+        engine.receive_weights(BroadcastReceiver(other), timeout=20)
+    samples = step_until(engine, failed)
+    with pytest.raises(WeightUpdateError, match="the other side is gone"):
+        failed.result(0)
+    assert dying.wait(5) == -signal.SIGKILL
+    assert engine.weights_checksum() == checksum
+    silent = engine.receive_weights(BroadcastReceiver("tcp://127.0.0.1:9"), timeout=0.5)
+    samples += step_until(engine, silent)
+    with pytest.raises(WeightUpdateError, match="no trainer at"):
+        silent.result(0)
+
+    receiver = BroadcastReceiver(other)
+    engine.add_request(PROMPT, drawn(100))
+    update = engine.receive_weights(receiver, kv_policy="finish_old", complete=True, timeout=20)
+    samples += step_until(engine, update)
+    assert update.result(0) == engine.get_weight_version() == 1
+    assert update.staged_bytes > 0
+    later = engine.add_request(PROMPT, drawn(100))
+    samples += drain(engine)
+    receiver.close()
+    assert {bits(s) for s in samples if s.weight_version == 0} == {bits(old)}
+    assert {bits(s) for s in samples if s.weight_version == 1} == {bits(new)}
+    assert later in {s.request_id for s in samples if s.weight_version == 1}
