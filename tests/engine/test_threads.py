@@ -1,6 +1,7 @@
 """Several threads at one engine: nobody waits for ever, for long, or for what has ended already."""
 
 import asyncio
+import signal
 import threading
 import time
 from typing import Any
@@ -19,7 +20,7 @@ from nano_inference import (
 )
 from nano_inference.engine.fair_lock import FairLock
 from nano_inference.rl import PolicyModel, replay
-from tests.engine.weight_cases import NEW, NEWER, NORM, OLD, PROMPT, UP, Build, assert_holds, drain, drawn
+from tests.engine.weight_cases import NEW, NEWER, NORM, OLD, PROMPT, UP, Build, assert_holds, bits, drain, drawn
 
 PATIENCE = 20.0  # seconds; a hang fails instead of hanging
 
@@ -265,3 +266,36 @@ def test_the_manager_of_an_engine_leaves_writing_to_it(engine: InferenceEngine) 
     assert engine.update_weights({UP: NEW[UP]}, blocking=True).version == 2
     assert engine.get_weight_version() == engine.loop.sequences.versions["policy"] == 2
     assert_holds(engine, OLD | {NORM: NEW[NORM], UP: NEW[UP]})
+
+
+def test_ctrl_c_comes_between_two_steps(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = engine.generate(PROMPT, drawn(12))
+    forward, calls = engine.runner.forward, list[int]()
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return forward(*arguments)
+
+    monkeypatch.setattr(engine.runner, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([PROMPT, [5, 6]], drawn(12))
+    assert len(calls) == 3, "at the end of that very step"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not engine.loop.sequences.by_id
+    engine.loop.check()
+    again = engine.generate(PROMPT, drawn(12))
+    assert [bits(sample) for sample in again] == [bits(sample) for sample in expected]
+
+
+def test_a_second_ctrl_c_does_not_wait(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(engine.runner, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPT, drawn(4))
+    with pytest.raises(EngineDead, match="interrupted"):
+        engine.generate(PROMPT, drawn(4))

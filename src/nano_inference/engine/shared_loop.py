@@ -6,6 +6,7 @@ from typing import get_args
 
 from nano_inference.engine.delivery import Delivery, Sink
 from nano_inference.engine.fair_lock import FairLock
+from nano_inference.engine.interrupts import HeldInterrupts
 from nano_inference.engine.loop import Abort, Add, EngineLoop, Message
 from nano_inference.engine.sleeping import Sleep
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
@@ -46,7 +47,7 @@ class SharedLoop:
 
     def advance(self) -> None:
         """Run one step and hand its samples to those who wait for them; `step` returns the others."""
-        with self.lock:
+        with self.lock, HeldInterrupts():
             self._deliver(self._guarded(self.loop.step))
 
     def advance_or_wait(self, patience: float) -> bool:
@@ -62,7 +63,7 @@ class SharedLoop:
 
     def handle(self) -> None:
         """Take in the messages, without a step."""
-        with self.lock:
+        with self.lock, HeldInterrupts():
             self._deliver(self._guarded(self.loop.handle))
 
     def between_steps(self, weight_set: str, change: Callable[[], int | None]) -> None:
