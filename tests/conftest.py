@@ -1,5 +1,11 @@
-"""Hypothesis profiles: `mutants` reports the first failure without searching for a smaller one."""
+"""Hypothesis profiles (`mutants` reports the first failure without searching for a smaller one), and Ctrl-C."""
+
+import signal
 
 from hypothesis import Phase, settings
 
 settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
+
+# A shell starts what runs in its background deaf to Ctrl-C, and children inherit that; tests press it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
