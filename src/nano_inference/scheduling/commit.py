@@ -190,9 +190,9 @@ def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str)
     if seq.output_text is not None:
         seq.output_text.finish()
         text = seq.output_text.text
-    loss_mask = [True] * len(completion)
+    loss_mask = (True,) * len(completion)
     for each in seq.appended:
-        loss_mask[each.start : each.stop] = [False] * len(each)
+        loss_mask = (*loss_mask[: each.start], *[False] * len(each), *loss_mask[each.stop :])
     starts = [*seq.version_starts, (version, len(completion))]
     spans = [VersionSpan(v, start, end) for (v, start), (_, end) in itertools.pairwise(starts)]
     return [
@@ -217,7 +217,7 @@ def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str)
             request_id=seq.request_id,
             cached_tokens=seq.cached_tokens,
             kv_versions=context_versions(seq),
-            loss_mask=tuple(loss_mask),
+            loss_mask=loss_mask,
             sampling_params=seq.params,
         )
         for index in range(seq.sample_index, seq.sample_index + seq.num_samples)
