@@ -1,0 +1,1 @@
+"""The HTTP server: the protocols of OpenAI and Anthropic over one engine."""
