@@ -57,7 +57,7 @@ def serve_what(config: ServerConfig, client: EngineClient) -> Served:
         name=config.served_model_name or info.model_path,
         engine=info,
         tokenizer=tokenizer,
-        chat_format=chat_format(template, config.tool_format),
+        chat_format=chat_format(template, config.tool_format, config.reasoning_format),
         config=config,
     )
 
