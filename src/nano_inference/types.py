@@ -249,7 +249,10 @@ class Delta:
         request_id, sample_index: which sample.
         token_ids, logprobs: what was sampled since the last piece.
         text: new text that will not change, where text is wanted; it may lag behind the tokens.
-        finished: the whole sample, in its last piece.
+        finished: the whole sample, in its last piece, which has no tokens.
+        top_logprobs, raw_logprobs: of `token_ids`, as in `TrainingSample`; None unless asked for.
+        cached_tokens: prompt tokens that the prefix cache provided.
+        queued: seconds from when the request was handed in until its first chunk was planned, or until it ended.
     """
 
     request_id: int
@@ -258,6 +261,10 @@ class Delta:
     logprobs: tuple[float, ...]
     text: str | None
     finished: TrainingSample | None = None
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
+    raw_logprobs: tuple[float, ...] | None = None
+    cached_tokens: int = 0
+    queued: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ Sink = Callable[[Delta], None]
 class _Waiting:
     sink: Sink
     samples_left: int
+    queued: float = 0.0
 
 
 class Delivery:
@@ -35,6 +36,12 @@ class Delivery:
         """Requests that somebody waits for."""
         return set(self._waiting)
 
+    def note(self, queue_times: Iterable[tuple[int, float]]) -> None:
+        """How long requests waited before they were let in, for the deltas that end their samples."""
+        for request_id, seconds in queue_times:
+            if waiting := self._waiting.get(request_id):
+                waiting.queued = seconds
+
     def hand_out(self, streamed: Iterable[Delta], samples: Iterable[TrainingSample]) -> list[TrainingSample]:
         """Give each its own; returns the samples that nobody waits for."""
         for delta in streamed:
@@ -49,9 +56,24 @@ class Delivery:
             waiting.samples_left -= 1
             if not waiting.samples_left:
                 del self._waiting[sample.request_id]
-            text = None if sample.text is None else ""  # all of it was in earlier deltas
-            waiting.sink(Delta(sample.request_id, sample.sample_index, (), (), text, sample))
+            waiting.sink(_last_delta(sample, waiting.queued))
         return unclaimed
+
+
+def _last_delta(sample: TrainingSample, queued: float) -> Delta:
+    """The delta that brings a sample. Its tokens and text were in earlier ones, if anybody wanted to see them grow."""
+    return Delta(
+        request_id=sample.request_id,
+        sample_index=sample.sample_index,
+        token_ids=(),
+        logprobs=(),
+        text=None if sample.text is None else "",
+        finished=sample,
+        top_logprobs=None if sample.top_logprobs is None else (),
+        raw_logprobs=None if sample.raw_logprobs is None else (),
+        cached_tokens=sample.cached_tokens,
+        queued=queued,
+    )
 
 
 def _nowhere(_: Delta) -> None:

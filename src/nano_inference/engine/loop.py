@@ -2,7 +2,8 @@
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, Protocol
 
 from nano_inference.batch import BatchBuilder, ForwardBatch, Scored
@@ -62,6 +63,7 @@ class Add:
     """A new sequence."""
 
     sequence: Sequence
+    posted: float = field(default_factory=perf_counter, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class EngineLoop:
         self.num_cached_tokens = 0
         self.clock = StepClock()
         self.streamed: list[Delta] = []  # tokens of streaming sequences that nobody took yet
+        self.queue_times: list[tuple[int, float]] = []  # (request id, seconds) of those that left the queue: the same
 
     def has_pending(self) -> bool:
         """Whether a step would do anything: not for sequences that are held or, while it is paused, any."""
@@ -145,12 +148,12 @@ class EngineLoop:
         decision = schedule(live.waiting, live.running, self.cache, self.config, pending)
         lap("schedule")
         self.num_preemptions += len(decision.preempted_seqs)
+        self._count_admitted(decision)  # before a group is forked
         applied = apply(decision, live, self.cache, self.num_steps)  # also a decision that only preempts
         lap("apply")
         if not decision.seq_ids:
             return finished + self._retire(keep=0)
         self.num_steps += 1
-        self._count_cached(decision)
         chunks = self.batches.chunks(decision, applied.sampled, live)
         batches = self.batches.forward_batches(chunks, self._sampling_now())
         lap("build")
@@ -170,7 +173,8 @@ class EngineLoop:
         finished: list[TrainingSample] = []
         while self.inbox:
             match self.inbox.popleft():
-                case Add(sequence):
+                case Add(sequence, posted):
+                    sequence.posted = posted
                     self._enter(sequence)
                 case Abort(request_ids):
                     finished += self._end(self.sequences.of_requests(request_ids))
@@ -224,7 +228,7 @@ class EngineLoop:
             streaming = [(seq, len(seq.token_ids)) for seq in live if seq.streaming]
             ends = commit(flight.sampled, tokens, self.sequences, self.cache)
             for seq, before in streaming:
-                self._stream(seq, seq.token_ids[before:], seq.output_logprobs[before - seq.num_prompt_tokens :])
+                self._stream(seq, before)
             for seq, finish in ends:
                 ended = self._samples(seq, finish)
                 if finish.reason != "abort" and REFERENCE in self.sequences.versions:
@@ -290,8 +294,9 @@ class EngineLoop:
         samples: list[TrainingSample] = []
         for seq in sequences:
             retire(seq, self.sequences, self.cache)
+            self._leave_queue(seq)
             if seq.streaming and seq.judged is None:
-                self._stream(seq, [], [])
+                self._stream(seq, len(seq.token_ids))
             samples += self._samples(seq, Finish("abort", reason))
         self._free_previous()
         return samples
@@ -300,19 +305,40 @@ class EngineLoop:
         if PREVIOUS in self.sequences.versions and free_previous(self.sequences, self.cache):
             self.runner.drop(PREVIOUS)
 
-    def _stream(self, seq: Sequence, token_ids: list[int], logprobs: list[float]) -> None:
-        """Hand on what a streaming sequence has that is new; all that its text still holds back, once it has ended."""
+    def _stream(self, seq: Sequence, before: int) -> None:
+        """Hand on a streaming sequence's tokens from place `before` on, and all text that it holds back, once it has
+        ended.
+        """
         text = None
         if seq.output_text is not None:
             text = seq.output_text.take()
             if seq.status is _FINISHED:
                 text += seq.output_text.finish()
-        self.streamed.append(Delta(seq.request_id, seq.sample_index, tuple(token_ids), tuple(logprobs), text))
+        new, params = slice(before - seq.num_prompt_tokens, None), seq.params
+        delta = Delta(
+            request_id=seq.request_id,
+            sample_index=seq.sample_index,
+            token_ids=tuple(seq.token_ids[before:]),
+            logprobs=tuple(seq.output_logprobs[new]),
+            text=text,
+            top_logprobs=tuple(seq.output_top[new]) if params.top_logprobs else None,
+            raw_logprobs=tuple(seq.output_raw_logprobs[new]) if params.raw_logprobs else None,
+            cached_tokens=seq.cached_tokens,
+            queued=seq.queued,
+        )
+        self.streamed.append(delta)
 
-    def _count_cached(self, decision: SchedulerOutput) -> None:
+    def _count_admitted(self, decision: SchedulerOutput) -> None:
         for admission in decision.admitted:
-            if self.sequences.by_id[admission.seq_id].weight_set in (POLICY, PREVIOUS):
+            seq = self.sequences.by_id[admission.seq_id]
+            self._leave_queue(seq)
+            if seq.weight_set in (POLICY, PREVIOUS):
                 self.num_cached_tokens += admission.cached.cached_length
+
+    def _leave_queue(self, seq: Sequence) -> None:
+        if seq.posted is not None:  # not one that comes back after a preemption
+            seq.queued, seq.posted = perf_counter() - seq.posted, None
+            self.queue_times.append((seq.request_id, seq.queued))
 
     def _samples(self, seq: Sequence, finish: Finish) -> list[TrainingSample]:
         return training_samples(seq, finish, self.sequences.versions[seq.weight_set], self.numerics)

@@ -248,6 +248,8 @@ class SharedLoop:
     def _deliver(self, samples: list[TrainingSample]) -> None:
         """Hand deltas and samples to those who wait for them; the others wait for `step`."""
         streamed, self.loop.streamed = self.loop.streamed, []
+        queue_times, self.loop.queue_times = self.loop.queue_times, []
+        self.delivery.note(queue_times)
         self._unclaimed += self.delivery.hand_out(streamed, samples)
 
     def _guarded(self, run: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:

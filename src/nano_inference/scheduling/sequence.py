@@ -88,6 +88,8 @@ class Sequence:
     publishable: bool = True  # False once its blocks mix weight versions
     last_step: int = -1  # the step that it was last part of: who waited longest goes first when steps are full
     cached_tokens: int = 0
+    posted: float | None = None  # when it was handed in, by `time.perf_counter`; None once it has left the queue
+    queued: float = 0.0  # seconds that this took
     version_starts: list[tuple[int, int]] = field(
         default_factory=list[tuple[int, int]]
     )  # (weight version, first completion token)
@@ -215,6 +217,7 @@ class Sequence:
             publishable=self.publishable,
             last_step=self.last_step,
             cached_tokens=self.cached_tokens,
+            queued=self.queued,
             contexts=list(self.contexts),
             min_version=self.min_version,
             max_staleness=self.max_staleness,

@@ -1,0 +1,131 @@
+"""From an engine's deltas to what clients see: text, reasoning and tool calls of each choice, as they grow."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from nano_inference.serving.parsing import OutputParser, Parsed, ToolCallDelta
+from nano_inference.text.detokenize import Detokenizer
+from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.types import Delta, TopLogprobs, TrainingSample
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new of one choice. The last one has the finished sample.
+
+    Attributes:
+        index: of the choice: prompt by prompt, `n` samples each.
+        content, reasoning: new text.
+        tool_calls: new pieces of tool calls.
+        token_ids, logprobs, top_logprobs, raw_logprobs: of the new tokens; text may lag behind them.
+        finished: the whole sample.
+    """
+
+    index: int
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
+    raw_logprobs: tuple[float, ...] | None = None
+    finished: TrainingSample | None = None
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A tool call, as far as it has come."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Choice:
+    """All that is known of one choice.
+
+    Attributes:
+        index: see `Piece`.
+        detokenizer: None where the engine makes the text, because it looks for stop strings.
+        parser: takes reasoning and tool calls out of the text; None: it is all content.
+        stop_ids: ids that end it; they have no text.
+    """
+
+    index: int
+    detokenizer: Detokenizer | None
+    parser: OutputParser | None
+    stop_ids: frozenset[int]
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    num_tokens: int = 0
+    cached_tokens: int = 0
+    finished: TrainingSample | None = None
+
+    def push(self, deltas: list[Delta]) -> Piece:
+        """Take in what has come of it; several deltas are one piece."""
+        token_ids = tuple(each for delta in deltas for each in delta.token_ids)
+        finished = next((delta.finished for delta in deltas if delta.finished is not None), None)
+        self.cached_tokens = deltas[-1].cached_tokens
+        if finished is not None and not token_ids and not self.num_tokens:  # it does not stream: all is in the sample
+            token_ids = finished.completion_tokens
+            logprobs, top, raw = finished.logprobs, finished.top_logprobs, finished.raw_logprobs
+            text = finished.text
+        else:
+            logprobs = tuple(each for delta in deltas for each in delta.logprobs)
+            top = tuple(each for delta in deltas for each in delta.top_logprobs or ()) or None
+            raw = tuple(each for delta in deltas for each in delta.raw_logprobs or ()) or None
+            text = "".join(delta.text or "" for delta in deltas)
+        self.num_tokens += len(token_ids)
+        self.finished = finished
+        if self.detokenizer is not None:
+            text = self._text_of(token_ids, self.detokenizer)
+        parsed = self._parsed(text or "")
+        return Piece(
+            index=self.index,
+            content=parsed.content,
+            reasoning=parsed.reasoning,
+            tool_calls=parsed.tool_calls,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            top_logprobs=top,
+            raw_logprobs=raw,
+            finished=finished,
+        )
+
+    def _text_of(self, token_ids: tuple[int, ...], detokenizer: Detokenizer) -> str:
+        text = detokenizer.push([each for each in token_ids if each not in self.stop_ids])
+        return text + detokenizer.finish() if self.finished is not None else text
+
+    def _parsed(self, text: str) -> Parsed:
+        if self.parser is None:
+            parsed = Parsed(text)
+        else:
+            parsed = self.parser.push(text)
+            if self.finished is not None:
+                last = self.parser.finish()
+                parsed = Parsed(
+                    parsed.content + last.content,
+                    parsed.reasoning + last.reasoning,
+                    parsed.tool_calls + last.tool_calls,
+                )
+        self.content += parsed.content
+        self.reasoning += parsed.reasoning
+        for call in parsed.tool_calls:
+            if call.id is not None:
+                self.tool_calls.append(ToolCall(call.id, call.name or ""))
+            self.tool_calls[call.index].arguments += call.arguments
+        return parsed
+
+
+def new_choice(
+    index: int,
+    tokenizer: Tokenizer | None,
+    stop: tuple[str, ...],
+    stop_ids: frozenset[int],
+    make_parser: Callable[[], OutputParser] | None,
+) -> Choice:
+    """A choice of which nothing has come."""
+    detokenizer = None if stop or tokenizer is None else Detokenizer(tokenizer)
+    return Choice(index, detokenizer, make_parser() if make_parser is not None else None, stop_ids)

@@ -1,0 +1,215 @@
+"""`EngineClient`: the API's side of an engine, wherever it runs. Everything here happens on one event loop."""
+
+import asyncio
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from nano_inference import errors
+from nano_inference.errors import EngineDead, NanoInferenceError
+from nano_inference.serving.errors import ApiError
+from nano_inference.serving.messages import (
+    Abort,
+    Call,
+    Dead,
+    EngineInfo,
+    Failed,
+    FromEngine,
+    Generate,
+    Heartbeat,
+    Outputs,
+    Ready,
+    Refused,
+    Returned,
+    ToEngine,
+)
+from nano_inference.types import Delta, EngineStats, SamplingParams
+
+
+class RequestStream:
+    """Deltas of one request on their way to whoever answers it."""
+
+    def __init__(self, num_samples: int, max_backlog: int, abort: Callable[[], None]) -> None:
+        self.samples_left = num_samples
+        self._max_backlog = max_backlog
+        self._abort = abort
+        self._deltas: list[Delta] = []
+        self._num_tokens = 0  # in them
+        self._failure: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next(self) -> list[Delta]:
+        """All that has come since the last call, at least one. Raises what ended the request."""
+        while not self._deltas:
+            if self._failure is not None:
+                raise self._failure
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        deltas, self._deltas, self._num_tokens = self._deltas, [], 0
+        self.samples_left -= sum(delta.finished is not None for delta in deltas)
+        return deltas
+
+    def close(self) -> None:
+        """Nobody reads any more: what has not ended is aborted."""
+        if self.samples_left and self._failure is None:
+            self._failure = errors.RequestAborted("the request was closed.")
+            self._abort()
+
+    def put(self, delta: Delta) -> None:
+        """A delta has come. A backlog that is too long ends the request."""
+        if self._failure is not None:
+            return
+        self._deltas.append(delta)
+        self._num_tokens += len(delta.token_ids)
+        if self._num_tokens > self._max_backlog:
+            self._deltas.clear()
+            self.fail(ApiError(408, f"the client left {self._num_tokens} tokens unread, and the stream was ended."))
+            self._abort()
+        self._wake()
+
+    def fail(self, problem: Exception) -> None:
+        """Nothing more will come."""
+        if self._failure is None:
+            self._failure = problem
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient(ABC):
+    """An engine that is somewhere else. Subclasses bring messages there (`_send`) and back (`_receive`)."""
+
+    def __init__(self, max_backlog: int) -> None:
+        self.stats: EngineStats | None = None  # of the last heartbeat
+        self._info: EngineInfo | None = None
+        self._max_backlog = max_backlog
+        self._ids = itertools.count()
+        self._streams: dict[int, RequestStream] = {}
+        self._widths: dict[int, int] = {}  # samples of each stream
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._dead: str | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        """What it is. Raises `EngineDead` before it is ready."""
+        if self._info is None:
+            raise EngineDead("the engine is not ready yet.")
+        return self._info
+
+    @property
+    def why_dead(self) -> str | None:
+        """Why it does not serve; None: it does."""
+        return self._dead if self._dead is not None or self._info is not None else "the engine is not ready yet."
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that run or wait."""
+        return sum(self._widths.values())
+
+    def submit(self, prompt: list[int], params: SamplingParams, num_samples: int = 1, *, stream: bool) -> RequestStream:
+        """Queue a request; what the engine refuses is raised by the stream's first `next`. Raises `EngineDead`."""
+        self._require_alive()
+        request_id = next(self._ids)
+        request = RequestStream(num_samples, self._max_backlog, lambda: self._give_up(request_id))
+        self._streams[request_id] = request
+        self._widths[request_id] = num_samples
+        self._send(Generate(request_id, prompt, params, num_samples, stream))
+        return request
+
+    async def call(self, name: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
+        """Call one of the engine's methods. Raises what it raised, and `TimeoutError`."""
+        self._require_alive()
+        call_id = next(self._ids)
+        self._calls[call_id] = future = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Call(call_id, name, arguments))
+            return await asyncio.wait_for(future, timeout)
+        finally:
+            self._calls.pop(call_id, None)
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Build the engine; returns when it is ready. Raises what kept it from being built."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let it end, and wait until it has."""
+
+    @abstractmethod
+    def _send(self, message: ToEngine) -> None:
+        """Bring a message to the engine, without waiting."""
+
+    def _receive(self, message: FromEngine) -> None:
+        """A message has come from it."""
+        match message:
+            case Outputs(deltas):
+                for delta in deltas:
+                    self._take(delta)
+            case Refused(request_id, error, text):
+                self._end(request_id, error_named(error, text))
+            case Returned(call_id, value):
+                self._answer(call_id, lambda future: future.set_result(value))
+            case Failed(call_id, error, text):
+                self._answer(call_id, lambda future: future.set_exception(error_named(error, text)))
+            case Heartbeat(stats):
+                self.stats = stats
+            case Ready(info):
+                self._info, self._dead = info, None
+            case Dead(reason):
+                self._die(reason)
+
+    def _die(self, reason: str) -> None:
+        """The engine is gone, and all that it was doing."""
+        if self._dead is None:
+            self._dead = reason
+        for request_id in list(self._streams):
+            self._end(request_id, EngineDead(reason))
+        for call_id in list(self._calls):
+            self._answer(call_id, lambda future: future.set_exception(EngineDead(reason)))
+
+    def _require_alive(self) -> None:
+        if self.why_dead is not None:
+            raise EngineDead(self.why_dead)
+
+    def _take(self, delta: Delta) -> None:
+        request = self._streams.get(delta.request_id)
+        if request is None:
+            return
+        if delta.finished is not None:
+            self._widths[delta.request_id] -= 1
+            if not self._widths[delta.request_id]:
+                del self._streams[delta.request_id], self._widths[delta.request_id]
+        request.put(delta)
+
+    def _end(self, request_id: int, problem: Exception) -> None:
+        request = self._streams.pop(request_id, None)
+        self._widths.pop(request_id, None)
+        if request is not None:
+            request.fail(problem)
+
+    def _give_up(self, request_id: int) -> None:
+        if self._streams.pop(request_id, None) is not None:
+            del self._widths[request_id]
+            if self._dead is None:
+                self._send(Abort([request_id]))
+
+    def _answer(self, call_id: int, settle: Callable[["asyncio.Future[Any]"], None]) -> None:
+        future = self._calls.pop(call_id, None)
+        if future is not None and not future.done():
+            settle(future)
+
+
+def error_named(name: str, message: str) -> NanoInferenceError:
+    """An error of this package by its class's name."""
+    kind = getattr(errors, name, NanoInferenceError)
+    return kind(message)
+
+
+def renamed(delta: Delta, request_id: int) -> Delta:
+    """The same delta under another request id."""
+    finished = None if delta.finished is None else replace(delta.finished, request_id=request_id)
+    return replace(delta, request_id=request_id, finished=finished)

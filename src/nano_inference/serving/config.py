@@ -1,0 +1,108 @@
+"""`ServerConfig`: how the server listens, whom it trusts, and what one client may ask for."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nano_inference.errors import ConfigError
+from nano_inference.options import strict_options
+
+MIB = 1 << 20
+
+
+@strict_options(ConfigError)
+@dataclass(frozen=True)
+class ServerConfig:
+    """Frozen. Unknown or contradictory options raise `ConfigError`.
+
+    Attributes:
+        host: address to listen on; the default is reachable from this machine alone.
+        port: TCP port; 0 takes a free one.
+        served_model_name: the `model` that clients name; None: the engine's `model_path`.
+        api_keys: any of them opens every route but `/health`; none: no key is asked for.
+        admin_key: opens the routes that change the engine; None: they are off.
+        in_process: run the engine in the server's process instead of one of its own.
+        restart_engine: start a new engine when the old one has died.
+        max_queued_samples: samples that may wait beyond those that fit into a batch; more are refused with 429.
+        max_samples: samples of one request: `n` times its prompts.
+        max_logprobs: `top_logprobs` and `logprobs` of one request.
+        max_stop: stop strings of one request.
+        max_stop_length: characters of a stop string.
+        max_logit_bias: entries of `logit_bias`.
+        max_messages: messages of one chat.
+        max_tools: tools of one chat.
+        max_body_bytes: size of a request's body.
+        max_header_bytes: size of all its headers.
+        max_depth: how deep its JSON may nest.
+        request_timeout: seconds after which a request is aborted.
+        drain_timeout: seconds that running requests get to end when the server is told to stop.
+        max_backlog: tokens that a stream may hold for a client that does not read; then it is aborted.
+        cors_origins: origins whose pages may call; `*`: all.
+        tls_cert: PEM file of the certificate chain; with `tls_key` the server speaks HTTPS.
+        tls_key: PEM file of its key.
+        hide_cached_tokens: do not tell clients how much of a prompt was cached (others' prompts can be guessed by it).
+        tool_format: name of the format of tool calls; None: found out from the chat template.
+        reasoning_format: name of the format of reasoning; None: found out.
+        log_level: `"debug"`, `"info"`, `"warning"` or `"error"`.
+        log_format: `"text"`, or `"json"`: one object a line.
+        log_prompts: also log prompts and completions.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_keys: tuple[str, ...] = ()
+    admin_key: str | None = None
+    in_process: bool = False
+    restart_engine: bool = False
+    max_queued_samples: int = 1024
+    max_samples: int = 128
+    max_logprobs: int = 20
+    max_stop: int = 16
+    max_stop_length: int = 256
+    max_logit_bias: int = 1024
+    max_messages: int = 4096
+    max_tools: int = 128
+    max_body_bytes: int = 32 * MIB
+    max_header_bytes: int = 64 * 1024
+    max_depth: int = 64
+    request_timeout: float = 600.0
+    drain_timeout: float = 30.0
+    max_backlog: int = 4096
+    cors_origins: tuple[str, ...] = ()
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    hide_cached_tokens: bool = False
+    tool_format: str | None = None
+    reasoning_format: str | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port={self.port!r} must be in [0, 65535].")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert and tls_key belong together; give both, or neither.")
+        for name in _COUNTS:
+            value: Any = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be a positive integer.")
+        for name in ("request_timeout", "drain_timeout"):
+            seconds: Any = getattr(self, name)
+            if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < float("inf"):
+                raise ConfigError(f"{name}={seconds!r} must be a positive number of seconds.")
+
+
+_COUNTS = (
+    "max_samples",
+    "max_logprobs",
+    "max_stop",
+    "max_stop_length",
+    "max_logit_bias",
+    "max_messages",
+    "max_tools",
+    "max_body_bytes",
+    "max_header_bytes",
+    "max_depth",
+    "max_backlog",
+)

@@ -1,0 +1,120 @@
+"""What the API process and the engine process tell each other: msgspec structs, as msgpack on the wire."""
+
+from typing import Any
+
+import msgspec
+
+from nano_inference.types import Delta, EngineStats, SamplingParams
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What the API process must know of an engine.
+
+    Attributes:
+        model_path: as it was configured.
+        tokenizer_folder: where its tokenizer is; None: it has none.
+        max_model_len: tokens of prompt and completion together.
+        vocab_size: rows of the embedding; token ids are below.
+        eos_token_ids: ids that end a sample unless `ignore_eos`.
+        max_batch_size: sequences in a step.
+        numerics: fingerprint of the arithmetic.
+        weight_version: that served when it started.
+        pid: its process.
+    """
+
+    model_path: str
+    tokenizer_folder: str | None
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_batch_size: int
+    numerics: str
+    weight_version: int
+    pid: int
+
+
+# -- to the engine ------------------------------------------------------------------------------------------------
+
+
+class Generate(msgspec.Struct, tag=True, frozen=True):
+    """A request. `request_id` is the API process's own."""
+
+    request_id: int
+    prompt: list[int]
+    params: SamplingParams
+    num_samples: int = 1
+    stream: bool = False
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """End requests; nothing more of them is wanted."""
+
+    request_ids: list[int]
+
+
+class Call(msgspec.Struct, tag=True, frozen=True):
+    """Call one of the engine's methods that the core allows."""
+
+    call_id: int
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """Shut down."""
+
+
+ToEngine = Generate | Abort | Call | Stop
+
+
+# -- from the engine ----------------------------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The engine is built."""
+
+    info: EngineInfo
+
+
+class Outputs(msgspec.Struct, tag=True, frozen=True):
+    """The deltas of one step, `request_id` as the API process knows it."""
+
+    deltas: list[Delta]
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """A request was not taken, for an error of this class (a name in `nano_inference.errors`)."""
+
+    request_id: int
+    error: str
+    message: str
+
+
+class Returned(msgspec.Struct, tag=True, frozen=True):
+    """A call's result."""
+
+    call_id: int
+    value: Any = None
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """A call's error."""
+
+    call_id: int
+    error: str
+    message: str
+
+
+class Heartbeat(msgspec.Struct, tag=True, frozen=True):
+    """Now and then: the engine's process lives, and so far has its loop come."""
+
+    stats: EngineStats
+
+
+class Dead(msgspec.Struct, tag=True, frozen=True):
+    """The engine has failed and its process is about to end."""
+
+    reason: str
+
+
+FromEngine = Ready | Outputs | Refused | Returned | Failed | Heartbeat | Dead

@@ -1,0 +1,1 @@
+"""One file a protocol: how its requests are read and its answers are written."""

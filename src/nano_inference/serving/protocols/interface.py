@@ -1,0 +1,98 @@
+"""What a protocol is: a `Builder` reads one request and writes its answer; a `Protocol` makes builders."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nano_inference.serving.choices import Choice, Piece
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.errors import ApiError
+from nano_inference.serving.messages import EngineInfo
+from nano_inference.serving.parsing import ChatFormat, OutputParser
+from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One prompt for the engine; its choices follow those of the asks before it."""
+
+    prompt: list[int]
+    params: SamplingParams
+    num_samples: int = 1
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is served, as builders need to know it.
+
+    Attributes:
+        name: the `model` that clients name.
+        engine: its limits.
+        tokenizer: None where the model has none; only token ids can be served then.
+        chat_format: how it writes reasoning and tool calls.
+        config: the server's limits.
+    """
+
+    name: str
+    engine: EngineInfo
+    tokenizer: Tokenizer | None
+    chat_format: ChatFormat
+    config: ServerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request: of its distinct prompts, how many of these were cached, and of its completions."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class Builder(Protocol):
+    """One request. Made by `Protocol_.prepare`, which has checked all that can be checked without the engine.
+
+    Attributes:
+        asks: what the engine is to do.
+        stream: whether the answer is a stream of events.
+        make_parser: of each choice's text; None: it is all content.
+    """
+
+    asks: Sequence[Ask]
+    stream: bool
+    make_parser: Callable[[], OutputParser] | None
+
+    def start(self, usage: Usage) -> bytes:
+        """What a stream begins with. The engine has taken the request, and its first tokens are there."""
+        ...
+
+    def chunk(self, piece: Piece, usage: Usage) -> bytes:
+        """A piece of a choice as events; its last piece says why it ended."""
+        ...
+
+    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """What a stream ends with."""
+        ...
+
+    def failure(self, problem: ApiError) -> bytes:
+        """What a stream ends with that cannot go on."""
+        ...
+
+    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
+        """The answer as a whole."""
+        ...
+
+
+class Protocol_(Protocol):  # noqa: N801 - typing has the name
+    """How a protocol reads requests and reports errors."""
+
+    def prepare(self, body: bytes, served: Served, request_id: str) -> Builder:
+        """Read a request. Raises `ApiError`, `InvalidRequest` and the like; may take a while (templates, tokenising),
+        and runs in a thread where the body is large.
+        """
+        ...
+
+    def error(self, problem: ApiError, request_id: str) -> Mapping[str, Any]:
+        """The body of an answer that is an error."""
+        ...
