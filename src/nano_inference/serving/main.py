@@ -13,6 +13,7 @@ from nano_inference.serving.app import Server, build_app
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.in_process import InProcessClient
+from nano_inference.serving.process_client import ProcessClient
 from nano_inference.serving.protocols.interface import Protocol_
 from nano_inference.serving.protocols.openai_completions import Completions
 
@@ -21,7 +22,14 @@ PROTOCOLS: dict[str, Protocol_] = {"/v1/completions": Completions()}
 
 def serve(engine: EngineConfig, config: ServerConfig) -> None:
     """Serve until SIGTERM or Ctrl-C."""
-    _uvicorn(InProcessClient(engine, config.max_backlog), config).run()
+    _uvicorn(engine_client(engine, config), config).run()
+
+
+def engine_client(engine: EngineConfig, config: ServerConfig) -> EngineClient:
+    """A client of an engine that is not started yet, in this process or in one of its own."""
+    if config.in_process:
+        return InProcessClient(engine, config.max_backlog)
+    return ProcessClient(engine, config.max_backlog, restart=config.restart_engine)
 
 
 @contextmanager
@@ -36,7 +44,7 @@ def running_server(
         timeout: seconds that the engine may take to be built.
     """
     config = config if config is not None else ServerConfig(port=0, in_process=True)
-    client = engine if isinstance(engine, EngineClient) else InProcessClient(engine, config.max_backlog)
+    client = engine if isinstance(engine, EngineClient) else engine_client(engine, config)
     server = _uvicorn(client, config)
     thread = threading.Thread(target=server.run, name="nano-inference server", daemon=True)
     thread.start()
