@@ -128,16 +128,21 @@ class EngineClient(ABC):
     def submit(self, prompt: list[int], params: SamplingParams, num_samples: int = 1, *, stream: bool) -> RequestStream:
         """Queue a request; what the engine refuses is raised by the stream's first `next`.
 
-        Raises `EngineDead`, and `ApiError` (503, with `retry-after`) while a new engine is being built.
+        Raises `InvalidRequest` for what cannot even be said to it, `EngineDead`, and `ApiError` (503, with
+        `retry-after`) while a new engine is being built.
         """
         self._require_alive()
         request_id = next(self._ids)
         request = RequestStream(num_samples, self._max_backlog, lambda: self._give_up(request_id))
-        self._send(Generate(request_id, prompt, params, num_samples, stream))
         if not self._streams:
             self._progress = time.monotonic()
         self._streams[request_id] = request
         self._widths[request_id] = num_samples
+        try:
+            self._send(Generate(request_id, prompt, params, num_samples, stream))
+        except Exception:
+            del self._streams[request_id], self._widths[request_id]
+            raise
         return request
 
     def stalled(self, seconds: float) -> bool:
