@@ -43,6 +43,7 @@ class RequestStream:
         self._num_tokens = 0  # in them
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.on_overflow: Callable[[], None] | None = None  # called when a backlog has ended the request
 
     async def next(self) -> list[Delta]:
         """All that has come since the last call, at least one. Raises what ended the request."""
@@ -57,8 +58,12 @@ class RequestStream:
 
     def close(self) -> None:
         """Nobody reads any more: what has not ended is aborted."""
+        self.end(errors.RequestAborted("the request was closed."))
+
+    def end(self, problem: Exception) -> None:
+        """Abort what has not ended; whoever waits for more gets `problem`."""
         if self.samples_left and self._failure is None:
-            self._failure = errors.RequestAborted("the request was closed.")
+            self.fail(problem)
             self._abort()
 
     def put(self, delta: Delta) -> None:
@@ -71,6 +76,8 @@ class RequestStream:
             self._deltas.clear()
             self.fail(ApiError(408, f"the client left {self._num_tokens} tokens unread, and the stream was ended."))
             self._abort()
+            if self.on_overflow is not None:
+                self.on_overflow()
         self._wake()
 
     def fail(self, problem: Exception) -> None:
