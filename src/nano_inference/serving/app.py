@@ -19,6 +19,7 @@ from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError, api_error_of
 from nano_inference.serving.handler import Generation, answer, events
 from nano_inference.serving.parsing import chat_format
+from nano_inference.serving.protocols import anthropic
 from nano_inference.serving.protocols.interface import Protocol_, Served
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -86,6 +87,7 @@ def build_app(server: Server, protocols: Mapping[str, Protocol_]) -> FastAPI:
     app = FastAPI(title="nano-inference", lifespan=lifespan, docs_url=None, redoc_url=None)
     for path, protocol in protocols.items():
         app.add_api_route(path, _generation_route(server, protocol), methods=["POST"])
+    anthropic.add_routes(app, server)
 
     @app.get("/health")
     async def health() -> Response:

@@ -13,10 +13,11 @@ from nano_inference.serving.app import Server, build_app
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.in_process import InProcessClient
+from nano_inference.serving.protocols.anthropic import Messages
 from nano_inference.serving.protocols.interface import Protocol_
 from nano_inference.serving.protocols.openai_completions import Completions
 
-PROTOCOLS: dict[str, Protocol_] = {"/v1/completions": Completions()}
+PROTOCOLS: dict[str, Protocol_] = {"/v1/completions": Completions(), "/v1/messages": Messages()}
 
 
 def serve(engine: EngineConfig, config: ServerConfig) -> None:
