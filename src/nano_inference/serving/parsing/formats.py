@@ -1,11 +1,25 @@
 """How a family of models writes reasoning and tool calls, recognised by its chat template."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nano_inference.errors import ConfigError
 from nano_inference.serving.parsing.output import OutputParser, PlainParser
+from nano_inference.serving.parsing.reasoning import REASONING_FORMATS, ReasoningParser
+from nano_inference.serving.parsing.tool_calls import TOOL_FORMATS, ToolCallParser
 
-TOOL_FORMAT_NAMES = ("none", "hermes", "llama", "mistral")
-REASONING_FORMAT_NAMES = ("none", "think")
+TOOL_FORMAT_NAMES = ("none", *TOOL_FORMATS)
+REASONING_FORMAT_NAMES = ("none", *REASONING_FORMATS)
+
+# A template renders earlier calls the way its model writes them. What a template must hold, and what it must not: a
+# format of the same markers with something else than JSON objects between them.
+_TOOL_SIGNS = (
+    ("hermes", r"<tool_call>", r"<function=|<arg_key>"),
+    ("mistral", r"\[TOOL_CALLS\]", r"\[ARGS\]|\[CALL_ID\]"),
+    ("llama", r"<\|python_tag\|>|<\|start_header_id\|>[\s\S]*[\"']parameters\\?[\"']", r"<function="),
+)
+_REASONING_SIGNS = (("think", r"</?think>", r"(?!)"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +48,23 @@ def chat_format(
     Raises:
         ConfigError: there is no format of that name.
     """
-    return ChatFormat()
+    return ChatFormat(
+        tools=_choose("tool", tool_format, TOOL_FORMAT_NAMES, template, _TOOL_SIGNS),
+        reasoning=_choose("reasoning", reasoning_format, REASONING_FORMAT_NAMES, template, _REASONING_SIGNS),
+    )
+
+
+def _choose(
+    kind: str, name: str | None, names: tuple[str, ...], template: str | None, signs: Iterable[tuple[str, str, str]]
+) -> str | None:
+    if name is not None:
+        if name not in names:
+            raise ConfigError(f"there is no {kind} format {name!r}; choose one of {', '.join(names)}")
+        return None if name == "none" else name
+    if template is None:
+        return None
+    found = (row for row, present, absent in signs if re.search(present, template) and not re.search(absent, template))
+    return next(found, None)
 
 
 def make_parser(format: ChatFormat, *, tools: bool, reasoning: bool, prompt_tail: str) -> OutputParser:
@@ -47,4 +77,8 @@ def make_parser(format: ChatFormat, *, tools: bool, reasoning: bool, prompt_tail
         prompt_tail: the last words of the prompt, special tokens written out: where the template has opened the
             reasoning already, the answer begins inside. Some 100 characters do.
     """
-    return PlainParser()
+    parser: OutputParser = ToolCallParser(TOOL_FORMATS[format.tools]) if tools and format.tools else PlainParser()
+    if reasoning and format.reasoning:
+        row = REASONING_FORMATS[format.reasoning]
+        parser = ReasoningParser(row, prompt_tail.rstrip().endswith(row.begin), parser)
+    return parser
