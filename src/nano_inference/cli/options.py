@@ -20,9 +20,9 @@ _UNITS = {
 }
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str | int) -> int:
     """Bytes that `512MiB`, `2GB` or `1.5 GiB` mean. Raises `typer.BadParameter`."""
-    parts = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    parts = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
     if parts is None or parts[2] not in _UNITS:
         raise typer.BadParameter(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB.")
     return int(float(parts[1]) * _UNITS[parts[2]])
