@@ -128,7 +128,9 @@ async def events(generation: Generation) -> AsyncGenerator[bytes]:
     try:
         async with aclosing(generation.pieces()) as all_pieces:
             async for pieces in all_pieces:
-                data = chunk(pieces[0], usage) if len(pieces) == 1 else b"".join([chunk(each, usage) for each in pieces])
+                data = (
+                    chunk(pieces[0], usage) if len(pieces) == 1 else b"".join([chunk(each, usage) for each in pieces])
+                )
                 if not started:
                     data, started = builder.start(usage) + data, True
                 if data:

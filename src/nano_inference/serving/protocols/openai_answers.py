@@ -8,13 +8,11 @@ from typing import Any
 import msgspec
 
 from nano_inference.serving.choices import Choice
-from nano_inference.serving.errors import ApiError
+from nano_inference.serving.errors import ApiError, bad_request
 from nano_inference.serving.parsing import OutputParser
 from nano_inference.serving.protocols.fields import checked_count, checked_stop, require_model, sampling_params
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
 from nano_inference.serving.protocols.openai_requests import OpenAIFields
-from nano_inference.serving.protocols.reading import shown
-from nano_inference.serving.errors import bad_request
 from nano_inference.types import SamplingParams, TopLogprobs, TrainingSample
 
 DONE = b"data: [DONE]\n\n"

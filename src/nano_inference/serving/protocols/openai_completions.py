@@ -19,7 +19,7 @@ from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_le
 from nano_inference.serving.protocols.openai_requests import COMPLETION_UNSUPPORTED, CompletionRequest
 from nano_inference.serving.protocols.reading import read_body, shown
 from nano_inference.text.token_texts import Offsets
-from nano_inference.types import TopLogprobs, TrainingSample
+from nano_inference.types import TopLogprobs
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -239,9 +239,7 @@ class CompletionBuilder(OpenAIBuilder):
         rows.text_offset += offsets.push(sample.prompt_tokens)
         return Offsets(self.texts, start=len(self._echo_of(piece.index)))
 
-    def _add(
-        self, rows: "_Rows", ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]
-    ) -> None:
+    def _add(self, rows: "_Rows", ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]) -> None:
         for token_id, logprob, top in zip(ids, logprobs, tops, strict=True):
             name = self.token_text(token_id)
             rows.tokens.append(name)
