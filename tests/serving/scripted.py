@@ -171,9 +171,9 @@ class ScriptedClient(EngineClient):
             if script.die_after is not None and end > script.die_after:
                 return self.die()
             if request.stream:
-                self._receive(Outputs([sample.delta(begin, end)]))
+                self._receive(Outputs([sample.delta(begin, end)], [request.request_id]))
         await asyncio.sleep(0)
-        return self._receive(Outputs([sample.last()]))
+        return self._receive(Outputs([sample.last()], [request.request_id]))
 
 
 @dataclass
