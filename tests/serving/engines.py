@@ -68,7 +68,7 @@ async def idle(client: EngineClient) -> None:
     assert client.num_samples == 0
 
 
-def child_of(client: ProcessClient):  # noqa: ANN201
+def child_of(client: ProcessClient):
     child = client._child
     assert child is not None
     return child

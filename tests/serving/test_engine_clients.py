@@ -281,8 +281,7 @@ def test_a_failed_step_ends_everything_with_a_reason(model: Path, monkeypatch: p
         await stream.next()
         monkeypatch.setattr(client._core.engine.runner, "forward", lambda *_: 1 // 0)
         with pytest.raises(EngineDead, match="ZeroDivisionError"):
-            while True:
-                await stream.next()
+            await finished(stream)
         assert "ZeroDivisionError" in (client.why_dead or "")
         with pytest.raises(EngineDead):
             await client.call("stats")
