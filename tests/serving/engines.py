@@ -2,14 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from nano_inference.config import EngineConfig
 from nano_inference.serving.client import EngineClient, RequestStream
 from nano_inference.serving.process_client import ProcessClient
-from nano_inference.types import SamplingParams, TrainingSample
+from nano_inference.types import Delta, SamplingParams, TrainingSample
 
 PATIENCE = 30.0  # seconds; a hang fails instead of hanging
 LONG = 14_000  # tokens of a prompt whose one step takes seconds
@@ -27,15 +27,17 @@ def params_of(seed: int, max_tokens: int = 12) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, top_k=50)
 
 
-async def finished(stream: RequestStream) -> list[TrainingSample]:
-    """All samples of a request, after a look at whether the deltas before them add up."""
+async def finished(stream: RequestStream, deltas: Sequence[Delta] = ()) -> list[TrainingSample]:
+    """All samples of a request of which these deltas were read. Looks at whether deltas add up to samples."""
     samples: dict[int, TrainingSample] = {}
     seen: dict[int, tuple[int, ...]] = {}
+    read = list(deltas)
     while stream.samples_left:
-        for delta in await asyncio.wait_for(stream.next(), PATIENCE):
-            seen[delta.sample_index] = seen.get(delta.sample_index, ()) + delta.token_ids
-            if delta.finished is not None:
-                samples[delta.sample_index] = delta.finished
+        read += await asyncio.wait_for(stream.next(), PATIENCE)
+    for delta in read:
+        seen[delta.sample_index] = seen.get(delta.sample_index, ()) + delta.token_ids
+        if delta.finished is not None:
+            samples[delta.sample_index] = delta.finished
     for index, sample in samples.items():
         assert seen[index] in ((), sample.completion_tokens)
     return [samples[index] for index in sorted(samples)]

@@ -198,9 +198,7 @@ def test_a_pause_that_aborts_ends_streams_before_it_returns(client: EngineClient
         assert partial.finish_reason == "abort"
         assert stream.samples_left == 1
         assert first[0].token_ids[0] == partial.completion_tokens[0]
-        while stream.samples_left:
-            deltas = await asyncio.wait_for(stream.next(), PATIENCE)
-        assert deltas[-1].finished == partial
+        assert (await finished(stream, first)) == [partial]
         await idle(client)
 
     run(test())

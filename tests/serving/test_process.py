@@ -134,6 +134,28 @@ def test_without_restart_a_dead_engine_stays_dead(model: Path) -> None:
     play(test())
 
 
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_an_engine_that_is_not_ready_yet_may_end_as_well(model: Path, cancelled: bool) -> None:
+    async def test() -> None:
+        client = ProcessClient(config_of(model), 4096, restart=True)
+        starting = asyncio.create_task(client.start())
+        await asyncio.sleep(0.1)
+        child = child_of(client)
+        with pytest.raises(EngineDead, match="not ready"):
+            client.submit([1], params_of(0), stream=True)
+        if cancelled:
+            starting.cancel()
+        else:
+            os.kill(child.pid, signal.SIGKILL)
+        with pytest.raises(asyncio.CancelledError if cancelled else EngineDead):
+            await starting
+        assert not is_alive(child.pid)
+        assert not child.folder.exists()
+        assert client._child is None
+
+    play(test())
+
+
 def test_restarts_wait_longer_each_time_and_end_with_the_client(model: Path, tmp_path: Path) -> None:
     """The model's folder goes away, so that no new engine can be built."""
     gone = shutil.copytree(model, tmp_path / "gone")
