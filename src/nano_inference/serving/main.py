@@ -16,10 +16,15 @@ from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.serving.protocols import anthropic
 from nano_inference.serving.protocols.interface import Protocol_
+from nano_inference.serving.protocols.openai_chat import Chat
 from nano_inference.serving.protocols.openai_completions import Completions
 from nano_inference.serving.server import Server
 
-PROTOCOLS: dict[str, Protocol_] = {"/v1/completions": Completions(), "/v1/messages": anthropic.Messages()}
+PROTOCOLS: dict[str, Protocol_] = {
+    "/v1/completions": Completions(),
+    "/v1/chat/completions": Chat(),
+    "/v1/messages": anthropic.Messages(),
+}
 ROUTES: Sequence[Routes] = (anthropic.routes,)
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from nano_inference.serving.choices import Choice, Piece, ToolCall
-from nano_inference.serving.errors import ApiError, bad_request
+from nano_inference.serving.errors import ApiError, bad_request, openai_error
 from nano_inference.serving.parsing import OutputParser, ToolCallDelta, make_parser
 from nano_inference.serving.protocols.fields import (
     arguments_of,
@@ -17,7 +17,7 @@ from nano_inference.serving.protocols.fields import (
     text_of,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least, encode, openai_error
+from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least, encode
 from nano_inference.serving.protocols.openai_requests import CHAT_UNSUPPORTED, ChatRequest, Message
 from nano_inference.serving.protocols.reading import read_body, shown
 from nano_inference.text.chat import encode_chat
@@ -283,10 +283,8 @@ class ChatBuilder(OpenAIBuilder):
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = b"" if self.texts is None else self.texts.bytes_of(token_id)
-        if self.request.return_tokens_as_token_ids:
-            text = self.token_text(token_id)
-        else:
-            text = data.decode("utf-8", "replace")  # `bytes` says what it is
+        by_id = self.request.return_tokens_as_token_ids
+        text = self.token_text(token_id) if by_id else data.decode("utf-8", "replace")  # `bytes` has all of it
         return {"token": text, "logprob": at_least(logprob), "bytes": list(data)}
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nano_inference.serving.choices import Choice, Piece
-from nano_inference.serving.errors import ApiError, bad_request
+from nano_inference.serving.errors import ApiError, bad_request, openai_error
 from nano_inference.serving.protocols.fields import (
     checked_count,
     checked_prompt,
@@ -15,7 +15,7 @@ from nano_inference.serving.protocols.fields import (
     room,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least, encode, openai_error
+from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least, encode
 from nano_inference.serving.protocols.openai_requests import COMPLETION_UNSUPPORTED, CompletionRequest
 from nano_inference.serving.protocols.reading import read_body, shown
 from nano_inference.text.token_texts import Offsets
