@@ -49,6 +49,7 @@ class Choice:
 
     engines: tuple[str, ...] = (OURS, "vllm")
     requests: int = 256
+    warm_up: int = 64
     concurrency: int = 32
     prompt_tokens: int = 64
     output_tokens: int = 128
@@ -109,7 +110,7 @@ def throughput(options: Options, choice: Choice) -> list[Row]:
 
 def ours_and_alone(options: Options, choice: Choice, number: int, table: Table) -> None:
     def loop(worker: Worker) -> None:
-        for prompts, note in ((prompts_of(choice, -1, 64), None), (prompts_of(choice, number), ALONE)):
+        for prompts, note in ((prompts_of(choice, -1, choice.warm_up), None), (prompts_of(choice, number), ALONE)):
             before = handover_ns()
             question = {"output_tokens": choice.output_tokens, "concurrency": choice.concurrency}
             done = worker.ask(question | {"prompts": prompts})
@@ -148,7 +149,7 @@ def both_forms(server: Running, engine: str, choice: Choice, number: int, table:
     """Warm up, then the load, once answered whole and once streamed."""
     for form in ("whole", "streamed"):
         stream = form == "streamed"
-        under_load(server, token_prompts(choice, -1, 64, stream), choice)
+        under_load(server, token_prompts(choice, -1, choice.warm_up, stream), choice)
         before = handover_ns()
         done = under_load(server, token_prompts(choice, number, choice.requests, stream), choice)
         row = done.row()

@@ -35,7 +35,7 @@ def serve(engine: EngineConfig, config: ServerConfig) -> None:
         NanoInferenceError: the engine could not be built, or it has died (`EngineDead`).
     """
     set_up_logs(config)
-    server = Server(config, client_for(engine, config))
+    server = Server(config, engine_client(engine, config))
     runner = _runner(server)
     runner.run()
     raise_if_lost(server)
@@ -64,7 +64,7 @@ def running_server(
         NanoInferenceError: it could not be built.
     """
     config = config if config is not None else ServerConfig(port=0, in_process=True)
-    client = engine if isinstance(engine, EngineClient) else client_for(engine, config)
+    client = engine if isinstance(engine, EngineClient) else engine_client(engine, config)
     server = Server(config, client)
     runner = _runner(server)
     thread = threading.Thread(target=runner.run, name="nano-inference server", daemon=True)
@@ -82,7 +82,7 @@ def running_server(
         thread.join()
 
 
-def client_for(engine: EngineConfig, config: ServerConfig) -> EngineClient:
+def engine_client(engine: EngineConfig, config: ServerConfig) -> EngineClient:
     """A client of an engine that is not started yet, in this process or in one of its own."""
     if config.in_process:
         return InProcessClient(engine, config.max_backlog)
