@@ -17,6 +17,8 @@ from nano_inference.serving.protocols.fields import (
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
 from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least, encode
 from nano_inference.serving.protocols.openai_requests import COMPLETION_UNSUPPORTED, CompletionRequest
+from nano_inference.serving.protocols.openai_schemas import COMPLETION
+from nano_inference.serving.protocols.openapi import operation
 from nano_inference.serving.protocols.reading import read_body, shown
 from nano_inference.text.token_texts import Offsets
 from nano_inference.types import TopLogprobs
@@ -27,7 +29,7 @@ DEFAULT_MAX_TOKENS = 16
 class Completions:
     """The protocol."""
 
-    openapi: Mapping[str, Any] = {}
+    openapi: Mapping[str, Any] = operation(CompletionRequest, COMPLETION, summary="How a text goes on", streams=True)
 
     def prepare(self, body: bytes, served: Served, request_id: str) -> "CompletionBuilder":
         """Read a request."""
