@@ -62,6 +62,8 @@ def test_the_scan_finds(source: str) -> None:
 
 
 def test_the_api_process_knows_no_torch() -> None:
-    source = "import sys, nano_inference.serving.main\nprint([m for m in ('torch', 'transformers') if m in sys.modules])"
+    source = (
+        "import sys, nano_inference.serving.main\nprint([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
     ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.strip() == "[]"

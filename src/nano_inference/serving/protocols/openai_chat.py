@@ -150,7 +150,7 @@ class ChatBuilder(OpenAIBuilder):
         max_tokens = room(self._prompt, getattr(request, name), served, None, name)
         scored = request.prompt_logprobs
         params = self.params(max_tokens, top_logprobs, scored_prompt=scored)
-        self.asks = [Ask(self._prompt, params, self.num_samples, stream=scored is None)]
+        self.asks: Sequence[Ask] = [Ask(self._prompt, params, self.num_samples, stream=scored is None)]
         self.make_parser = self._parser()
         self._extras = bool(request.logprobs or request.return_token_ids or request.raw_logprobs)
         self._plain = not (self._extras or self.continuous_usage)

@@ -65,7 +65,7 @@ class CompletionBuilder(OpenAIBuilder):
         if self.echo and self.logprobs is not None:
             scored = max(scored or 0, self.logprobs)
         self._prompts = self._read_prompts(request.prompt)
-        self.asks = [self._ask(prompt, scored) for prompt in self._prompts]
+        self.asks: Sequence[Ask] = [self._ask(prompt, scored) for prompt in self._prompts]
         self._plain = not (
             self.logprobs is not None or request.return_token_ids or request.raw_logprobs or self.continuous_usage
         )
