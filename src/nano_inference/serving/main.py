@@ -16,11 +16,17 @@ from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.serving.protocols import anthropic
 from nano_inference.serving.protocols.interface import Protocol_
+from nano_inference.serving.protocols.openai_chat import Chat
 from nano_inference.serving.protocols.openai_completions import Completions
+from nano_inference.serving.routes import model_routes
 from nano_inference.serving.server import Server
 
-PROTOCOLS: dict[str, Protocol_] = {"/v1/completions": Completions(), "/v1/messages": anthropic.Messages()}
-ROUTES: Sequence[Routes] = (anthropic.routes,)
+PROTOCOLS: dict[str, Protocol_] = {
+    "/v1/completions": Completions(),
+    "/v1/chat/completions": Chat(),
+    "/v1/messages": anthropic.Messages(),
+}
+ROUTES: Sequence[Routes] = (model_routes, anthropic.routes)
 
 
 def serve(engine: EngineConfig, config: ServerConfig) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from nano_inference.serving.choices import Choice
-from nano_inference.serving.errors import ApiError, bad_request
+from nano_inference.serving.errors import ApiError, bad_request, openai_error
 from nano_inference.serving.parsing import OutputParser
 from nano_inference.serving.protocols.fields import checked_count, checked_stop, require_model, sampling_params
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
@@ -19,21 +19,6 @@ DONE = b"data: [DONE]\n\n"
 LOWEST = -9999.0  # JSON has no infinity
 
 encode = msgspec.json.Encoder().encode
-
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-}
-
-
-def openai_error(problem: ApiError) -> dict[str, Any]:
-    """The body of an error."""
-    kind = _TYPES.get(problem.status, "server_error" if problem.status >= 500 else "invalid_request_error")
-    return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
 
 
 def fingerprint(served: Served) -> str:

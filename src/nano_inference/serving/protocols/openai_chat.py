@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from nano_inference.serving.choices import Choice, Piece, ToolCall
-from nano_inference.serving.errors import ApiError, bad_request
+from nano_inference.serving.errors import ApiError, bad_request, openai_error
 from nano_inference.serving.parsing import OutputParser, ToolCallDelta, make_parser
 from nano_inference.serving.protocols.fields import (
     arguments_of,
@@ -17,8 +17,10 @@ from nano_inference.serving.protocols.fields import (
     text_of,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least, encode, openai_error
-from nano_inference.serving.protocols.openai_requests import CHAT_UNSUPPORTED, ChatRequest, Message
+from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least, encode
+from nano_inference.serving.protocols.openai_requests import CHAT_UNSUPPORTED, ChatRequest, ChatTemplateFields, Message
+from nano_inference.serving.protocols.openai_schemas import CHAT
+from nano_inference.serving.protocols.openapi import operation
 from nano_inference.serving.protocols.reading import read_body, shown
 from nano_inference.text.chat import encode_chat
 from nano_inference.types import TopLogprobs, TrainingSample
@@ -29,7 +31,7 @@ _TAIL = 64  # tokens of a prompt that say whether its template has opened the re
 class Chat:
     """The protocol."""
 
-    openapi: Mapping[str, Any] = {}
+    openapi: Mapping[str, Any] = operation(ChatRequest, CHAT, summary="The next message of a chat", streams=True)
 
     def prepare(self, body: bytes, served: Served, request_id: str) -> "ChatBuilder":
         """Read a request."""
@@ -40,11 +42,11 @@ class Chat:
         return openai_error(problem)
 
 
-def chat_prompt(request: ChatRequest, served: Served) -> list[int]:
+def chat_prompt(request: ChatTemplateFields, given: Sequence[Message], served: Served) -> list[int]:
     """The token ids of a chat. Raises `ApiError` and `InvalidRequest`."""
     tokenizer = need_tokenizer(served)
-    checked_count(len(request.messages), served.config.max_messages, "the number of messages")
-    messages = [_plain(message, place, served) for place, message in enumerate(request.messages)]
+    checked_count(len(given), served.config.max_messages, "the number of messages")
+    messages = [_plain(message, place, served) for place, message in enumerate(given)]
     require_possible_length("".join(str(message["content"]) for message in messages), served, "messages")
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
@@ -62,7 +64,7 @@ def chat_prompt(request: ChatRequest, served: Served) -> list[int]:
     )
 
 
-def _tools(request: ChatRequest, served: Served) -> list[dict[str, Any]] | None:
+def _tools(request: ChatTemplateFields, served: Served) -> list[dict[str, Any]] | None:
     """The tools as templates see them; None: there are none, or none may be used."""
     _check_tool_choice(request.tool_choice, bool(request.tools))
     if not request.tools or request.tool_choice == "none":
@@ -143,12 +145,12 @@ class ChatBuilder(OpenAIBuilder):
         if top_logprobs and not request.logprobs:
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
         checked_count(top_logprobs, served.config.max_logprobs, "top_logprobs")
-        self._prompt = checked_prompt(chat_prompt(request, served), served, "messages")
+        self._prompt = checked_prompt(chat_prompt(request, request.messages, served), served, "messages")
         name = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
         max_tokens = room(self._prompt, getattr(request, name), served, None, name)
         scored = request.prompt_logprobs
         params = self.params(max_tokens, top_logprobs, scored_prompt=scored)
-        self.asks = [Ask(self._prompt, params, self.num_samples, stream=scored is None)]
+        self.asks: Sequence[Ask] = [Ask(self._prompt, params, self.num_samples, stream=scored is None)]
         self.make_parser = self._parser()
         self._extras = bool(request.logprobs or request.return_token_ids or request.raw_logprobs)
         self._plain = not (self._extras or self.continuous_usage)
@@ -283,10 +285,8 @@ class ChatBuilder(OpenAIBuilder):
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = b"" if self.texts is None else self.texts.bytes_of(token_id)
-        if self.request.return_tokens_as_token_ids:
-            text = self.token_text(token_id)
-        else:
-            text = data.decode("utf-8", "replace")  # `bytes` says what it is
+        by_id = self.request.return_tokens_as_token_ids
+        text = self.token_text(token_id) if by_id else data.decode("utf-8", "replace")  # `bytes` has all of it
         return {"token": text, "logprob": at_least(logprob), "bytes": list(data)}
 
 

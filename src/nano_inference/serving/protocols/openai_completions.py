@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nano_inference.serving.choices import Choice, Piece
-from nano_inference.serving.errors import ApiError, bad_request
+from nano_inference.serving.errors import ApiError, bad_request, openai_error
 from nano_inference.serving.protocols.fields import (
     checked_count,
     checked_prompt,
@@ -15,8 +15,10 @@ from nano_inference.serving.protocols.fields import (
     room,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least, encode, openai_error
+from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least, encode
 from nano_inference.serving.protocols.openai_requests import COMPLETION_UNSUPPORTED, CompletionRequest
+from nano_inference.serving.protocols.openai_schemas import COMPLETION
+from nano_inference.serving.protocols.openapi import operation
 from nano_inference.serving.protocols.reading import read_body, shown
 from nano_inference.text.token_texts import Offsets
 from nano_inference.types import TopLogprobs
@@ -27,7 +29,7 @@ DEFAULT_MAX_TOKENS = 16
 class Completions:
     """The protocol."""
 
-    openapi: Mapping[str, Any] = {}
+    openapi: Mapping[str, Any] = operation(CompletionRequest, COMPLETION, summary="How a text goes on", streams=True)
 
     def prepare(self, body: bytes, served: Served, request_id: str) -> "CompletionBuilder":
         """Read a request."""
@@ -63,7 +65,7 @@ class CompletionBuilder(OpenAIBuilder):
         if self.echo and self.logprobs is not None:
             scored = max(scored or 0, self.logprobs)
         self._prompts = self._read_prompts(request.prompt)
-        self.asks = [self._ask(prompt, scored) for prompt in self._prompts]
+        self.asks: Sequence[Ask] = [self._ask(prompt, scored) for prompt in self._prompts]
         self._plain = not (
             self.logprobs is not None or request.return_token_ids or request.raw_logprobs or self.continuous_usage
         )

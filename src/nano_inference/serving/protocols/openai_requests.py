@@ -129,7 +129,18 @@ class Tool(Strict):
     function: Function
 
 
-class ChatRequest(OpenAIFields):
+class ChatTemplateFields(Strict):
+    """How a chat becomes a prompt."""
+
+    tools: list[Tool] | None = None
+    tool_choice: Annotated[Any, WithJsonSchema({"enum": ["auto", "none", None]})] = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class ChatRequest(OpenAIFields, ChatTemplateFields):
     """The body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -137,17 +148,12 @@ class ChatRequest(OpenAIFields):
     max_completion_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Annotated[Any, WithJsonSchema({"enum": ["auto", "none", None]})] = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     include_reasoning: bool | None = Field(None, description="false: reasoning is left out of the answer")
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     verbosity: Hint = None
 
 
+TEMPLATE_UNSUPPORTED: Mapping[str, Sequence[Any]] = {"chat_template": (), "documents": ([],)}
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     **fields.UNSUPPORTED,
     "response_format": ({"type": "text"},),
@@ -163,8 +169,7 @@ CHAT_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "web_search_options": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "chat_template": (),
-    "documents": ([],),
+    **TEMPLATE_UNSUPPORTED,
     "echo": (False,),
     "add_special_tokens": (False,),
 }
