@@ -163,7 +163,7 @@ class ScriptedClient(EngineClient):
             await asyncio.sleep(0)
             if not index:
                 self._receive(Refused(request.request_id, type(script.refuse).__name__, str(script.refuse)))
-            return
+            return None
         sample = _Sample(request, index, script, self.tokenizer)
         for begin in range(0, len(sample.token_ids), script.portion):
             await asyncio.sleep(script.delay)

@@ -1,0 +1,239 @@
+"""From Anthropic's messages, system text and tools to what chat templates take, and on to token ids."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nano_inference.serving.errors import bad_request
+from nano_inference.serving.protocols.anthropic_schema import (
+    Block,
+    CountRequest,
+    Message,
+    RedactedThinkingBlock,
+    TextBlock,
+    TextOrOther,
+    ThinkingBlock,
+    Tool,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from nano_inference.serving.protocols.interface import Served
+from nano_inference.text.chat import encode_chat
+
+# Claude Code puts a line into the system text that differs with every request. It says nothing to a model, and with it
+# no prefix of the prompt would ever be found in the cache.
+_BILLING = "x-anthropic-billing-header:"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template takes.
+
+    Attributes:
+        messages: in the shape of OpenAI's, the arguments of tool calls as objects.
+        tools: likewise; None: there are none, or none may be called.
+        prefilled: the last message is the beginning of the answer.
+        template_kwargs: more names for the template.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    prefilled: bool
+    template_kwargs: dict[str, Any]
+
+
+def encode(request: CountRequest, served: Served) -> list[int]:
+    """The prompt's token ids. Raises `ApiError` and `InvalidRequest`."""
+    if served.tokenizer is None:
+        raise bad_request("the model has no tokenizer, so it cannot chat; use /v1/completions with token ids.")
+    given = conversation(request)
+    return encode_chat(
+        served.tokenizer,
+        given.messages,
+        tools=given.tools,
+        add_generation_prompt=not given.prefilled,
+        continue_final_message=given.prefilled,
+        template_kwargs=given.template_kwargs,
+    )
+
+
+def conversation(request: CountRequest) -> Conversation:
+    """The conversation of a request.
+
+    Turns of the same role that follow each other are one turn, as at Anthropic's; texts of one turn are joined by line
+    feeds. Results of tools become messages of the role `tool`. A last message of the assistant's is the beginning of
+    the answer, unless it is empty.
+
+    Raises:
+        ApiError: it holds what is not served, or what no conversation can be.
+    """
+    messages = _system(request.system or [])
+    turns = _turns(request.messages)
+    known: dict[str, str] = {}  # id -> tool of the calls of the turn before
+    for place, (role, blocks) in enumerate(turns):
+        if role == "assistant":
+            messages.append(_assistant(blocks))
+            known = {block.id: block.name for block in blocks if isinstance(block, ToolUseBlock)}
+        elif role == "user":
+            messages += _user(blocks, known)
+        else:
+            messages.append({"role": "system", "content": _joined(_texts(blocks, "a system message"))})
+        if role == "assistant" and place == len(turns) - 1:
+            _check_prefill(blocks)
+    thinking = request.thinking is not None and request.thinking.type != "disabled"
+    return Conversation(
+        messages=messages,
+        tools=_tools(request),
+        prefilled=turns[-1][0] == "assistant",
+        template_kwargs={"enable_thinking": thinking},
+    )
+
+
+def _turns(messages: Sequence[Message]) -> list[tuple[str, list[Block]]]:
+    turns: list[tuple[str, list[Block]]] = []
+    for message in messages:
+        if turns and turns[-1][0] == message.role:
+            turns[-1][1].extend(message.content)
+        else:
+            turns.append((message.role, list(message.content)))
+    if turns[-1][0] == "assistant" and len(turns) > 1 and not _says_anything(turns[-1][1]):
+        turns.pop()
+    return turns
+
+
+def _says_anything(blocks: Iterable[Block]) -> bool:
+    return any(not isinstance(block, TextBlock) or block.text for block in blocks)
+
+
+def _system(blocks: Sequence[TextOrOther]) -> list[dict[str, Any]]:
+    texts = [_without_billing(text) for text in _texts(blocks, "system")]
+    texts = [text for text in texts if text]
+    return [{"role": "system", "content": _joined(texts)}] if texts else []
+
+
+def _without_billing(text: str) -> str:
+    return text.partition("\n")[2] if text.startswith(_BILLING) else text
+
+
+def _user(blocks: Sequence[Block], known: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Messages of the roles `tool` and `user`, in the order of the blocks."""
+    messages: list[dict[str, Any]] = []
+    said: list[str] = []
+
+    def say() -> None:
+        if said:
+            messages.append({"role": "user", "content": _joined(said)})
+            said.clear()
+
+    for block in blocks:
+        match block:
+            case TextBlock(text=text):
+                said.append(text)
+            case ToolResultBlock():
+                say()
+                messages.append(_result(block, known))
+            case _:
+                raise _unsupported(block.type, "a user message")
+    say()
+    return messages or [{"role": "user", "content": ""}]
+
+
+def _result(block: ToolResultBlock, known: Mapping[str, str]) -> dict[str, Any]:
+    if block.tool_use_id not in known:
+        raise bad_request(
+            f"tool_result answers tool_use_id {_short(block.tool_use_id)}, but the assistant's turn before has no "
+            "tool_use block of that id.",
+            "messages",
+        )
+    text = _joined(_texts(block.content or [], "a tool_result"))
+    return {
+        "role": "tool",
+        "tool_call_id": block.tool_use_id,
+        "name": known[block.tool_use_id],
+        "content": f"Error: {text}" if block.is_error else text,
+    }
+
+
+def _assistant(blocks: Sequence[Block]) -> dict[str, Any]:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for block in blocks:
+        match block:
+            case TextBlock(text=text):
+                texts.append(text)
+            case ThinkingBlock(thinking=text):
+                thoughts.append(text)
+            case ToolUseBlock():
+                function = {"name": block.name, "arguments": block.input}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case RedactedThinkingBlock():
+                pass
+            case _:
+                raise _unsupported(block.type, "an assistant message")
+    message: dict[str, Any] = {"role": "assistant", "content": _joined(texts)}
+    if any(thoughts):
+        message["reasoning_content"] = _joined(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _check_prefill(blocks: Sequence[Block]) -> None:
+    last = blocks[-1] if blocks else None
+    if not isinstance(last, TextBlock):
+        raise bad_request(
+            "the last message is the assistant's and does not end in text, so the answer cannot begin with it; end "
+            "with a user message, or with a tool_result for each tool_use.",
+            "messages",
+        )
+    if last.text != last.text.rstrip():
+        raise bad_request("messages: final assistant content cannot end with trailing whitespace.", "messages")
+
+
+def _tools(request: CountRequest) -> list[dict[str, Any]] | None:
+    choice, tools = request.tool_choice, request.tools or []
+    functions = [_function(tool) for tool in tools]
+    if choice is not None and choice.type in ("any", "tool"):
+        raise bad_request(
+            f"tool_choice of type {choice.type!r} is not supported: no call can be forced before structured output "
+            'exists; use {"type": "auto"}.',
+            "tool_choice",
+        )
+    if choice is not None and choice.type == "none":
+        return None
+    return functions or None
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise bad_request(
+            f"tools of type {_short(tool.type)} are not supported; give tools with a name and an input_schema.", "tools"
+        )
+    if tool.input_schema is None:
+        raise bad_request(f"tool {_short(tool.name)} has no input_schema.", "tools")
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _texts(blocks: Iterable[Block | TextOrOther], where: str) -> list[str]:
+    texts: list[str] = []
+    for block in blocks:
+        if not isinstance(block, TextBlock):
+            raise _unsupported(block.type, where)
+        texts.append(block.text)
+    return texts
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return "\n".join(text for text in texts if text)
+
+
+def _unsupported(kind: str, where: str) -> Exception:
+    return bad_request(
+        f"a content block of type {_short(kind)} in {where} is not supported: this server is for text.", "messages"
+    )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 64 else text[:61] + "...")
