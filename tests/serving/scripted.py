@@ -163,7 +163,7 @@ class ScriptedClient(EngineClient):
             await asyncio.sleep(0)
             if not index:
                 self._receive(Refused(request.request_id, type(script.refuse).__name__, str(script.refuse)))
-            return
+            return None
         sample = _Sample(request, index, script, self.tokenizer)
         for begin in range(0, len(sample.token_ids), script.portion):
             await asyncio.sleep(script.delay)
@@ -171,9 +171,9 @@ class ScriptedClient(EngineClient):
             if script.die_after is not None and end > script.die_after:
                 return self.die()
             if request.stream:
-                self._receive(Outputs([sample.delta(begin, end)]))
+                self._receive(Outputs([sample.delta(begin, end)], [request.request_id]))
         await asyncio.sleep(0)
-        return self._receive(Outputs([sample.last()]))
+        return self._receive(Outputs([sample.last()], [request.request_id]))
 
 
 @dataclass

@@ -1,146 +1,79 @@
-"""The routes. What they share (keys, limits, ids, errors) is `edge/`; how requests become answers, `handler.py`."""
+"""The application: the routes, and the layers around them."""
 
-import asyncio
-import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
-from fastapi import FastAPI, Request, Response
-from starlette.responses import StreamingResponse
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
 
-from nano_inference.errors import ModelLoadError
-from nano_inference.serving.client import EngineClient
-from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.errors import ApiError, api_error_of
-from nano_inference.serving.handler import Generation, answer, events
-from nano_inference.serving.parsing import chat_format
-from nano_inference.serving.protocols import anthropic
-from nano_inference.serving.protocols.interface import Protocol_, Served
-from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.errors import NanoInferenceError
+from nano_inference.serving.edge.exchange import generation_route
+from nano_inference.serving.edge.layers import in_layers
+from nano_inference.serving.edge.logs import log_access
+from nano_inference.serving.edge.replies import error_reply_to
+from nano_inference.serving.edge.routes import server_routes
+from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of
+from nano_inference.serving.protocols.interface import Protocol_
+from nano_inference.serving.server import Server
 
-log = logging.getLogger("nano_inference.serving")
-
-LARGE = 32 * 1024  # bytes of a body that is prepared in a thread, so that others do not wait
-
-
-@dataclass
-class Server:
-    """What the routes share."""
-
-    config: ServerConfig
-    client: EngineClient
-    served: Served | None = None
-    started: float = 0.0
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """From the engine's start to its end."""
-        await self.client.start()
-        self.served = serve_what(self.config, self.client)
-        self.started = time.time()
-        try:
-            yield
-        finally:
-            await self.client.close()
+Routes = Callable[[Server], APIRouter]
 
 
-def serve_what(config: ServerConfig, client: EngineClient) -> Served:
-    """What builders need to know, once the engine is ready."""
-    info = client.info
-    tokenizer = _tokenizer(info.tokenizer_folder)
-    template = None if tokenizer is None else tokenizer.chat_template
-    return Served(
-        name=config.served_model_name or info.model_path,
-        engine=info,
-        tokenizer=tokenizer,
-        chat_format=chat_format(template, config.tool_format, config.reasoning_format),
-        config=config,
-    )
-
-
-def _tokenizer(folder: str | None) -> Tokenizer | None:
-    if folder is None:
-        return None
-    with suppress(ModelLoadError):
-        return load_tokenizer(Path(folder))
-    return None
-
-
-def build_app(server: Server, protocols: Mapping[str, Protocol_]) -> FastAPI:
+def build_app(server: Server, protocols: Mapping[str, Protocol_], routes: Sequence[Routes] = ()) -> ASGIApp:
     """The application.
 
     Args:
         server: what it serves.
         protocols: path -> the protocol that a POST to it speaks.
+        routes: other routes; what they raise is answered in the shape of the protocol that the path speaks.
     """
+    return in_layers(build_routes(server, protocols, routes), server.config, server.lifecycle.require_ready, log_access)
+
+
+def build_routes(server: Server, protocols: Mapping[str, Protocol_], routes: Sequence[Routes] = ()) -> FastAPI:
+    """The routes without the layers: for `/openapi.json`, and for tests that walk over them."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with server.running():
             yield
 
-    app = FastAPI(title="nano-inference", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="nano-inference", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     for path, protocol in protocols.items():
-        app.add_api_route(path, _generation_route(server, protocol), methods=["POST"])
-    anthropic.add_routes(app, server)
-
-    @app.get("/health")
-    async def health() -> Response:
-        return _json(200, {"status": "ok", "model_loaded": True})
-
+        app.add_api_route(
+            path, generation_route(server, protocol), methods=["POST"], openapi_extra=_described(protocol)
+        )
+    for make in (server_routes, *routes):
+        app.include_router(make(server))
+    for kind in (ApiError, NanoInferenceError, TimeoutError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _answer_to)
     return app
 
 
-def _generation_route(server: Server, protocol: Protocol_) -> Callable[[Request], Awaitable[Response]]:
-    async def generate(request: Request) -> Response:
-        assert server.served is not None
-        request_id = "todo"
-        generation: Generation | None = None
-        try:
-            body = await request.body()
-            prepare = protocol.prepare
-            if len(body) > LARGE:
-                builder = await asyncio.to_thread(prepare, body, server.served, request_id)
-            else:
-                builder = prepare(body, server.served, request_id)
-            generation = Generation(builder, server.served)
-            generation.submit(server.client)
-            if builder.stream:
-                return await _stream(generation)
-            try:
-                return _json(200, await answer(generation))
-            finally:
-                generation.close()
-        except Exception as problem:
-            if generation is not None:
-                generation.close()
+def _described(protocol: Protocol_) -> dict[str, Any]:
+    """The body's schema for `/openapi.json`: the protocol's `schema`, if it has one."""
+    schema: Any = getattr(protocol, "schema", None) or {"type": "object"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+async def _answer_to(request: Request, problem: Exception) -> Response:
+    """What a route raised, or the router: never FastAPI's own shape."""
+    match problem:
+        case HTTPException(status_code=404):
+            error = ApiError(404, "there is no such route.")
+        case HTTPException(status_code=405):
+            error = ApiError(405, "this route does not know this method.", headers=problem.headers or {})
+        case HTTPException():
+            error = ApiError(problem.status_code, str(problem.detail), headers=problem.headers or {})
+        case RequestValidationError():
+            first = problem.errors()[0]
+            where = ".".join(str(part) for part in first["loc"][1:])
+            error = ApiError(400, f"{where or 'the body'}: {first['msg']}.", param=where or None)
+        case TimeoutError():
+            error = ApiError(504, "the engine did not answer in time.", headers=NO_RETRY)
+        case _:
             error = api_error_of(problem)
-            if error.status == 500 and not isinstance(problem, ApiError):
-                log.exception("a request failed")
-            return _json(error.status, protocol.error(error, request_id), error.headers)
-
-    return generate
-
-
-async def _stream(generation: Generation) -> Response:
-    source = events(generation)
-    first = await anext(source)  # what is wrong with the request is raised here, before a byte is sent
-
-    async def rest() -> AsyncIterator[bytes]:
-        try:
-            yield first
-            async for data in source:
-                yield data
-        finally:
-            generation.close()
-
-    return StreamingResponse(rest(), media_type="text/event-stream")
-
-
-def _json(status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+    return error_reply_to(request, error)

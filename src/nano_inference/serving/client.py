@@ -2,17 +2,21 @@
 
 import asyncio
 import itertools
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from nano_inference import errors
 from nano_inference.errors import EngineDead, NanoInferenceError
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.messages import (
+    RESULTS,
     Abort,
     Call,
+    CannotStart,
     Dead,
     EngineInfo,
     Failed,
@@ -39,6 +43,7 @@ class RequestStream:
         self._num_tokens = 0  # in them
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.on_overflow: Callable[[], None] | None = None  # called when a backlog has ended the request
 
     async def next(self) -> list[Delta]:
         """All that has come since the last call, at least one. Raises what ended the request."""
@@ -53,8 +58,12 @@ class RequestStream:
 
     def close(self) -> None:
         """Nobody reads any more: what has not ended is aborted."""
+        self.end(errors.RequestAborted("the request was closed."))
+
+    def end(self, problem: Exception) -> None:
+        """Abort what has not ended; whoever waits for more gets `problem`."""
         if self.samples_left and self._failure is None:
-            self._failure = errors.RequestAborted("the request was closed.")
+            self.fail(problem)
             self._abort()
 
     def put(self, delta: Delta) -> None:
@@ -67,6 +76,8 @@ class RequestStream:
             self._deltas.clear()
             self.fail(ApiError(408, f"the client left {self._num_tokens} tokens unread, and the stream was ended."))
             self._abort()
+            if self.on_overflow is not None:
+                self.on_overflow()
         self._wake()
 
     def fail(self, problem: Exception) -> None:
@@ -81,10 +92,21 @@ class RequestStream:
 
 
 class EngineClient(ABC):
-    """An engine that is somewhere else. Subclasses bring messages there (`_send`) and back (`_receive`)."""
+    """An engine that is somewhere else. Subclasses bring messages there (`_send`) and back (`_receive`).
+
+    Attributes:
+        stats: of the last heartbeat.
+        restarting: whether the engine has died and a new one is being built.
+        num_restarts: how often one was started in the place of one that had died.
+    """
 
     def __init__(self, max_backlog: int) -> None:
-        self.stats: EngineStats | None = None  # of the last heartbeat
+        self.stats: EngineStats | None = None
+        self.restarting = False
+        self.num_restarts = 0
+        self._busy = False  # as the last heartbeat said
+        self._num_steps = 0  # the same
+        self._progress = time.monotonic()  # when something last moved
         self._info: EngineInfo | None = None
         self._max_backlog = max_backlog
         self._ids = itertools.count()
@@ -111,25 +133,44 @@ class EngineClient(ABC):
         return sum(self._widths.values())
 
     def submit(self, prompt: list[int], params: SamplingParams, num_samples: int = 1, *, stream: bool) -> RequestStream:
-        """Queue a request; what the engine refuses is raised by the stream's first `next`. Raises `EngineDead`."""
+        """Queue a request; what the engine refuses is raised by the stream's first `next`.
+
+        Raises `InvalidRequest` for what cannot even be said to it, `EngineDead`, and `ApiError` (503, with
+        `retry-after`) while a new engine is being built.
+        """
         self._require_alive()
         request_id = next(self._ids)
         request = RequestStream(num_samples, self._max_backlog, lambda: self._give_up(request_id))
+        if not self._streams:
+            self._progress = time.monotonic()
         self._streams[request_id] = request
         self._widths[request_id] = num_samples
-        self._send(Generate(request_id, prompt, params, num_samples, stream))
+        try:
+            self._send(Generate(request_id, prompt, params, num_samples, stream))
+        except Exception:
+            del self._streams[request_id], self._widths[request_id]
+            raise
         return request
 
+    def stalled(self, seconds: float) -> bool:
+        """Whether the engine has something to do and nothing has moved for so long: no step has begun, none brought a
+        token. It may be hung, or its process stopped.
+        """
+        if self.why_dead is not None or not (self._streams or self._busy):
+            return False
+        return time.monotonic() - self._progress >= seconds
+
     async def call(self, name: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
-        """Call one of the engine's methods. Raises what it raised, and `TimeoutError`."""
+        """Call one of the engine's methods. Raises what it raised, `TimeoutError`, and what `submit` raises."""
         self._require_alive()
         call_id = next(self._ids)
         self._calls[call_id] = future = asyncio.get_running_loop().create_future()
         try:
             self._send(Call(call_id, name, arguments))
-            return await asyncio.wait_for(future, timeout)
+            value = await asyncio.wait_for(future, timeout)
         finally:
             self._calls.pop(call_id, None)
+        return msgspec.convert(value, RESULTS[name]) if name in RESULTS else value
 
     @abstractmethod
     async def start(self) -> None:
@@ -146,43 +187,55 @@ class EngineClient(ABC):
     def _receive(self, message: FromEngine) -> None:
         """A message has come from it."""
         match message:
-            case Outputs(deltas):
-                for delta in deltas:
-                    self._take(delta)
+            case Outputs(deltas, request_ids):
+                self._progress = time.monotonic()
+                for request_id, delta in zip(request_ids, deltas, strict=True):
+                    self._take(request_id, delta)
             case Refused(request_id, error, text):
                 self._end(request_id, error_named(error, text))
             case Returned(call_id, value):
                 self._answer(call_id, lambda future: future.set_result(value))
             case Failed(call_id, error, text):
                 self._answer(call_id, lambda future: future.set_exception(error_named(error, text)))
-            case Heartbeat(stats):
-                self.stats = stats
+            case Heartbeat():
+                self._beat(message)
             case Ready(info):
-                self._info, self._dead = info, None
+                self._info, self._dead, self.restarting = info, None, False
+            case CannotStart(error, text):
+                self._dead = f"the engine cannot be built: {error}: {text}"
+                self._die(self._dead)
             case Dead(reason):
                 self._die(reason)
+
+    def _beat(self, beat: Heartbeat) -> None:
+        if beat.num_steps != self._num_steps or not beat.busy:  # paused, it has nothing to do
+            self._progress = time.monotonic()
+        self.stats, self._num_steps, self._busy = beat.stats, beat.num_steps, beat.busy
 
     def _die(self, reason: str) -> None:
         """The engine is gone, and all that it was doing."""
         if self._dead is None:
             self._dead = reason
+        self._busy = False
         for request_id in list(self._streams):
             self._end(request_id, EngineDead(reason))
         for call_id in list(self._calls):
             self._answer(call_id, lambda future: future.set_exception(EngineDead(reason)))
 
     def _require_alive(self) -> None:
+        if self.restarting:
+            raise ApiError(503, "the engine is being started again.", None, "engine_restarting", {"retry-after": "5"})
         if self.why_dead is not None:
             raise EngineDead(self.why_dead)
 
-    def _take(self, delta: Delta) -> None:
-        request = self._streams.get(delta.request_id)
+    def _take(self, request_id: int, delta: Delta) -> None:
+        request = self._streams.get(request_id)
         if request is None:
             return
         if delta.finished is not None:
-            self._widths[delta.request_id] -= 1
-            if not self._widths[delta.request_id]:
-                del self._streams[delta.request_id], self._widths[delta.request_id]
+            self._widths[request_id] -= 1
+            if not self._widths[request_id]:
+                del self._streams[request_id], self._widths[request_id]
         request.put(delta)
 
     def _end(self, request_id: int, problem: Exception) -> None:
@@ -206,10 +259,4 @@ class EngineClient(ABC):
 def error_named(name: str, message: str) -> NanoInferenceError:
     """An error of this package by its class's name."""
     kind = getattr(errors, name, NanoInferenceError)
-    return kind(message)
-
-
-def renamed(delta: Delta, request_id: int) -> Delta:
-    """The same delta under another request id."""
-    finished = None if delta.finished is None else replace(delta.finished, request_id=request_id)
-    return replace(delta, request_id=request_id, finished=finished)
+    return (kind if isinstance(kind, type) and issubclass(kind, NanoInferenceError) else NanoInferenceError)(message)

@@ -1,12 +1,15 @@
 """`EngineCore`: the step loop of an engine that is told by messages and answers by messages."""
 
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import signature
 
 from nano_inference.engine.engine import InferenceEngine
-from nano_inference.errors import EngineDead, NanoInferenceError
-from nano_inference.serving.client import renamed
+from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
 from nano_inference.serving.messages import (
     Abort,
     Call,
@@ -15,6 +18,7 @@ from nano_inference.serving.messages import (
     Failed,
     FromEngine,
     Generate,
+    Heartbeat,
     Outputs,
     Refused,
     Returned,
@@ -23,29 +27,54 @@ from nano_inference.serving.messages import (
 )
 from nano_inference.types import Delta
 
+log = logging.getLogger("nano_inference.serving")
+
 # What a `Call` may name.
-_METHODS: dict[str, Callable[[InferenceEngine], object]] = {
+METHODS: dict[str, Callable[..., object]] = {
     "stats": InferenceEngine.stats,
     "get_weight_version": InferenceEngine.get_weight_version,
+    "weights_checksum": InferenceEngine.weights_checksum,
     "flush_cache": InferenceEngine.flush_cache,
+    "pause": InferenceEngine.pause,
+    "resume": InferenceEngine.resume,
+    "is_paused": InferenceEngine.is_paused,
+    "sleep": InferenceEngine.sleep,
+    "wake": InferenceEngine.wake,
 }
+
+MAX_CALLS = 32  # at a time; a thread each
+FRESH = 0.5  # seconds for which statistics are told again, not collected
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request that has not ended, by the other side's id and how many of its samples have not."""
+
+    request_id: int
+    samples_left: int
+    wanted: bool = True  # False: aborted, and what still comes of it is told to nobody
 
 
 class EngineCore:
-    """Steps an engine on the thread that calls `run`; `handle` may be called by another.
+    """Steps an engine on the thread that calls `run`; `handle` is called by one other, and never waits for a step.
 
     Args:
         engine: it.
-        emit: takes what there is to tell, called by the thread that steps and the one that handles.
+        emit: takes what there is to tell. Called by any thread.
     """
 
     def __init__(self, engine: InferenceEngine, emit: Callable[[FromEngine], None]) -> None:
         self.engine = engine
         self._emit = emit
         self._stopping = False
+        self._busy = False
+        self._calls_left = threading.Semaphore(MAX_CALLS)
+        self._outputs_lock = threading.Lock()  # guards what follows, and that it is told in order
         self._deltas: list[Delta] = []
-        self._ids: dict[int, int] = {}  # the other side's request ids -> the engine's
-        self._lock = threading.Lock()
+        self._delta_ids: list[int] = []
+        self._requests: dict[int, tuple[int, _Request]] = {}  # by the other side's id; with the engine's
+        self._stats = engine.stats()
+        self._stats_from = time.monotonic()
 
     def info(self) -> EngineInfo:
         """What the other side must know."""
@@ -63,58 +92,153 @@ class EngineCore:
             pid=os.getpid(),
         )
 
-    def run(self) -> None:
-        """Step while there is work, sleep while there is none, until a `Stop` comes or the engine has died."""
-        shared = self.engine.shared
+    def prepare(self) -> None:
+        """Read the tokenizer now, not when the first stop string comes and others wait behind it."""
         try:
-            while not self._stopping:
-                shared.work_arrived.wait()
-                shared.work_arrived.clear()
-                shared.require_alive()
-                while shared.has_work() and not self._stopping:
-                    shared.advance()
-                    self._flush()
-        except EngineDead as problem:
-            self._emit(Dead(str(problem)))
+            _ = self.engine.tokenizer
+        except NanoInferenceError as problem:
+            log.info("stop strings will be refused: %s", problem)
+
+    # -- stepping -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Step while there is work, sleep while there is none, until a `Stop` comes or the engine has died.
+
+        Raises `EngineDead`, when it has told the other side.
+        """
+        try:
+            self._run()
+        except Exception as problem:
+            self._flush()
+            self._emit(
+                Dead(str(problem) if isinstance(problem, EngineDead) else f"{type(problem).__name__}: {problem}")
+            )
+            raise
+
+    def stop(self) -> None:
+        """Let `run` return after the step that runs. For any thread."""
+        self._stopping = True
+        self.engine.shared.work_arrived.set()
+
+    def heartbeat(self) -> Heartbeat:
+        """How far it has come. Waits for nothing, so that it can be told in the middle of a step."""
+        shared = self.engine.shared
+        if shared.lock.acquire(blocking=False):  # else the thread that steps collects them now and then
+            try:
+                self._collect()
+            finally:
+                shared.lock.release()
+        return Heartbeat(self._stats, self.engine.loop.num_steps, self._busy)
+
+    def _run(self) -> None:
+        shared = self.engine.shared
+        while not self._stopping:
+            shared.work_arrived.wait()
+            shared.work_arrived.clear()
+            shared.require_alive()
+            self._busy = True
+            while shared.has_work() and not self._stopping:
+                shared.advance()
+                self._flush()
+                self._collect()
+            self._busy = False
+
+    def _collect(self) -> None:
+        """Collect statistics, if those at hand are old. With the engine's lock, or on the thread that steps."""
+        if time.monotonic() - self._stats_from > FRESH:
+            self._stats, self._stats_from = self.engine.stats(), time.monotonic()
+
+    # -- messages -----------------------------------------------------------------------------------------------------
 
     def handle(self, message: ToEngine) -> None:
-        """Take in a message."""
+        """Take in a message. Whatever goes wrong with it is told, and nothing else suffers."""
         match message:
             case Generate():
                 self._generate(message)
             case Abort(request_ids):
-                self.engine.abort_soon([self._ids[each] for each in request_ids if each in self._ids])
+                for request_id in request_ids:
+                    self._abort(request_id)
             case Call():
                 self._call(message)
             case Stop():
-                self._stopping = True
-                self.engine.shared.work_arrived.set()
+                self.stop()
 
     def _generate(self, message: Generate) -> None:
-        outer, left = message.request_id, message.num_samples
+        request = _Request(message.request_id, message.num_samples)
+        try:
+            inner = self.engine.submit(
+                message.prompt,
+                message.params,
+                message.num_samples,
+                lambda delta: self._take(request, delta),
+                stream=message.stream,
+            )
+        except Exception as problem:
+            self._emit(Refused(message.request_id, *_told(problem, "a request was not taken")))
+            return
+        with self._outputs_lock:
+            if request.samples_left:  # else another thread has been through all of it already
+                self._requests[request.request_id] = (inner, request)
 
-        def sink(delta: Delta) -> None:
-            nonlocal left
-            self._deltas.append(renamed(delta, outer))
+    def _abort(self, request_id: int) -> None:
+        with self._outputs_lock:
+            inner, request = self._requests.get(request_id, (0, None))
+        if request is not None:
+            request.wanted = False
+            self.engine.abort_soon(inner)
+
+    def _take(self, request: _Request, delta: Delta) -> None:
+        """A delta has come; called by whoever steps."""
+        with self._outputs_lock:
             if delta.finished is not None:
-                left -= 1
-                if not left:
-                    self._ids.pop(outer, None)
-
-        try:
-            inner = self.engine.submit(message.prompt, message.params, message.num_samples, sink, stream=message.stream)
-            self._ids[outer] = inner
-        except NanoInferenceError as problem:
-            self._emit(Refused(outer, type(problem).__name__, str(problem)))
-
-    def _call(self, message: Call) -> None:
-        try:
-            value = _METHODS[message.name](self.engine, **message.arguments)
-            self._emit(Returned(message.call_id, value))
-        except NanoInferenceError as problem:
-            self._emit(Failed(message.call_id, type(problem).__name__, str(problem)))
+                request.samples_left -= 1
+                if not request.samples_left:
+                    self._requests.pop(request.request_id, None)
+            if request.wanted:
+                self._deltas.append(delta)
+                self._delta_ids.append(request.request_id)
 
     def _flush(self) -> None:
-        if self._deltas:
-            deltas, self._deltas = self._deltas, []
-            self._emit(Outputs(deltas))
+        with self._outputs_lock:
+            if self._deltas:
+                deltas, self._deltas = self._deltas, []
+                ids, self._delta_ids = self._delta_ids, []
+                self._emit(Outputs(deltas, ids))
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def _call(self, message: Call) -> None:
+        """Call it on a thread of its own: it may wait for a step, or for a pause of minutes."""
+        if not self._calls_left.acquire(blocking=False):
+            error = InvalidRequest(f"{MAX_CALLS} calls are running; wait for one of them.")
+            self._emit(Failed(message.call_id, type(error).__name__, str(error)))
+            return
+        threading.Thread(target=self._run_call, args=(message,), name=f"call {message.name}", daemon=True).start()
+
+    def _run_call(self, message: Call) -> None:
+        try:
+            value = self._called(message)
+            self._flush()  # what the call has ended comes before its answer
+            self._emit(Returned(message.call_id, value))
+        except Exception as problem:
+            self._emit(Failed(message.call_id, *_told(problem, f"the call {message.name!r} failed")))
+        finally:
+            self._calls_left.release()
+
+    def _called(self, message: Call) -> object:
+        method = METHODS.get(message.name)
+        if method is None:
+            raise InvalidRequest(f"{message.name!r} is not a call; there are {', '.join(METHODS)}.")
+        try:
+            signature(method).bind(self.engine, **message.arguments)
+        except TypeError as problem:
+            raise InvalidRequest(f"{message.name}: {problem}.") from problem
+        return method(self.engine, **message.arguments)
+
+
+def _told(problem: Exception, what: str) -> tuple[str, str]:
+    """Class and text of an error as the other side is to know them. One that is not ours is a bug, and logged here."""
+    if isinstance(problem, NanoInferenceError):
+        return type(problem).__name__, str(problem)
+    log.error("%s", what, exc_info=problem)
+    return NanoInferenceError.__name__, f"{what}: {type(problem).__name__}: {problem}"

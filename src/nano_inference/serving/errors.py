@@ -1,8 +1,9 @@
-"""`ApiError`: an answer that is not the one wanted, before a protocol gives it its shape."""
+"""`ApiError`: an answer that is not the one wanted, and the shapes that protocols give it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from nano_inference.errors import (
     EngineDead,
@@ -40,7 +41,13 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param, code)
 
 
-def api_error_of(problem: Exception) -> ApiError:
+def retry_after(seconds: float) -> Mapping[str, str]:
+    """Headers that tell a client when to come again: both SDKs obey the milliseconds, others know the seconds."""
+    milliseconds = max(1, round(seconds * 1000))
+    return {"retry-after": str(-(-milliseconds // 1000)), "retry-after-ms": str(milliseconds)}
+
+
+def api_error_of(problem: BaseException) -> ApiError:
     """The answer to what an engine or a text function raised. Anything unknown is our bug, and says nothing."""
     match problem:
         case ApiError():
@@ -53,5 +60,47 @@ def api_error_of(problem: Exception) -> ApiError:
             return ApiError(503, "the engine is not running.", code="engine_dead", headers=NO_RETRY)
         case RequestAborted():
             return ApiError(499, str(problem))
-        case NanoInferenceError() | Exception():
+        case NanoInferenceError() | BaseException():
             return ApiError(500, "something went wrong in the server; its log says what.", headers=NO_RETRY)
+
+
+# status -> OpenAI's `type`, OpenAI's `code` where the error has none of its own, Anthropic's `error.type`
+_WORDS: Mapping[int, tuple[str, str | None, str]] = {
+    400: ("invalid_request_error", None, "invalid_request_error"),
+    401: ("authentication_error", "invalid_api_key", "authentication_error"),
+    403: ("permission_error", None, "permission_error"),
+    404: ("not_found_error", None, "not_found_error"),
+    405: ("invalid_request_error", "method_not_allowed", "invalid_request_error"),
+    408: ("timeout_error", "request_timeout", "timeout_error"),
+    413: ("invalid_request_error", "request_too_large", "request_too_large"),
+    414: ("invalid_request_error", "request_too_large", "request_too_large"),
+    415: ("invalid_request_error", "unsupported_media_type", "invalid_request_error"),
+    429: ("rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
+    431: ("invalid_request_error", "headers_too_large", "request_too_large"),
+    500: ("server_error", None, "api_error"),
+    501: ("not_implemented_error", None, "api_error"),
+    503: ("service_unavailable_error", None, "overloaded_error"),
+    504: ("timeout_error", "request_timeout", "timeout_error"),
+}
+
+
+def openai_error(problem: ApiError) -> dict[str, Any]:
+    """OpenAI's shape; all four keys are required by its document."""
+    kind, code, _ = _WORDS.get(problem.status, _WORDS[500 if problem.status >= 500 else 400])
+    return {
+        "error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code or code},
+    }
+
+
+def anthropic_error(problem: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    """Anthropic's shape. An error event in a stream has no `request_id`."""
+    _, _, kind = _WORDS.get(problem.status, _WORDS[500 if problem.status >= 500 else 400])
+    body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": problem.message}}
+    return body if request_id is None else body | {"request_id": request_id}
+
+
+def error_body(path: str, problem: ApiError, request_id: str) -> dict[str, Any]:
+    """In the shape of the protocol that a path speaks: Anthropic's below `/v1/messages`, elsewhere OpenAI's."""
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return anthropic_error(problem, request_id)
+    return openai_error(problem)

@@ -1,11 +1,23 @@
 """An engine in the server's own process: its step loop is a thread, and messages are objects."""
 
 import asyncio
+import logging
 import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from nano_inference.config import EngineConfig
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.messages import FromEngine, Ready, Stop, ToEngine
+
+if TYPE_CHECKING:
+    from nano_inference.serving.core import EngineCore
+
+log = logging.getLogger("nano_inference.serving")
+
+BEAT = 1.0  # seconds between heartbeats
+STOP_PATIENCE = 10.0  # seconds that the last step gets to end
 
 
 class InProcessClient(EngineClient):
@@ -14,32 +26,60 @@ class InProcessClient(EngineClient):
     def __init__(self, config: EngineConfig, max_backlog: int) -> None:
         super().__init__(max_backlog)
         self._config = config
+        self._core: EngineCore | None = None
         self._thread: threading.Thread | None = None
+        self._heart: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """Build the engine."""
-        from nano_inference.engine.engine import InferenceEngine  # imports torch
-        from nano_inference.serving.core import EngineCore
-
+        """Build the engine. Raises what keeps it from being built."""
         loop = asyncio.get_running_loop()
 
         def emit(message: FromEngine) -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(self._receive, message)
 
-        engine = await asyncio.to_thread(InferenceEngine, self._config)
-        self._core = EngineCore(engine, emit)
-        self._receive(Ready(self._core.info()))
-        self._thread = threading.Thread(target=self._core.run, name="nano-inference steps", daemon=True)
+        self._core = core = await asyncio.to_thread(_build, self._config, emit)
+        self._receive(Ready(core.info()))
+        self._thread = threading.Thread(target=_run, args=(core,), name="nano-inference steps", daemon=True)
         self._thread.start()
+        self._pulse()
 
     async def close(self) -> None:
         """Let the step loop end, and the engine go."""
-        if self._thread is not None:
-            self._send(Stop())
-            await asyncio.to_thread(self._thread.join)
-            self._core.engine.shutdown()
+        if self._heart is not None:
+            self._heart.cancel()
         self._die("the server is stopping.")
+        core, thread, self._core = self._core, self._thread, None
+        if core is None or thread is None:
+            return
+        core.handle(Stop())
+        await asyncio.to_thread(thread.join, STOP_PATIENCE)
+        if thread.is_alive():
+            log.warning("a step does not end; its thread is left behind, and the engine with it")
+        else:
+            core.engine.shutdown()
 
     def _send(self, message: ToEngine) -> None:
-        self._core.handle(message)
+        if self._core is not None:
+            self._core.handle(message)
+
+    def _pulse(self) -> None:
+        if self._core is not None and self._dead is None:
+            self._receive(self._core.heartbeat())
+            self._heart = asyncio.get_running_loop().call_later(BEAT, self._pulse)
+
+
+def _build(config: EngineConfig, emit: Callable[[FromEngine], None]) -> "EngineCore":
+    from nano_inference.engine.engine import InferenceEngine  # imports torch
+    from nano_inference.serving.core import EngineCore
+
+    core = EngineCore(InferenceEngine(config), emit)
+    core.prepare()
+    return core
+
+
+def _run(core: "EngineCore") -> None:
+    try:
+        core.run()
+    except Exception:  # told to the other side
+        log.exception("the engine has failed")

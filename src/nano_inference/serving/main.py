@@ -2,27 +2,45 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import uvicorn
-
 from nano_inference.config import EngineConfig
-from nano_inference.errors import NanoInferenceError
-from nano_inference.serving.app import Server, build_app
+from nano_inference.errors import EngineDead, NanoInferenceError
+from nano_inference.serving.app import Routes, build_app
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.edge.logs import set_up_logs
+from nano_inference.serving.edge.runner import Runner
 from nano_inference.serving.in_process import InProcessClient
-from nano_inference.serving.protocols.anthropic import Messages
+from nano_inference.serving.process_client import ProcessClient
 from nano_inference.serving.protocols.interface import Protocol_
 from nano_inference.serving.protocols.openai_completions import Completions
+from nano_inference.serving.server import Server
 
-PROTOCOLS: dict[str, Protocol_] = {"/v1/completions": Completions(), "/v1/messages": Messages()}
+PROTOCOLS: dict[str, Protocol_] = {"/v1/completions": Completions()}
+ROUTES: Sequence[Routes] = ()
 
 
 def serve(engine: EngineConfig, config: ServerConfig) -> None:
-    """Serve until SIGTERM or Ctrl-C."""
-    _uvicorn(InProcessClient(engine, config.max_backlog), config).run()
+    """Serve until SIGTERM or Ctrl-C, which let running requests end first. Sets up logging.
+
+    Raises:
+        NanoInferenceError: the engine could not be built, or it has died (`EngineDead`).
+    """
+    set_up_logs(config)
+    server = Server(config, client_for(engine, config))
+    runner = _runner(server)
+    runner.run()
+    raise_if_lost(server)
+
+
+def raise_if_lost(server: Server) -> None:
+    """If a server has ended because it lost its engine, raise why."""
+    if isinstance(server.lost, Exception):
+        raise server.lost
+    if server.lost is not None:
+        raise EngineDead(server.lost)
 
 
 @contextmanager
@@ -35,25 +53,35 @@ def running_server(
         engine: what to build, or a client of one that is not started yet.
         config: by default a free port of this machine, and the engine in this process.
         timeout: seconds that the engine may take to be built.
+
+    Raises:
+        NanoInferenceError: it could not be built.
     """
     config = config if config is not None else ServerConfig(port=0, in_process=True)
-    client = engine if isinstance(engine, EngineClient) else InProcessClient(engine, config.max_backlog)
-    server = _uvicorn(client, config)
-    thread = threading.Thread(target=server.run, name="nano-inference server", daemon=True)
+    client = engine if isinstance(engine, EngineClient) else client_for(engine, config)
+    server = Server(config, client)
+    runner = _runner(server)
+    thread = threading.Thread(target=runner.run, name="nano-inference server", daemon=True)
     thread.start()
-    deadline = time.monotonic() + timeout
-    while not server.started:
-        if not thread.is_alive() or time.monotonic() > deadline:
-            raise NanoInferenceError("the server did not start; its log says why.")
-        time.sleep(0.01)
     try:
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://{config.host}:{port}"
+        deadline = time.monotonic() + timeout
+        while not (runner.started and server.lifecycle.is_ready):
+            if not thread.is_alive() or server.lost is not None or time.monotonic() > deadline:
+                raise_if_lost(server)
+                raise NanoInferenceError("the server did not start; its log says why.")
+            time.sleep(0.01)
+        yield runner.url
     finally:
-        server.should_exit = True
+        runner.should_exit = True
         thread.join()
 
 
-def _uvicorn(client: EngineClient, config: ServerConfig) -> uvicorn.Server:
-    app = build_app(Server(config, client), PROTOCOLS)
-    return uvicorn.Server(uvicorn.Config(app, host=config.host, port=config.port, log_config=None))
+def client_for(engine: EngineConfig, config: ServerConfig) -> EngineClient:
+    """A client of an engine that is not started yet, in this process or in one of its own."""
+    if config.in_process:
+        return InProcessClient(engine, config.max_backlog)
+    return ProcessClient(engine, config.max_backlog, restart=config.restart_engine)
+
+
+def _runner(server: Server) -> Runner:
+    return Runner(build_app(server, PROTOCOLS, ROUTES), server)

@@ -4,7 +4,25 @@ from typing import Any
 
 import msgspec
 
-from nano_inference.types import Delta, EngineStats, SamplingParams
+from nano_inference.config import EngineConfig
+from nano_inference.types import Delta, EngineStats, SamplingParams, TrainingSample
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """The first line that the engine process reads, as JSON. What follows on stdin is nothing, until its end: the API
+    process has ended then.
+
+    Attributes:
+        config: the engine to build.
+        inbox: ZMQ address at which the engine process is to listen.
+        outbox: where the API process listens.
+        log_level: of the engine process.
+    """
+
+    config: EngineConfig
+    inbox: str
+    outbox: str
+    log_level: int
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -70,6 +88,13 @@ ToEngine = Generate | Abort | Call | Stop
 # -- from the engine ----------------------------------------------------------------------------------------------
 
 
+class CannotStart(msgspec.Struct, tag=True, frozen=True):
+    """The engine cannot be built, for an error of this class (a name in `nano_inference.errors`)."""
+
+    error: str
+    message: str
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """The engine is built."""
 
@@ -77,9 +102,15 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):
-    """The deltas of one step, `request_id` as the API process knows it."""
+    """The deltas of one step.
+
+    Attributes:
+        deltas: they, and the samples in them, carry the engine's own request ids.
+        request_ids: the API process's, delta by delta.
+    """
 
     deltas: list[Delta]
+    request_ids: list[int]
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
@@ -106,9 +137,17 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """Now and then: the engine's process lives, and so far has its loop come."""
+    """Now and then, also in the middle of a long step: the engine's process lives, and so far has its loop come.
+
+    Attributes:
+        stats: may be a second old.
+        num_steps: that have begun. It grows as long as the loop gets on.
+        busy: whether it has something to do: not while it is paused.
+    """
 
     stats: EngineStats
+    num_steps: int
+    busy: bool
 
 
 class Dead(msgspec.Struct, tag=True, frozen=True):
@@ -117,4 +156,8 @@ class Dead(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-FromEngine = Ready | Outputs | Refused | Returned | Failed | Heartbeat | Dead
+FromEngine = CannotStart | Ready | Outputs | Refused | Returned | Failed | Heartbeat | Dead
+
+
+# What calls return, where it is more than numbers, strings, lists and dicts of them.
+RESULTS: dict[str, Any] = {"stats": EngineStats, "pause": list[TrainingSample]}

@@ -71,6 +71,20 @@ class Detokenizer:
         return token
 
 
+def decoder_types(tokenizer: Tokenizer) -> list[str]:
+    """The kinds of decoder that the tokenizer's is made of, as `tokenizer.json` names them."""
+    decoder = tokenizer.backend.decoder
+    return [] if decoder is None else [spec["type"] for spec in _leaves(_to_spec(decoder))]
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes of a token of a byte-level vocabulary."""
+    try:
+        return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
+    except KeyError:  # an added token, in plain text
+        return token.encode()
+
+
 class _Step(Protocol):
     """One decoder of the chain: tokens in, tokens out, as soon as they are final."""
 
@@ -215,20 +229,13 @@ class _ByteLevel:
     pending: bytes = b""  # the start of a character
 
     def push(self, tokens: list[str]) -> list[str]:
-        data = self.pending + b"".join(map(self._bytes, tokens))
+        data = self.pending + b"".join(map(byte_level_bytes, tokens))
         text, used = codecs.utf_8_decode(data, "replace", False)
         self.pending = data[used:]
         return [text]
 
     def finish(self) -> list[str]:
         return [self.pending.decode("utf-8", "replace")]
-
-    @staticmethod
-    def _bytes(token: str) -> bytes:
-        try:
-            return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
-        except KeyError:  # an added token, in plain text
-            return token.encode()
 
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f+][0-9A-Fa-f])>")  # the library's parser of numbers takes a plus sign

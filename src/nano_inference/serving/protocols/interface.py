@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from nano_inference.serving.choices import Choice, Piece
@@ -9,6 +10,7 @@ from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.messages import EngineInfo
 from nano_inference.serving.parsing import ChatFormat, OutputParser
+from nano_inference.text.token_texts import TokenTexts
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import SamplingParams
 
@@ -20,6 +22,7 @@ class Ask:
     prompt: list[int]
     params: SamplingParams
     num_samples: int = 1
+    stream: bool = True  # False: its samples come whole, also where the answer is a stream
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,20 @@ class Served:
     chat_format: ChatFormat
     config: ServerConfig
 
+    @cached_property
+    def token_texts(self) -> TokenTexts | None:
+        """What single tokens say; None: there is no tokenizer."""
+        return None if self.tokenizer is None else TokenTexts(self.tokenizer)
 
-@dataclass(frozen=True, slots=True)
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Characters of text that a token stands for at most; None: there is no such bound."""
+        return None if self.token_texts is None else self.token_texts.longest
+
+
+@dataclass(slots=True)
 class Usage:
-    """Tokens of a request: of its distinct prompts, how many of these were cached, and of its completions."""
+    """Tokens of a request so far: of its distinct prompts, how many of these were cached, and of its completions."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -85,7 +98,13 @@ class Builder(Protocol):
 
 
 class Protocol_(Protocol):  # noqa: N801 - typing has the name
-    """How a protocol reads requests and reports errors."""
+    """How a protocol reads requests and reports errors.
+
+    Attributes:
+        openapi: what OpenAPI says of its operation: `requestBody`, `responses` …, without references.
+    """
+
+    openapi: Mapping[str, Any]
 
     def prepare(self, body: bytes, served: Served, request_id: str) -> Builder:
         """Read a request. Raises `ApiError`, `InvalidRequest` and the like; may take a while (templates, tokenising),

@@ -1,0 +1,81 @@
+"""Who may call what: API keys on every route but `/health`, the admin key on routes that change the engine."""
+
+import hmac
+from collections.abc import Iterable
+from enum import Enum
+from hashlib import sha256
+
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.errors import NO_RETRY, ApiError
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Level(Enum):
+    """What a route asks for."""
+
+    OPEN = "open"
+    KEY = "key"
+    ADMIN = "admin"
+
+
+# Every other path, also one that does not exist, is `KEY`.
+LEVELS: dict[str, Level] = {"/health": Level.OPEN, "/flush_cache": Level.ADMIN}
+
+
+class Keys:
+    """The keys of a server. Comparisons take the same time for every wrong key."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._keys = [_digest(key.encode()) for key in config.api_keys]
+        self._admin = None if config.admin_key is None else _digest(config.admin_key.encode())
+
+    def require(self, path: str, headers: Headers) -> None:
+        """Let a request pass.
+
+        Raises:
+            ApiError: 401 for a key that is missing or wrong, 403 for one that does not open this route.
+        """
+        level = LEVELS.get(path, Level.KEY)
+        if level is Level.OPEN or (level is Level.KEY and not self._keys):
+            return
+        given = [_digest(key) for key in _keys_in(headers)]
+        is_admin = self._admin is not None and _among(given, [self._admin])
+        if is_admin:  # it opens everything
+            return
+        is_user = _among(given, self._keys)
+        if level is Level.KEY and not is_user:
+            raise ApiError(401, _WRONG if given else _MISSING, headers=_ASK)
+        if level is Level.ADMIN:
+            if self._admin is None:
+                raise ApiError(403, "this route is off: the server was started without an admin key.", headers=NO_RETRY)
+            if not is_user:
+                raise ApiError(401, _WRONG if given else _MISSING, headers=_ASK)
+            raise ApiError(403, "this route needs the admin key.", headers=NO_RETRY)
+
+
+_MISSING = "this server needs an API key, as `Authorization: Bearer KEY` or as `x-api-key: KEY`."
+_WRONG = "the API key is not one of this server's."
+_ASK = {"www-authenticate": "Bearer"}
+
+
+def _keys_in(headers: Headers) -> list[bytes]:
+    keys: list[bytes] = []
+    for name, value in headers:
+        if name == b"x-api-key":
+            keys.append(value.strip())
+        elif name == b"authorization" and value[:7].lower() == b"bearer ":
+            keys.append(value[7:].strip())
+    return keys[:2]
+
+
+def _digest(key: bytes) -> bytes:
+    return sha256(key).digest()  # of one length: a comparison says nothing about a key's
+
+
+def _among(given: list[bytes], keys: list[bytes]) -> bool:
+    found = False
+    for one in given:
+        for key in keys:  # all of them, also after a match
+            found |= hmac.compare_digest(one, key)
+    return found

@@ -1,0 +1,162 @@
+"""A generation's way over HTTP: read the body, ask the engine, answer, and end when there is nobody to answer."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope
+
+from nano_inference.serving.edge.event_stream import EventStream
+from nano_inference.serving.edge.json_limits import check_json
+from nano_inference.serving.edge.logs import log_texts
+from nano_inference.serving.edge.record import RequestRecord, record_of
+from nano_inference.serving.edge.replies import error_reply, json_reply
+from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of
+from nano_inference.serving.handler import Generation, answer, events
+from nano_inference.serving.protocols.interface import Builder, Protocol_, Served
+from nano_inference.serving.server import Server
+
+log = logging.getLogger("nano_inference.serving")
+
+LARGE = 32 * 1024  # bytes of a body that is prepared in a thread, so that others do not wait
+
+
+def generation_route(server: Server, protocol: Protocol_) -> Callable[[Request], Awaitable[Response]]:
+    """The route of a protocol."""
+
+    async def generate(request: Request) -> Response:
+        record = record_of(request.scope)
+        try:
+            server.lifecycle.require_open()
+            server.admission.require_room()  # before anything is read
+            body = await read_body(request, server.config.request_timeout)
+            builder = await _prepared(server, protocol, body, record)
+            num_samples = sum(ask.num_samples for ask in builder.asks)
+            server.lifecycle.require_open()  # it may have changed while the body came
+            server.admission.require_room(num_samples)
+            exchange = Exchange(server, builder, record, request.scope)
+        except Exception as problem:
+            return refusal(server, problem, record)
+        if builder.stream:
+            return exchange.stream(request.receive)
+        return await exchange.whole(request.receive)
+
+    return generate
+
+
+async def read_body(request: Request, timeout: float) -> bytes:
+    """All of it. Raises `ApiError` 408 if it takes too long."""
+    try:
+        async with asyncio.timeout(timeout):
+            return await request.body()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {timeout:g} seconds.", headers=NO_RETRY) from None
+
+
+async def _prepared(server: Server, protocol: Protocol_, body: bytes, record: RequestRecord) -> Builder:
+    served = server.require_served()
+
+    def prepare(served: Served) -> Builder:
+        check_json(body, server.config.max_depth)
+        return protocol.prepare(body, served, record.request_id)
+
+    return await asyncio.to_thread(prepare, served) if len(body) > LARGE else prepare(served)
+
+
+def refusal(server: Server, problem: Exception, record: RequestRecord) -> Response:
+    """The answer to what was raised before an answer began."""
+    if isinstance(problem, ClientDisconnect):
+        problem = ApiError(499, "the client went away.")
+    error = api_error_of(problem)
+    if error.status == 500 and not isinstance(problem, ApiError):
+        log.error("request %s failed", record.request_id, exc_info=problem)
+    server.metrics.refused(error)
+    return error_reply(error, record)
+
+
+class Exchange:
+    """A generation and the client that waits for it. Made, it is submitted.
+
+    It ends early when the client goes away, when `request_timeout` is over, or when the server stops (`end`).
+    """
+
+    def __init__(self, server: Server, builder: Builder, record: RequestRecord, scope: Scope) -> None:
+        served = server.require_served()
+        self._server = server
+        self._builder = builder
+        self._record = record
+        self._observer = server.metrics.observer(record.started)
+        self._generation = Generation(builder, served)
+        record.model = served.name
+        try:
+            self._generation.submit(server.client)
+        except BaseException:
+            self._generation.close()
+            raise
+        connection: Any = scope["state"].get("connection")
+        for stream in self._generation.streams:
+            stream.on_overflow = None if connection is None else connection.abort
+        server.exchanges.add(self)
+
+    def end(self, problem: ApiError) -> None:
+        """Abort the generation; the client gets `problem`, as a status or as a last event."""
+        for stream in self._generation.streams:
+            stream.end(problem)
+
+    async def whole(self, receive: Receive) -> Response:
+        """Wait for all of it."""
+        try:
+            with self._watched(receive):
+                return json_reply(200, await answer(self._generation))
+        except Exception as problem:
+            return refusal(self._server, problem, self._record)
+
+    def stream(self, receive: Receive) -> Response:
+        """The events as they come."""
+        return EventStream(
+            cast(AsyncGenerator[bytes, None], events(self._generation)),
+            refuse=lambda problem: refusal(self._server, problem, self._record),
+            failure=lambda problem: self._builder.failure(api_error_of(problem)),
+            around=self._watched(receive),
+            on_event=self._observer.sent,
+        )
+
+    @contextmanager
+    def _watched(self, receive: Receive) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        seconds = self._server.config.request_timeout
+        late = ApiError(504, f"the request took more than {seconds:g} seconds (request_timeout).", headers=NO_RETRY)
+        left = max(0.0, seconds - (time.perf_counter() - self._record.started))
+        timer = loop.call_later(left, self.end, late)
+        watcher = loop.create_task(self._until_disconnected(receive))
+        try:
+            yield
+        finally:
+            timer.cancel()
+            watcher.cancel()
+            self._generation.close()
+            self._server.exchanges.discard(self)
+            self._report()
+
+    async def _until_disconnected(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._record.problem = "client disconnected"
+        self._generation.close()
+
+    def _report(self) -> None:
+        usage, record = self._generation.usage, self._record
+        record.num_samples = len(self._generation.choices)
+        record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        record.completion_tokens = usage.completion_tokens
+        record.first_token = self._observer.first_token
+        seconds = time.perf_counter() - record.started
+        self._server.admission.took(seconds)
+        self._observer.ended(self._generation, seconds)
+        if self._server.config.log_prompts:
+            log_texts(self._generation, record.request_id)

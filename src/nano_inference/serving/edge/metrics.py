@@ -1,0 +1,201 @@
+"""Prometheus metrics: vLLM's names under our prefix, so that its dashboards need one replacement.
+
+Requests are observed here as clients see them; what the engine counts is read from its last report when Prometheus
+asks. Streams alone have times of first and next tokens: of other requests the server hears when they are complete.
+"""
+
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from nano_inference.serving.client import EngineClient
+from nano_inference.serving.errors import ApiError
+from nano_inference.serving.handler import Generation
+from nano_inference.types import EngineStats
+
+PREFIX = "nano_inference_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
+_LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
+_FEW = (1, 2, 4, 8, 16, 32, 64, 128)
+
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From a streamed request's arrival to its first tokens.", _FIRST),
+    "inter_token_latency_seconds": ("Between two events of a stream.", _SHORT),
+    "request_time_per_output_token_seconds": ("Of streams, after the first token.", _SHORT),
+    "e2e_request_latency_seconds": ("From arrival to the end of the answer.", _LONG),
+    "request_queue_time_seconds": ("Until the engine planned the first part of it.", _LONG),
+    "request_prefill_time_seconds": ("Of streams: from there to the first token.", _LONG),
+    "request_decode_time_seconds": ("Of streams: from the first token to the last.", _LONG),
+    "request_inference_time_seconds": ("In the engine, without the queue.", _LONG),
+    "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
+    "request_generation_tokens": ("Completion tokens of a request.", _TOKENS),
+    "request_params_n": ("Samples of a request.", _FEW),
+    "request_params_max_tokens": ("Its max_tokens.", _TOKENS),
+}
+_COUNTERS = {
+    "request_success": ("Samples that ended, by reason.", "finished_reason"),
+    "request_errors": ("Requests that were answered with an error, by HTTP status.", "status"),
+    "admission_rejections": ("Requests that were not let in, by reason.", "reason"),
+}
+_REASONS = {429: "queue_full", 413: "body_too_large", 408: "timeout", 503: "not_serving"}
+
+
+class Metrics:
+    """The metrics of one server.
+
+    Args:
+        client: whose reports hold the engine's counters.
+        model_name: label of everything; may be set when it is known.
+    """
+
+    def __init__(self, client: EngineClient, model_name: str = "") -> None:
+        self.model_name = model_name
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(client, self))
+        self._families = {
+            name: Histogram(PREFIX + name, text, ("model_name",), buckets=buckets, registry=self._registry)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        self._counters = {
+            name: Counter(PREFIX + name, text, ("model_name", label), registry=self._registry)
+            for name, (text, label) in _COUNTERS.items()
+        }
+        self._bound: dict[str, Histogram] = {}
+
+    def serve(self, model_name: str) -> None:
+        """What is served is known now."""
+        self.model_name = model_name
+        self._bound = {name: family.labels(model_name) for name, family in self._families.items()}
+
+    def observe(self, name: str, value: float) -> None:
+        """Into a histogram."""
+        self._bound[name].observe(value)
+
+    def count(self, name: str, label: str, amount: float = 1) -> None:
+        """Add to a counter."""
+        self._counters[name].labels(self.model_name, label).inc(amount)
+
+    def refused(self, problem: ApiError) -> None:
+        """A request was answered with an error."""
+        self.count("request_errors", str(problem.status))
+        if problem.status in _REASONS:
+            reason = problem.code if problem.status == 503 and problem.code else _REASONS[problem.status]
+            self.count("admission_rejections", reason)
+
+    def observer(self, started: float) -> "RequestObserver":
+        """For one request that arrived at this `time.perf_counter()`."""
+        return RequestObserver(self, started)
+
+    def text(self) -> bytes:
+        """For Prometheus."""
+        return generate_latest(self._registry)
+
+
+class RequestObserver:
+    """One request. `sent` is called for every event of a stream, and is cheap."""
+
+    def __init__(self, metrics: Metrics, started: float) -> None:
+        self.first_token: float | None = None  # seconds after the arrival
+        self._metrics = metrics
+        self._started = started
+        self._last = 0.0
+        self._between = metrics._bound["inter_token_latency_seconds"]
+
+    def sent(self) -> None:
+        """An event went out."""
+        now = time.perf_counter()
+        if self.first_token is None:
+            self.first_token = now - self._started
+        else:
+            self._between.observe(now - self._last)
+        self._last = now
+
+    def ended(self, generation: Generation, seconds: float) -> None:
+        """It took so long."""
+        observe, usage = self._metrics.observe, generation.usage
+        for choice in generation.choices:
+            reason = "abort" if choice.finished is None else choice.finished.finish_reason
+            self._metrics.count("request_success", reason)
+        observe("e2e_request_latency_seconds", seconds)
+        observe("request_prompt_tokens", usage.prompt_tokens)
+        observe("request_generation_tokens", usage.completion_tokens)
+        observe("request_params_n", max(ask.num_samples for ask in generation.builder.asks))
+        observe("request_params_max_tokens", max(ask.params.max_tokens for ask in generation.builder.asks))
+        queued: float = getattr(generation, "queued", 0.0)
+        observe("request_queue_time_seconds", queued)
+        observe("request_inference_time_seconds", max(0.0, seconds - queued))
+        if self.first_token is not None:
+            decode = seconds - self.first_token
+            observe("time_to_first_token_seconds", self.first_token)
+            observe("request_prefill_time_seconds", max(0.0, self.first_token - queued))
+            observe("request_decode_time_seconds", decode)
+            if usage.completion_tokens > len(generation.choices):
+                per_choice = usage.completion_tokens / len(generation.choices)
+                observe("request_time_per_output_token_seconds", decode / (per_choice - 1))
+
+
+class _EngineCollector(Collector):
+    """The engine's counters as it last reported them."""
+
+    def __init__(self, client: EngineClient, metrics: Metrics) -> None:
+        self._client = client
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """Called for every scrape."""
+        gauges: dict[str, tuple[str, float]] = {
+            "num_samples": ("Samples that run or wait, as the server counts them.", self._client.num_samples),
+            "engine_up": ("Whether the engine serves.", float(self._client.why_dead is None)),
+        }
+        counters: dict[str, tuple[str, float]] = {}
+        stats = self._client.stats
+        if stats is not None:
+            gauges |= _gauges(stats)
+            counters = _counters(stats)
+        labels = {"model_name": self._metrics.model_name}
+        for name, (text, value) in gauges.items():
+            family = GaugeMetricFamily(PREFIX + name, text, labels=list(labels))
+            family.add_metric(list(labels.values()), value)
+            yield family
+        for name, (text, value) in counters.items():
+            family = CounterMetricFamily(PREFIX + name, text, labels=list(labels))
+            family.add_metric(list(labels.values()), value)
+            yield family
+        if stats is not None:  # sum and count alone: an average over time
+            steps = HistogramMetricFamily(PREFIX + "iteration_tokens_total", "Tokens of a step.", labels=list(labels))
+            steps.add_metric(list(labels.values()), [("+Inf", stats.num_steps)], stats.tokens_computed)
+            yield steps
+
+
+def leaked_blocks(stats: EngineStats) -> int:
+    """KV blocks that are held although nothing runs or waits that could hold them: 0, or there is a bug."""
+    is_idle = not (stats.num_running or stats.num_waiting or stats.num_held)
+    return round(stats.kv_use * stats.num_blocks) if is_idle else 0
+
+
+def _gauges(stats: EngineStats) -> dict[str, tuple[str, float]]:
+    return {
+        "num_requests_running": ("Sequences that run.", stats.num_running),
+        "num_requests_waiting": ("Sequences that wait.", stats.num_waiting + stats.num_held),
+        "kv_cache_usage_perc": ("Share of the KV memory that sequences hold; 1 is all of it.", stats.kv_use),
+        "kv_leaked_blocks": ("KV blocks that are held while nothing runs or waits: a bug.", leaked_blocks(stats)),
+    }
+
+
+def _counters(stats: EngineStats) -> dict[str, tuple[str, float]]:
+    asked = stats.prompt_tokens_computed + stats.prompt_tokens_cached
+    return {
+        "prefix_cache_queries": ("Prompt tokens that were looked up in the prefix cache.", asked),
+        "prefix_cache_hits": ("Prompt tokens that were found there.", stats.prompt_tokens_cached),
+        "num_preemptions": ("Sequences that had to make room, and were computed again.", stats.num_preemptions),
+        "prompt_tokens": ("Prompt tokens, computed or cached.", asked),
+        "generation_tokens": ("Tokens sampled.", stats.completion_tokens),
+        "num_steps": ("Steps of the engine.", stats.num_steps),
+    }

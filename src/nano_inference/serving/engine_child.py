@@ -1,0 +1,196 @@
+"""`EngineChild`: one engine process and the two sockets to it, seen from the process that starts it."""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from nano_inference.config import EngineConfig
+from nano_inference.errors import InvalidRequest
+from nano_inference.serving.messages import Begin, FromEngine, Stop, ToEngine
+
+log = logging.getLogger("nano_inference.serving")
+
+STOP_PATIENCE = 5.0  # seconds that it gets to end by itself
+TERMINATE_PATIENCE = 2.0  # and after a SIGTERM
+MAX_ADDRESS = 100  # bytes of a socket's path; the system's limit is a little more
+AT_ONCE = 64  # messages taken in before others get their turn on the event loop
+
+_DECODER = msgspec.msgpack.Decoder(FromEngine)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class EngineChild:
+    """Everything here happens on the event loop on which it was made. It holds a folder, a process and two sockets
+    until `close`.
+
+    Args:
+        config: of the engine.
+        receive: takes each message.
+        ended: called when the process has ended, after its last message, with a sentence on why.
+    """
+
+    def __init__(
+        self, config: EngineConfig, receive: Callable[[FromEngine], None], ended: Callable[[str], None]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._receive = receive
+        self._ended = ended
+        self._exited = asyncio.Event()
+        self._closed = False
+        self.folder = _private_folder()
+        self._context = zmq.Context()
+        try:
+            # Whoever receives binds: a stranger on the socket can send, and take nothing away.
+            self._inbox = self._context.socket(zmq.PULL)
+            self._inbox.bind(f"ipc://{self.folder}/api")
+            self._outbox = self._context.socket(zmq.PUSH)
+            self._outbox.set_hwm(0)  # sending never waits
+            self._outbox.connect(f"ipc://{self.folder}/engine")
+            self._process = self._started(config)
+        except BaseException:
+            self._context.destroy(linger=0)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        fd = self._inbox.getsockopt(zmq.FD)
+        assert isinstance(fd, int)
+        self._fd = fd
+        self._loop.add_reader(self._fd, self._read)
+        self._loop.call_soon(self._read)  # the descriptor tells of changes alone
+        threading.Thread(target=self._wait, name="wait for the engine process", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def send(self, message: ToEngine) -> None:
+        """Send it, without waiting. Raises `InvalidRequest` for what cannot be said on the wire."""
+        try:
+            data = _ENCODER.encode(message)
+        except (TypeError, ValueError, OverflowError) as problem:  # a lone surrogate, a huge integer
+            raise InvalidRequest(f"the request cannot be handed to the engine: {problem}.") from problem
+        if not self._closed:
+            self._outbox.send(data, zmq.NOBLOCK)
+
+    async def close(self, patience: float = STOP_PATIENCE) -> None:
+        """Let the process end, or make it; then nothing of it is left."""
+        if not self._closed and not self._exited.is_set():
+            self.send(Stop())
+            if not await self._has_exited(patience):
+                self._process.terminate()
+                if not await self._has_exited(TERMINATE_PATIENCE):
+                    log.warning("the engine process does not end, and is killed")
+                    self._process.kill()
+                    await self._has_exited(TERMINATE_PATIENCE)
+        self._discard()
+
+    def _started(self, config: EngineConfig) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen(
+            # -P: a module in the current folder is not taken for one of ours
+            [sys.executable, "-P", "-m", "nano_inference.serving.engine_process"],
+            stdin=subprocess.PIPE,
+            stdout=2,
+        )
+        begin = Begin(
+            config=config,
+            inbox=f"ipc://{self.folder}/engine",
+            outbox=f"ipc://{self.folder}/api",
+            log_level=log.getEffectiveLevel(),
+        )
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already, and we shall hear of it
+            process.stdin.write(msgspec.json.encode(begin) + b"\n")
+            process.stdin.flush()  # and stays open: its end is ours
+        return process
+
+    async def _has_exited(self, patience: float) -> bool:
+        try:
+            await asyncio.wait_for(self._exited.wait(), patience)
+        except TimeoutError:
+            return False
+        return True
+
+    def _wait(self) -> None:
+        """The thread that waits for the process."""
+        code = self._process.wait()
+        try:
+            self._loop.call_soon_threadsafe(self._exit, code)
+        except RuntimeError:  # the event loop was closed before us
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _exit(self, code: int) -> None:
+        self._exited.set()
+        if not self._closed:
+            # Its last words are in the socket, or about to be.
+            self._loop.call_later(0.05, self._bury, code)
+
+    def _bury(self, code: int) -> None:
+        while not self._closed and self._read_some():
+            pass
+        if not self._closed:
+            self._discard()
+            self._ended(_epitaph(code))
+
+    def _discard(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._fd)
+            self._context.destroy(linger=0)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+
+    def _read(self) -> None:
+        if not self._closed and self._read_some():
+            self._loop.call_soon(self._read)  # the descriptor does not tell again of what is there already
+
+    def _read_some(self) -> bool:
+        """Take in a number of messages; whether there may be more."""
+        for _ in range(AT_ONCE):
+            try:
+                data = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            try:
+                message = _DECODER.decode(data)
+            except Exception as problem:
+                log.warning("a message of %d bytes was not understood: %.500r", len(data), str(problem))
+                continue
+            try:
+                self._receive(message)
+            except Exception:
+                log.exception("a message of the engine could not be handled")
+            if self._closed:
+                return False
+        return True
+
+
+def _private_folder() -> Path:
+    """A fresh folder that is ours alone, with a path short enough for a socket."""
+    folder = Path(tempfile.mkdtemp(prefix="nano-inference-"))  # mode 0700
+    if len(os.fsencode(f"{folder}/engine")) > MAX_ADDRESS:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="nano-inference-", dir="/tmp"))
+    return folder
+
+
+def _epitaph(code: int) -> str:
+    if code >= 0:
+        return f"the engine process ended with exit code {code}."
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"the engine process was killed by {name}."

@@ -1,0 +1,221 @@
+"""The engine process: `python -m nano_inference.serving.engine_process`, started by `EngineChild`.
+
+An input thread takes messages in, the main thread steps, an output thread tells what came of it. The process ends when
+it is told to, when a step fails, on SIGTERM, and with the process that started it, however that ends.
+"""
+
+import faulthandler
+import logging
+import os
+import queue
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from nano_inference.errors import InvalidRequest, NanoInferenceError
+from nano_inference.serving.messages import (
+    Begin,
+    CannotStart,
+    Dead,
+    Failed,
+    FromEngine,
+    Heartbeat,
+    Outputs,
+    Ready,
+    Refused,
+    Returned,
+    ToEngine,
+)
+
+if TYPE_CHECKING:
+    from nano_inference.serving.core import EngineCore
+
+log = logging.getLogger("nano_inference.serving")
+
+BEAT = 1.0  # seconds between heartbeats while there is work
+IDLE_BEAT = 10.0  # and while nothing changes
+LAST_WORDS = 1.0  # seconds that messages get to leave before the process ends
+
+
+def main() -> None:
+    """Run until the end; never returns."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches both processes: the other one decides
+    faulthandler.enable()
+    begin = msgspec.json.decode(sys.stdin.buffer.readline(), type=Begin)
+    folder = Path(begin.inbox.removeprefix("ipc://")).parent
+    parent = os.getppid()
+    threading.Thread(target=_end_with_parent, args=(folder,), name="end with parent", daemon=True).start()
+    logging.basicConfig(level=begin.log_level, format="%(asctime)s %(levelname)s engine: %(message)s")
+    outbox = Outbox(begin.outbox)
+    try:
+        failed = _serve(begin, outbox, parent)
+    except Exception as problem:
+        if not isinstance(problem, NanoInferenceError):
+            log.exception("the engine cannot be built")
+            problem = NanoInferenceError(f"{type(problem).__name__}: {problem}")
+        outbox.put(CannotStart(type(problem).__name__, str(problem)))
+        failed = True
+    outbox.close()
+    logging.shutdown()
+    os._exit(int(failed))  # at once: threads may wait for a step, or in a call
+
+
+def _serve(begin: Begin, outbox: "Outbox", parent: int) -> bool:
+    """Build the engine and step it until the end; returns whether it failed. Raises what keeps it from being built."""
+    from nano_inference.engine.engine import InferenceEngine  # seconds, for torch; whoever starts us may end meanwhile
+    from nano_inference.serving.core import EngineCore
+
+    core = EngineCore(InferenceEngine(begin.config), outbox.put)
+    core.prepare()
+    inbox = zmq.Context().socket(zmq.PULL)
+    inbox.bind(begin.inbox)
+    threading.Thread(target=_take_in, args=(inbox, core, outbox.put), name="input", daemon=True).start()
+    _on_sigterm(lambda: (outbox.put(Dead("the engine process was told to end, by SIGTERM.")), core.stop()))
+    outbox.put(Ready(core.info()))
+    outbox.watch(core, parent)
+    try:
+        core.run()
+    except Exception:
+        log.exception("the engine has failed")
+        return True
+    core.engine.shutdown()
+    return False
+
+
+def _end_with_parent(folder: Path) -> None:
+    """Wait until the other end of stdin is closed, by whatever; then leave nothing behind, also amid a step."""
+    while os.read(0, 4096):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _on_sigterm(stop: Callable[[], object]) -> None:
+    """Call `stop` on a thread when SIGTERM comes: in a handler it could wait for a lock of the code it interrupted."""
+    ours, pythons = socket.socketpair()
+    pythons.setblocking(False)
+    signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def wait(_: socket.socket = pythons) -> None:  # held, or it would be closed
+        ours.recv(1)
+        stop()
+
+    threading.Thread(target=wait, name="SIGTERM", daemon=True).start()
+
+
+def _take_in(inbox: "zmq.Socket[bytes]", core: "EngineCore", tell: Callable[[FromEngine], None]) -> None:
+    """The input thread. Nothing that arrives ends it."""
+    decoder = msgspec.msgpack.Decoder(ToEngine)
+    while True:
+        data = inbox.recv()
+        try:
+            message = decoder.decode(data)
+        except Exception as problem:
+            log.warning("a message of %d bytes was not understood: %.500r", len(data), str(problem))
+            if answer := _refusal(data, problem):
+                tell(answer)
+            continue
+        try:
+            core.handle(message)
+        except Exception:
+            log.exception("a message of %d bytes could not be handled", len(data))
+
+
+def _refusal(data: bytes, problem: Exception) -> FromEngine | None:
+    """The answer to a message that was not understood, where it can be known who waits for one."""
+    text = f"the engine process does not understand this request: {problem}"
+    try:
+        match msgspec.msgpack.decode(data):
+            case {"type": "Generate", "request_id": int(request_id)}:
+                return Refused(request_id, InvalidRequest.__name__, text)
+            case {"type": "Call", "call_id": int(call_id)}:
+                return Failed(call_id, InvalidRequest.__name__, text)
+            case _:
+                return None
+    except Exception:
+        return None
+
+
+class Outbox:
+    """The output thread: what there is to tell goes into a queue, and from there to the API process."""
+
+    def __init__(self, address: str) -> None:
+        self._queue: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
+        self._address = address
+        self._watched: tuple[EngineCore, int] | None = None
+        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
+        self._thread.start()
+
+    def put(self, message: FromEngine) -> None:
+        """Tell it, without waiting. For any thread."""
+        self._queue.put(message)
+
+    def watch(self, core: "EngineCore", parent: int) -> None:
+        """From now on tell heartbeats as well, and look after the process that started this one."""
+        self._watched = core, parent
+
+    def close(self) -> None:
+        """Let what was told leave; returns when it has, or after a second."""
+        self._queue.put(None)
+        self._thread.join(LAST_WORDS)
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        outbox = context.socket(zmq.PUSH)
+        outbox.set_hwm(0)  # sending never waits: what may be on its way is bounded where requests are taken in
+        outbox.connect(self._address)
+        encoder = msgspec.msgpack.Encoder()
+        last, sent, due = None, 0.0, 0.0
+        while True:
+            try:
+                message = self._queue.get(timeout=BEAT)
+                if message is None:
+                    break
+                for data in _encoded(encoder, message):
+                    outbox.send(data)
+            except queue.Empty:
+                pass
+            if (now := time.monotonic()) >= due and self._watched is not None:
+                due = now + BEAT
+                beat = _heartbeat(*self._watched)
+                if beat.busy or beat != last or now >= sent + IDLE_BEAT:
+                    outbox.send(encoder.encode(beat))
+                    last, sent = beat, now
+        outbox.close(linger=int(LAST_WORDS * 1000))
+        context.term()
+
+
+def _heartbeat(core: "EngineCore", parent: int) -> Heartbeat:
+    if os.getppid() != parent:  # the other end of stdin is open only in a process that was forked from it
+        os._exit(1)
+    return core.heartbeat()
+
+
+def _encoded(encoder: msgspec.msgpack.Encoder, message: FromEngine) -> list[bytes]:
+    """A message on the wire. One that cannot be said fails those who wait for it."""
+    try:
+        return [encoder.encode(message)]
+    except Exception as problem:
+        log.exception("an answer could not be told")
+        error, text = NanoInferenceError.__name__, f"an answer could not be told: {type(problem).__name__}: {problem}"
+        match message:
+            case Returned(call_id):
+                return [encoder.encode(Failed(call_id, error, text))]
+            case Outputs(_, request_ids):
+                return [encoder.encode(Refused(each, error, text)) for each in sorted(set(request_ids))]
+            case _:
+                return []
+
+
+if __name__ == "__main__":
+    main()

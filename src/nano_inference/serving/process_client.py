@@ -1,0 +1,110 @@
+"""`ProcessClient`: an engine in a process of its own, and a new one in its place if that is wanted."""
+
+import asyncio
+import logging
+import time
+
+from nano_inference.config import EngineConfig
+from nano_inference.errors import EngineDead, NanoInferenceError
+from nano_inference.serving.client import EngineClient, error_named
+from nano_inference.serving.engine_child import EngineChild
+from nano_inference.serving.messages import CannotStart, Dead, FromEngine, Ready, ToEngine
+
+log = logging.getLogger("nano_inference.serving")
+
+BACKOFF = 0.5  # seconds before a new engine is started; doubled for each that did not last
+MAX_BACKOFF = 30.0
+LASTING = 60.0  # seconds after which an engine has lasted
+
+
+class ProcessClient(EngineClient):
+    """Starts an engine process, and notices at once when it ends.
+
+    Args:
+        config: of the engine.
+        max_backlog: tokens that a stream may hold for somebody who does not read.
+        restart: start a new engine when the old one has died. What the old one was doing fails all the same.
+    """
+
+    def __init__(self, config: EngineConfig, max_backlog: int, *, restart: bool = False) -> None:
+        super().__init__(max_backlog)
+        self._config = config
+        self._restart = restart
+        self._child: EngineChild | None = None
+        self._started: asyncio.Future[None] | None = None
+        self._again: asyncio.TimerHandle | None = None
+        self._ready_at = 0.0
+        self._num_short = 0  # engines in a row that did not last
+
+    async def start(self) -> None:
+        """Start the process and wait until its engine is ready.
+
+        Raises what kept the engine from being built, and `EngineDead` if its process ended without a word.
+        """
+        self._started = asyncio.get_running_loop().create_future()
+        try:
+            self._launch()
+            await self._started
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Let the engine end, or end it, within seconds. Its process, sockets and folder are gone then."""
+        self._restart = self.restarting = False
+        if self._again is not None:
+            self._again.cancel()
+        self._die("the server is stopping.")
+        child, self._child = self._child, None
+        if child is not None:
+            await child.close()
+
+    def _send(self, message: ToEngine) -> None:
+        assert self._child is not None
+        self._child.send(message)
+
+    def _launch(self) -> None:
+        self._child = EngineChild(self._config, self._hear, self._bury)
+
+    def _hear(self, message: FromEngine) -> None:
+        self._receive(message)
+        match message:
+            case Ready():
+                self._ready_at = time.monotonic()
+                self._settle(None)
+            case CannotStart(error, text):
+                self._settle(error_named(error, text))
+            case Dead():  # its process is about to end
+                self.restarting = self._restart
+            case _:
+                pass
+
+    def _bury(self, reason: str) -> None:
+        """The process has ended, unasked."""
+        self._child = None
+        self._die(reason)  # unless it said itself why
+        log.error("the engine has died: %s", self._dead)
+        if self._started is not None and not self._started.done():
+            self._settle(EngineDead(reason))
+        elif self._restart:
+            lasted = self._ready_at and time.monotonic() - self._ready_at > LASTING
+            self._num_short = 0 if lasted else self._num_short + 1
+            self._ready_at = 0.0
+            delay = min(BACKOFF * 2 ** (self._num_short - 1 if self._num_short else 0), MAX_BACKOFF)
+            self.restarting = True
+            self._again = asyncio.get_running_loop().call_later(delay, self._start_again)
+
+    def _start_again(self) -> None:
+        self.num_restarts += 1
+        try:
+            self._launch()
+        except (OSError, NanoInferenceError) as problem:
+            log.error("no new engine could be started: %s", problem)
+            self._bury(f"no new engine could be started: {problem}")
+
+    def _settle(self, problem: Exception | None) -> None:
+        if self._started is not None and not self._started.done():
+            if problem is None:
+                self._started.set_result(None)
+            else:
+                self._started.set_exception(problem)

@@ -1,0 +1,281 @@
+"""What the protocols' requests have in common: the engine's sampling parameters, prompts, limits."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
+
+from nano_inference.serving.errors import ApiError, bad_request
+from nano_inference.serving.protocols.interface import Served
+from nano_inference.serving.protocols.reading import Strict, decode, shown
+from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.types import SamplingParams
+
+MOST = 2**31 - 1
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MOST)]], FailFast()]
+Strings = Annotated[list[str], FailFast()]
+
+
+def _one_or_many(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+# A string or a list of strings; read as a list.
+OneOrMany = Annotated[
+    Strings,
+    BeforeValidator(_one_or_many),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+
+
+def _as_count(value: object) -> object:
+    return int(value) if isinstance(value, bool) and value else None if value is False else value
+
+
+# How many of the most probable tokens to tell for each prompt token; `true` is 0: the prompt's own tokens alone.
+PromptLogprobs = Annotated[
+    int | None,
+    Field(ge=0, le=MOST),
+    BeforeValidator(lambda value: 0 if value is True else _as_count(value)),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "boolean"}, {"type": "null"}]}),
+]
+
+
+class SamplingFields(Strict):
+    """The engine's own sampling parameters, which every protocol takes beside its own. Null: the default."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(None, description="0 and -1: all")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, description="token id, as a string -> bias"
+    )
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
+    raw_logprobs: bool | None = None
+    sampling_mask: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+
+
+# Fields of other engines that ask for what this server has not got -> values that ask for nothing.
+UNSUPPORTED: Mapping[str, Sequence[Any]] = {
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structural_tag": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "grammar": ("",),
+    "logits_processors": ([],),
+    "custom_logit_processor": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "typical_p": (1, 1.0),
+    "bad_words": ([],),
+    "stop_regex": ([], ""),
+    "prompt_embeds": (),
+    "truncate_prompt_tokens": (-1,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "logprob_token_ids": ([],),
+    "thinking_token_budget": (),
+    "kv_transfer_params": ({},),
+    "lora_path": (),
+    "vllm_xargs": ({},),
+}
+
+
+def require_model(name: str | None, served: Served) -> None:
+    """Raise `ApiError`, 404, if a client asks for another model than the one that is served. None: any will do."""
+    if name is not None and name not in (served.name, served.engine.model_path):
+        raise ApiError(
+            404, f"the model {shown(name)} does not exist; this server has {served.name!r}.", "model", "model_not_found"
+        )
+
+
+def need_tokenizer(served: Served) -> Tokenizer:
+    """The tokenizer. Raises `ApiError`, 400, where the model has none."""
+    if served.tokenizer is None:
+        raise bad_request("the model has no tokenizer; only prompts of token ids can be served, by /v1/completions.")
+    return served.tokenizer
+
+
+def checked_stop(stop: Sequence[str] | None, served: Served, name: str = "stop") -> tuple[str, ...]:
+    """Stop strings within the limits. Raises `ApiError`, 400."""
+    strings, config = tuple(stop or ()), served.config
+    if len(strings) > config.max_stop:
+        raise bad_request(f"{name} holds {len(strings)} strings; this server takes {config.max_stop}.", name)
+    for string in strings:
+        if not string:
+            raise bad_request(f"{name} holds an empty string, which would end every answer at once.", name)
+        if len(string) > config.max_stop_length:
+            raise bad_request(
+                f"{name} holds a string of {len(string)} characters; this server takes {config.max_stop_length}.", name
+            )
+    if strings:
+        need_tokenizer(served)
+    return strings
+
+
+def checked_count(value: int, limit: int, name: str) -> int:
+    """`value`, if it is at most `limit`. Raises `ApiError`, 400."""
+    if value > limit:
+        raise bad_request(f"{name}={shown(value)} is more than this server takes, which is {limit}.", name)
+    return value
+
+
+def checked_prompt(token_ids: list[int], served: Served, name: str = "prompt") -> list[int]:
+    """`token_ids`, if they are a prompt that the model could read. Raises `ApiError`, 400."""
+    engine = served.engine
+    if not token_ids:
+        raise bad_request(f"{name} is empty; give at least one token.", name)
+    if len(token_ids) >= engine.max_model_len:
+        raise too_long(len(token_ids), 1, served, name)
+    if not all(type(each) is int for each in token_ids):
+        raise bad_request(f"{name} must be text or a list of token ids.", name)
+    if min(token_ids) < 0 or max(token_ids) >= engine.vocab_size:
+        wrong = next(each for each in token_ids if not 0 <= each < engine.vocab_size)
+        raise bad_request(f"{name} holds {shown(wrong)}; token ids are in [0, {engine.vocab_size}).", name)
+    return token_ids
+
+
+def room(token_ids: Sequence[int], asked: int | None, served: Served, default: int | None, name: str) -> int:
+    """Completion tokens at most.
+
+    Args:
+        token_ids: the prompt.
+        asked: what the client wants; None: `default`, or what the context leaves if that is less.
+        served: has the context's length.
+        default: None: all that the context leaves.
+        name: of the client's field.
+
+    Raises:
+        ApiError: 400, if prompt and `asked` do not fit together.
+    """
+    left = served.engine.max_model_len - len(token_ids)
+    if asked is None:
+        return left if default is None else min(left, default)
+    if asked > left:
+        raise too_long(len(token_ids), asked, served, name)
+    return asked
+
+
+def too_long(num_prompt_tokens: int, max_tokens: int, served: Served, name: str) -> ApiError:
+    """400: it does not fit into the context."""
+    limit = served.engine.max_model_len
+    return bad_request(
+        f"this model's context is {limit} tokens, and the request is longer: {num_prompt_tokens} in the prompt and "
+        f"{shown(max_tokens)} for the completion.",
+        name,
+        "context_length_exceeded",
+    )
+
+
+def require_possible_length(text: str, served: Served, name: str) -> None:
+    """Refuse a text that cannot fit whatever its tokens are, before time is spent on it. Raises `ApiError`, 400."""
+    longest = served.longest_token
+    if longest is not None and len(text) > longest * served.engine.max_model_len:
+        raise bad_request(
+            f"{name} has {len(text)} characters, more than the model's context of {served.engine.max_model_len} tokens "
+            "can hold.",
+            name,
+            "context_length_exceeded",
+        )
+
+
+def sampling_params(fields: SamplingFields, served: Served, *, max_tokens: int, **more: Any) -> SamplingParams:
+    """The engine's parameters.
+
+    Args:
+        fields: of the request.
+        served: has the limits.
+        max_tokens: completion tokens at most.
+        more: parameters that a protocol names in its own way: temperature, stop, top_logprobs …
+
+    Raises:
+        ApiError: 400, a value is beyond the limits.
+        InvalidRequest: values that contradict each other.
+    """
+    config, vocab_size = served.config, served.engine.vocab_size
+    given = fields.model_dump(include=_NAMES, exclude_none=True)
+    if (top_k := given.get("top_k")) is not None:
+        given["top_k"] = 0 if top_k < 0 else min(top_k, vocab_size)
+    if "seed" in given:
+        given["seed"] %= 2**64  # a signed one is the unsigned one of the same bits
+    if "logit_bias" in given:
+        given["logit_bias"] = _bias(given["logit_bias"], config.max_logit_bias, vocab_size)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if name in given:
+            given[name] = _token_ids(given[name], name, vocab_size)
+    return SamplingParams(**given, max_tokens=max_tokens, **more)
+
+
+_NAMES = set(SamplingFields.model_fields)
+
+
+def _bias(bias: Mapping[str, float], most: int, vocab_size: int) -> dict[int, float]:
+    if len(bias) > most:
+        raise bad_request(f"logit_bias has {len(bias)} entries; this server takes {most}.", "logit_bias")
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
+            raise bad_request(
+                f"logit_bias has the key {shown(key)}; keys are token ids in [0, {vocab_size}), as strings.",
+                "logit_bias",
+            )
+    return {int(key): value for key, value in bias.items()}
+
+
+def _token_ids(ids: Sequence[int], name: str, vocab_size: int) -> frozenset[int]:
+    kept = frozenset(ids)
+    if kept and max(kept) >= vocab_size:
+        raise bad_request(f"{name} holds {max(kept)}; token ids are in [0, {vocab_size}).", name)
+    return kept
+
+
+def text_of(content: object, where: str) -> str:
+    """The text of a message's content: a string, nothing, or a list of text parts. Raises `ApiError`, 400."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad_request(f"{where} must be a string or a list of parts.", where)
+    return "\n".join(_text_of_part(part, f"{where}.{place}") for place, part in enumerate(content))
+
+
+def _text_of_part(part: object, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str):
+        raise bad_request(f"{where} must be an object with a type.", where)
+    if kind not in ("text", "refusal"):
+        raise bad_request(f"{where} is of type {shown(kind)}; this model reads text alone.", where)
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise bad_request(f"{where}.{kind} must be a string.", where)
+    return text
+
+
+def arguments_of(arguments: object, served: Served, where: str) -> dict[str, Any]:
+    """A tool call's arguments, which come as JSON text. Raises `ApiError`, 400, unless they are an object."""
+    value: object = arguments or {}
+    if isinstance(arguments, str) and arguments:
+        try:
+            value = decode(arguments.encode(), served.config.max_depth)
+        except ApiError:
+            value = None
+    if not isinstance(value, dict):
+        raise bad_request(f"{where} must be the JSON text of an object, not {shown(arguments)}.", where)
+    return value

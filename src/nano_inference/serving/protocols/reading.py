@@ -1,0 +1,123 @@
+"""From a body's bytes to a checked request model: strict JSON, bounded nesting, one sentence on what is wrong."""
+
+import json
+import logging
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.errors import bad_request
+
+log = logging.getLogger("nano_inference.serving")
+
+MAX_UNKNOWN_NAMES = 256  # field names that are remembered as logged
+_SHOWN = 80  # characters of a value or name that a message repeats
+
+_unknown_names: set[str] = set()
+_unknown_lock = threading.Lock()
+
+
+class Strict(BaseModel):
+    """A part of a request: numbers are numbers, nothing is converted; unknown fields are kept in `model_extra`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True, regex_engine="rust-regex")
+
+
+Model = TypeVar("Model", bound=Strict)
+
+
+def read_body(body: bytes, model: type[Model], config: ServerConfig, unsupported: Mapping[str, Iterable[Any]]) -> Model:
+    """The request that a body holds. Unknown fields are accepted, and logged once a name.
+
+    Args:
+        body: JSON. NaN, infinities, numbers beyond a double, lone surrogates and bytes that are not UTF-8 are refused.
+        model: of the request.
+        config: the server's limits.
+        unsupported: fields that are known and not supported -> the values that change nothing, which are accepted, as
+            null is.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    given = decode(body, config.max_depth)
+    for name, harmless in unsupported.items():
+        if (value := given.get(name)) is not None and not any(_same(value, each) for each in harmless):
+            raise bad_request(f"{name} is not supported by this server; leave it out.", name, "unsupported_parameter")
+    try:
+        request = model.model_validate(given)
+    except ValidationError as problem:
+        raise bad_request(*_said(problem)) from None
+    _log_unknown(name for name in request.model_extra or () if name not in unsupported)
+    return request
+
+
+def decode(body: bytes, max_depth: int) -> dict[str, Any]:
+    """The JSON object that a body holds, at most `max_depth` containers deep. Raises `ApiError`, 400."""
+    try:
+        given = msgspec.json.decode(body)
+    except RecursionError:
+        raise bad_request(f"the body nests deeper than {max_depth} levels.") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise bad_request(f"the body is not valid JSON: {problem}") from None
+    if not isinstance(given, dict):
+        raise bad_request("the body must be a JSON object.")
+    # Brackets inside of strings count too, so this may only err towards the exact check.
+    if body.count(b"[") + body.count(b"{") > max_depth and _depth_exceeds(given, max_depth):
+        raise bad_request(f"the body nests deeper than {max_depth} levels.")
+    return given
+
+
+def shown(value: object) -> str:
+    """A client's value as a message may repeat it: one short line of ASCII."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return "an integer of many digits"
+    if isinstance(value, list | dict):
+        return f"a {'list' if isinstance(value, list) else 'mapping'} of {len(value)}"
+    text = json.dumps(value[: _SHOWN + 1] if isinstance(value, str) else value, default=lambda _: "...")
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def _same(value: object, other: object) -> bool:
+    return type(value) is type(other) and value == other if isinstance(value, bool) else value == other
+
+
+def _depth_exceeds(value: object, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _said(problem: ValidationError) -> tuple[str, str | None]:
+    """What is wrong first, and where."""
+    first = problem.errors(include_url=False, include_context=False)[0]
+    where = ".".join(str(each) if isinstance(each, int) else each[:_SHOWN] for each in first["loc"])
+    what = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if first["type"] == "missing":
+        return f"{where} is missing.", where
+    if first["type"] in ("value_error", "assertion_error"):
+        return f"{where}: {what}" if where else what, where or None
+    must = "must be " if first["msg"].startswith("Input should be ") else ""
+    return f"{where} {must}{what}, not {shown(first['input'])}.", where
+
+
+def _log_unknown(names: Iterable[str]) -> None:
+    for name in names:
+        name = name[:_SHOWN]
+        with _unknown_lock:
+            new = name not in _unknown_names and len(_unknown_names) < MAX_UNKNOWN_NAMES
+            if new:
+                _unknown_names.add(name)
+        if new:
+            log.warning("requests hold an unknown field, which is ignored: %s", json.dumps(name))

@@ -1,0 +1,144 @@
+"""`Server`: what the routes share, from the moment it listens until its engine has ended."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from nano_inference.errors import ModelLoadError
+from nano_inference.serving.client import EngineClient
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.edge.admission import Admission
+from nano_inference.serving.edge.lifecycle import Lifecycle
+from nano_inference.serving.edge.logs import log_ready
+from nano_inference.serving.edge.metrics import Metrics
+from nano_inference.serving.errors import ApiError, retry_after
+from nano_inference.serving.parsing import chat_format
+from nano_inference.serving.protocols.interface import Served
+from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger("nano_inference.serving")
+
+LINGER = 10.0  # seconds that a server without an engine answers 503, so that it is seen to be down, before it ends
+_GLANCE = 0.2  # seconds between two looks at the engine
+
+
+class Ends(Protocol):
+    """What runs for a client, and can be ended."""
+
+    def end(self, problem: ApiError) -> None:
+        """The client gets `problem`."""
+        ...
+
+
+@dataclass
+class Server:
+    """What the routes share.
+
+    Attributes:
+        config, client: as given.
+        served: None until the engine is ready.
+        started: `time.time()` when it was.
+        stop: called when the engine is lost for good; ends the server.
+        exchanges: what runs for clients.
+        linger: seconds between the engine's end and that call.
+        lost: why the engine is lost.
+    """
+
+    config: ServerConfig
+    client: EngineClient
+    served: Served | None = None
+    started: float = 0.0
+    stop: Callable[[], None] | None = None
+    exchanges: set[Ends] = field(default_factory=set[Ends])
+    linger: float = LINGER
+    lost: Exception | str | None = None
+
+    def __post_init__(self) -> None:
+        self.lifecycle = Lifecycle(self.client, self.config.restart_engine)
+        self.admission = Admission(self.config, self.client)
+        self.metrics = Metrics(self.client)
+
+    def require_served(self) -> Served:
+        """What is served. Raises `ApiError` 503 before it is known."""
+        if self.served is None:
+            self.lifecycle.require_ready()
+        assert self.served is not None
+        return self.served
+
+    def drain(self) -> None:
+        """Take nothing new; what runs gets `drain_timeout` seconds. Called on the server's loop."""
+        if self.lifecycle.is_draining:
+            return
+        self.lifecycle.is_draining = True
+        log.info("draining: %d request(s) get %g seconds to end.", len(self.exchanges), self.config.drain_timeout)
+        asyncio.get_running_loop().call_later(self.config.drain_timeout, self.end_all)
+
+    def end_all(self) -> None:
+        """Abort all that runs; clients are told."""
+        for exchange in list(self.exchanges):
+            exchange.end(
+                ApiError(503, "the server is shutting down.", code="draining", headers=retry_after(1.0)),
+            )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """From before the engine's start to its end. The engine is built meanwhile, and `/health` answered."""
+        life = asyncio.create_task(self._live())
+        try:
+            yield
+        finally:
+            life.cancel()
+            with suppress(asyncio.CancelledError):
+                await life
+            await self.client.close()
+
+    async def _live(self) -> None:
+        try:
+            await self.client.start()
+            self.served = await asyncio.to_thread(serve_what, self.config, self.client)
+        except Exception as problem:
+            log.error("the engine could not be built: %s", problem)
+            self.lost, self.lifecycle.failure = problem, str(problem)
+            if self.stop is not None:
+                self.stop()
+            return
+        self.started = time.time()
+        self.metrics.serve(self.served.name)
+        self.lifecycle.is_ready = True
+        log_ready(self.config, self.client.info, self.served.name)
+        while not self.lifecycle.is_lost:
+            await asyncio.sleep(_GLANCE)
+        if self.lifecycle.is_draining:
+            return
+        self.lost = self.client.why_dead
+        log.error("the engine has died: %s The server ends in %g seconds.", self.lost, self.linger)
+        await asyncio.sleep(self.linger)
+        if self.stop is not None:
+            self.stop()
+
+
+def serve_what(config: ServerConfig, client: EngineClient) -> Served:
+    """What builders need to know, once the engine is ready."""
+    info = client.info
+    tokenizer = _tokenizer(info.tokenizer_folder)
+    template = None if tokenizer is None else tokenizer.chat_template
+    return Served(
+        name=config.served_model_name or info.model_path,
+        engine=info,
+        tokenizer=tokenizer,
+        chat_format=chat_format(template, config.tool_format, config.reasoning_format),
+        config=config,
+    )
+
+
+def _tokenizer(folder: str | None) -> Tokenizer | None:
+    if folder is None:
+        return None
+    with suppress(ModelLoadError):
+        return load_tokenizer(Path(folder))
+    return None
