@@ -14,12 +14,13 @@ from nano_inference.serving.edge.logs import set_up_logs
 from nano_inference.serving.edge.runner import Runner
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.process_client import ProcessClient
+from nano_inference.serving.protocols import anthropic
 from nano_inference.serving.protocols.interface import Protocol_
 from nano_inference.serving.protocols.openai_completions import Completions
 from nano_inference.serving.server import Server
 
-PROTOCOLS: dict[str, Protocol_] = {"/v1/completions": Completions()}
-ROUTES: Sequence[Routes] = ()
+PROTOCOLS: dict[str, Protocol_] = {"/v1/completions": Completions(), "/v1/messages": anthropic.Messages()}
+ROUTES: Sequence[Routes] = (anthropic.routes,)
 
 
 def serve(engine: EngineConfig, config: ServerConfig) -> None:

@@ -206,13 +206,13 @@ def body_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> dict[str,
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"extra_body": {"temperature": 1.5}}, "temperature: Input should be less than or equal to 1"),
-        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
-        ({"messages": []}, "messages: List should have at least 1 item"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role: Input should be"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type 'image'"),
-        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "type 'document'"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text: Field required"),
+        ({"extra_body": {"temperature": 1.5}}, "temperature must be less than or equal to 1, not 1.5"),
+        ({"max_tokens": 0}, "max_tokens must be greater than or equal to 1"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role must be"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 'type "image"'),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, 'type "document"'),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text is missing"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "Well, "}]}, "cannot end with trailing whitespace"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]},
@@ -221,15 +221,15 @@ def body_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> dict[str,
         ({"tools": [WEATHER], "tool_choice": {"type": "any"}}, "tool_choice of type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "weather"}}, "no call can be forced"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
-        ({"tools": [{"name": "t"}]}, "tool 't' has no input_schema"),
-        ({"stop_sequences": ["a"] * 17}, "stop_sequences: 17"),
-        ({"stop_sequences": ["a" * 257]}, "stop_sequences: one of 257"),
-        ({"extra_body": {"n": 2}}, "n is not supported"),
+        ({"tools": [{"name": "t"}]}, "has no input_schema"),
+        ({"stop_sequences": ["a"] * 17}, "stop_sequences holds 17"),
+        ({"stop_sequences": ["a" * 257]}, "stop_sequences holds a string of 257"),
+        ({"extra_body": {"n": 2}}, "n: not supported here"),
         ({"extra_body": {"stop": ["a"]}}, "use stop_sequences"),
-        ({"extra_body": {"top_logprobs": 2}}, "top_logprobs is not supported"),
-        ({"extra_body": {"logit_bias": {"x": 1}}}, "logit_bias: 'x' is not a token id"),
+        ({"extra_body": {"top_logprobs": 2}}, "top_logprobs: not supported here"),
+        ({"extra_body": {"logit_bias": {"x": 1}}}, "logit_bias has the key"),
         ({"extra_body": {"frequency_penalty": 3}}, "frequency_penalty"),
-        ({"messages": HELLO * 51}, "messages: 51 are more"),
+        ({"messages": HELLO * 51}, r"len\(messages\)=51 is more"),
         ({"messages": [{"role": "user", "content": "many words " * 3000}]}, r"prompt is too long: \d+ tokens > 2047 m"),
     ],
 )
@@ -259,9 +259,9 @@ def test_what_the_engine_refuses_is_a_bad_request(sdk: Anthropic, scripted: Scri
 def test_failure_within_a_stream(sdk: Anthropic, scripted: Scripted):
     scripted.script = Script(fail_after=2)
     got = []
+    stream = sdk.messages.create(model="m", max_tokens=20, messages=HELLO, stream=True)
     with pytest.raises(anthropic.APIStatusError, match="could not go on"):
-        for event in sdk.messages.create(model="m", max_tokens=20, messages=HELLO, stream=True):
-            got.append(event.type)
+        got.extend(event.type for event in stream)
     assert got[0] == "message_start"
     assert "message_stop" not in got
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from nano_inference.serving.errors import ApiError, bad_request
 from nano_inference.serving.protocols.interface import Served
@@ -13,8 +13,8 @@ from nano_inference.types import SamplingParams
 
 MOST = 2**31 - 1
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MOST)]], FailFast()]
-Strings = Annotated[list[str], FailFast()]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MOST)]], Field(fail_fast=True)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
 
 
 def _one_or_many(value: object) -> object:
