@@ -43,7 +43,7 @@ def other(value: Any, kind: str) -> Any:
 
 
 CHOICES = {"cache_type": "radix", "dtype": "float32", "backend": "reference", "device": "cpu"}
-CHOICES |= {"log_level": "error", "log_format": "json"}
+CHOICES |= {"log_level": "error", "log_format": "json", "tool_format": "llama", "reasoning_format": "none"}
 OPTION = {"tokenizer_path": "tokenizer", "ref_model_path": "ref-model", "num_threads": "threads"}
 OPTION |= {"enable_prefix_caching": "prefix-caching", "enable_chunked_prefill": "chunked-prefill"}
 OPTION |= {"api_keys": "api-key", "cors_origins": "cors-origin"}
@@ -91,6 +91,7 @@ def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
         (("--admin-key-file", "{keys}"), "there is one admin key"),
         (("--api-key-file", "{empty}"), "holds no key"),
         (("--tls-cert", "c.pem"), "tls_cert and tls_key belong together"),
+        (("--tool-format", "morse"), "there is no tool format 'morse'"),
         (("--max-samples", "0"), "max_samples=0 must be"),
         (("--max-batch-size", "0"), "max_batch_size=0 must be"),
     ],

@@ -142,7 +142,9 @@ def serve(
         )
     from nano_inference.serving.config import ServerConfig
     from nano_inference.serving.main import serve as run
+    from nano_inference.serving.parsing import chat_format
 
+    chat_format(None, tool_format, reasoning_format)  # a name that is not known is refused before anything starts
     engine = options.engine_config(
         model,
         tokenizer_path=tokenizer,

@@ -29,16 +29,19 @@ PROTOCOLS: dict[str, Protocol_] = {
 ROUTES: Sequence[Routes] = (model_routes, anthropic.routes)
 
 
-def serve(engine: EngineConfig, config: ServerConfig) -> None:
+def serve(engine: EngineConfig | EngineClient, config: ServerConfig) -> None:
     """Serve until SIGTERM or Ctrl-C, which let running requests end first. Sets up logging.
+
+    Args:
+        engine: what to build, or a client of one that is not started yet.
+        config: how.
 
     Raises:
         NanoInferenceError: the engine could not be built, or it has died (`EngineDead`).
     """
     set_up_logs(config)
-    server = Server(config, engine_client(engine, config))
-    runner = _runner(server)
-    runner.run()
+    server = Server(config, _client(engine, config))
+    _runner(server).run()
     raise_if_lost(server)
 
 
@@ -65,8 +68,7 @@ def running_server(
         NanoInferenceError: it could not be built.
     """
     config = config if config is not None else ServerConfig(port=0, in_process=True)
-    client = engine if isinstance(engine, EngineClient) else engine_client(engine, config)
-    server = Server(config, client)
+    server = Server(config, _client(engine, config))
     runner = _runner(server)
     thread = threading.Thread(target=runner.run, name="nano-inference server", daemon=True)
     thread.start()
@@ -88,6 +90,10 @@ def engine_client(engine: EngineConfig, config: ServerConfig) -> EngineClient:
     if config.in_process:
         return InProcessClient(engine, config.max_backlog)
     return ProcessClient(engine, config.max_backlog, restart=config.restart_engine)
+
+
+def _client(engine: EngineConfig | EngineClient, config: ServerConfig) -> EngineClient:
+    return engine if isinstance(engine, EngineClient) else engine_client(engine, config)
 
 
 def _runner(server: Server) -> Runner:

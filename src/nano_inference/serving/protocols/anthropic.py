@@ -20,86 +20,55 @@ What is particular to this server:
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from pydantic import ValidationError
 
 from nano_inference.serving.choices import Choice, Piece
-from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.errors import ApiError, bad_request
+from nano_inference.serving.edge.exchange import LARGE
+from nano_inference.serving.edge.exchange import read_body as read_request
+from nano_inference.serving.edge.json_limits import check_json
+from nano_inference.serving.edge.replies import json_reply
+from nano_inference.serving.errors import ApiError, anthropic_error, bad_request
 from nano_inference.serving.parsing import OutputParser, make_parser
 from nano_inference.serving.protocols.anthropic_blocks import BlockStream, Event, blocks_of
 from nano_inference.serving.protocols.anthropic_prompt import encode
 from nano_inference.serving.protocols.anthropic_schema import CountRequest, MessagesRequest
-from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.types import SamplingParams, TrainingSample
-
-_ERROR_TYPES = {
-    401: "authentication_error",
-    402: "billing_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
-# Fields of other routes and of Anthropic's that change the answer and are not served here: refused unless null or off.
-_REFUSED = {
-    "stop": "use stop_sequences.",
-    "n": "a message is one answer; send several requests.",
-    "logprobs": "use /v1/chat/completions.",
-    "top_logprobs": "use /v1/chat/completions.",
-    "prompt_logprobs": "use /v1/chat/completions.",
-    "raw_logprobs": "use /v1/chat/completions.",
-    "sampling_mask": "use /v1/chat/completions.",
-    "return_token_ids": "use /v1/chat/completions.",
-    "response_format": "structured output does not exist yet.",
-    "output_format": "structured output does not exist yet.",
-    "mcp_servers": "call them from the client.",
-    "container": "there are no containers here.",
-}
-_AS_THEY_ARE = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "seed",
-    "cache_salt",
-    "priority",
+from nano_inference.serving.protocols.fields import (
+    UNSUPPORTED,
+    checked_count,
+    checked_stop,
+    require_model,
+    sampling_params,
 )
+from nano_inference.serving.protocols.interface import Ask, Served, Usage
+from nano_inference.serving.protocols.reading import read_body
+from nano_inference.serving.server import Server
+from nano_inference.types import TrainingSample
+
+_Request = TypeVar("_Request", bound=CountRequest)
 
 
 class Messages:
     """The protocol."""
 
+    schema = MessagesRequest.model_json_schema()
+
     def prepare(self, body: bytes, served: Served, request_id: str) -> "MessageBuilder":
         """Read a request. Raises `ApiError` and `InvalidRequest`."""
-        given = _decoded(body)
-        request = _validated(MessagesRequest, given, served)
-        _check_limits(request, served.config)
-        prompt = encode(request, served)
-        return MessageBuilder(request, prompt, served, request_id)
+        request = _read(body, MessagesRequest, served)
+        return MessageBuilder(request, encode(request, served), served, request_id)
 
     def error(self, problem: ApiError, request_id: str) -> Mapping[str, Any]:
         """The body of an answer that is an error."""
-        kind = _ERROR_TYPES.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": problem.message}, "request_id": request_id}
+        return anthropic_error(problem, request_id)
 
 
 def count_tokens(body: bytes, served: Served) -> dict[str, int]:
     """The answer of `/v1/messages/count_tokens`: tokens of the prompt, cached or not. Raises as `Messages.prepare`."""
-    request = _validated(CountRequest, _decoded(body), served)
+    request = _read(body, CountRequest, served)
     return {"input_tokens": len(encode(request, served))}
 
 
@@ -114,7 +83,13 @@ class MessageBuilder:
                 "messages",
                 "context_length_exceeded",
             )
-        params = _sampling(request, min(request.max_tokens, room))
+        params = sampling_params(
+            request,
+            served,
+            max_tokens=min(request.max_tokens, room),
+            stop=checked_stop(request.stop_sequences, served, "stop_sequences"),
+            temperature=1.0 if request.temperature is None else request.temperature,
+        )
         self.asks: Sequence[Ask] = [Ask(prompt, params)]
         self.stream = bool(request.stream)
         self.make_parser: Callable[[], OutputParser] | None = _parser(request, prompt, served)
@@ -126,7 +101,6 @@ class MessageBuilder:
             "one_tool": choice is not None and bool(choice.disable_parallel_tool_use),
         }
         self._blocks = BlockStream(**self._options)
-        self._request_id = request_id
         self._message = {"id": f"msg_{uuid4().hex[:24]}", "type": "message", "role": "assistant", "model": served.name}
 
     def start(self, usage: Usage) -> bytes:
@@ -145,7 +119,7 @@ class MessageBuilder:
 
     def failure(self, problem: ApiError) -> bytes:
         """An `error` event."""
-        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(Messages().error(problem, self._request_id))
+        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(anthropic_error(problem))
 
     def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
         """The message."""
@@ -185,85 +159,15 @@ def _events(events: Iterable[Event]) -> bytes:
     )
 
 
-def _decoded(body: bytes) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as problem:
-        raise bad_request(f"the body is not a JSON object: {problem}") from None
-
-
-_Request = TypeVar("_Request", bound=CountRequest)
-
-
-def _validated(kind: type[_Request], given: dict[str, Any], served: Served) -> _Request:
+def _read(body: bytes, kind: type[_Request], served: Served) -> _Request:
     """What both routes ask of a body. Raises `ApiError`."""
-    try:
-        request = kind.model_validate(given)
-    except ValidationError as problem:
-        raise _bad_field(problem, given) from None
-    if request.model != served.name:
-        raise ApiError(404, f"model: there is no {request.model[:128]!r} here.", "model", "model_not_found")
-    for name, advice in _REFUSED.items():
-        value = given.get(name)
-        if value and not (name == "n" and value == 1):
-            raise bad_request(f"{name} is not supported: {advice}", name)
-    output = given.get("output_config")
-    if isinstance(output, dict) and output.get("format"):
-        raise bad_request("output_config.format is not supported: structured output does not exist yet.")
-    _at_most("messages", request.messages, served.config.max_messages)
-    _at_most("tools", request.tools, served.config.max_tools)
+    request = read_body(body, kind, served.config, UNSUPPORTED)
+    require_model(request.model, served)
+    if not request.messages:
+        raise bad_request("messages is empty; give at least one.", "messages")
+    checked_count(len(request.messages), served.config.max_messages, "len(messages)")
+    checked_count(len(request.tools or ()), served.config.max_tools, "len(tools)")
     return request
-
-
-def _bad_field(problem: ValidationError, given: object) -> ApiError:
-    """The first thing that is wrong, with its place in the body."""
-    first = problem.errors(include_url=False, include_input=False)[0]
-    names: list[str] = []
-    for step, name in enumerate(first["loc"]):
-        inside = name in given if isinstance(given, dict) else isinstance(given, list)
-        if inside or step == len(first["loc"]) - 1:  # others are pydantic's names for kinds of blocks
-            names.append(str(name)[:64])
-            given = given[name] if inside else None  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
-    place = ".".join(names)
-    return bad_request(f"{place}: {first['msg']}" if place else first["msg"], place or None)
-
-
-def _at_most(name: str, values: Sequence[object] | Mapping[str, object] | None, most: int) -> None:
-    if values is not None and len(values) > most:
-        raise bad_request(f"{name}: {len(values)} are more than this server takes, which is {most}.", name)
-
-
-def _check_limits(request: MessagesRequest, config: ServerConfig) -> None:
-    _at_most("stop_sequences", request.stop_sequences, config.max_stop)
-    for text in request.stop_sequences or ():
-        if len(text) > config.max_stop_length:
-            raise bad_request(
-                f"stop_sequences: one of {len(text)} characters is longer than this server takes, which is "
-                f"{config.max_stop_length}.",
-                "stop_sequences",
-            )
-    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-        _at_most(name, getattr(request, name), config.max_logit_bias)
-
-
-def _sampling(request: MessagesRequest, max_tokens: int) -> SamplingParams:
-    """What the engine is to do. Raises `ApiError` and `InvalidRequest`."""
-    given = {name: getattr(request, name) for name in _AS_THEY_ARE}
-    return SamplingParams(
-        max_tokens=max_tokens,
-        stop=tuple(request.stop_sequences or ()),
-        stop_token_ids=frozenset(request.stop_token_ids or ()),
-        allowed_token_ids=None if request.allowed_token_ids is None else frozenset(request.allowed_token_ids),
-        logit_bias=_bias(request.logit_bias or {}),
-        **{name: value for name, value in given.items() if value is not None},
-    )
-
-
-def _bias(given: Mapping[str, float]) -> dict[int, float]:
-    for name in given:
-        if not (name.isascii() and name.isdigit() and len(name) <= 10):
-            raise bad_request(f"logit_bias: {name[:64]!r} is not a token id.", "logit_bias")
-    return {int(name): value for name, value in given.items()}
 
 
 def _parser(request: MessagesRequest, prompt: list[int], served: Served) -> Callable[[], OutputParser]:
@@ -274,20 +178,23 @@ def _parser(request: MessagesRequest, prompt: list[int], served: Served) -> Call
     return partial(make_parser, served.chat_format, tools=tools, reasoning=True, prompt_tail=tail)
 
 
-class HasServed(Protocol):
-    """Who knows what is served, once the engine is ready."""
-
-    served: Served | None
-
-
-def routes(server: HasServed) -> APIRouter:
+def routes(server: Server) -> APIRouter:
     """`POST /v1/messages/count_tokens`. The engine is not asked."""
     router = APIRouter()
 
-    @router.post("/v1/messages/count_tokens")
-    async def count(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        assert server.served is not None
-        answer = await asyncio.to_thread(count_tokens, await request.body(), server.served)
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+    async def count(request: Request) -> Response:
+        body = await read_request(request, server.config.request_timeout)
+        served = server.require_served()
 
+        def counted() -> dict[str, int]:
+            check_json(body, served.config.max_depth)
+            return count_tokens(body, served)
+
+        return json_reply(200, await asyncio.to_thread(counted) if len(body) > LARGE else counted())
+
+    described = {"requestBody": {"required": True, "content": {"application/json": {"schema": _COUNTED}}}}
+    router.add_api_route("/v1/messages/count_tokens", count, methods=["POST"], openapi_extra=described)
     return router
+
+
+_COUNTED = CountRequest.model_json_schema()

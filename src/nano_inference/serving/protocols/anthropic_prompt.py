@@ -17,7 +17,9 @@ from nano_inference.serving.protocols.anthropic_schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from nano_inference.serving.protocols.fields import need_tokenizer, require_possible_length
 from nano_inference.serving.protocols.interface import Served
+from nano_inference.serving.protocols.reading import shown
 from nano_inference.text.chat import encode_chat
 
 # Claude Code puts a line into the system text that differs with every request. It says nothing to a model, and with it
@@ -44,11 +46,11 @@ class Conversation:
 
 def encode(request: CountRequest, served: Served) -> list[int]:
     """The prompt's token ids. Raises `ApiError` and `InvalidRequest`."""
-    if served.tokenizer is None:
-        raise bad_request("the model has no tokenizer, so it cannot chat; use /v1/completions with token ids.")
-    given = conversation(request)
+    tokenizer, given = need_tokenizer(served), conversation(request)
+    for message in given.messages:
+        require_possible_length(message["content"], served, "messages")
     return encode_chat(
-        served.tokenizer,
+        tokenizer,
         given.messages,
         tools=given.tools,
         add_generation_prompt=not given.prefilled,
@@ -141,7 +143,7 @@ def _user(blocks: Sequence[Block], known: Mapping[str, str]) -> list[dict[str, A
 def _result(block: ToolResultBlock, known: Mapping[str, str]) -> dict[str, Any]:
     if block.tool_use_id not in known:
         raise bad_request(
-            f"tool_result answers tool_use_id {_short(block.tool_use_id)}, but the assistant's turn before has no "
+            f"tool_result answers tool_use_id {shown(block.tool_use_id)}, but the assistant's turn before has no "
             "tool_use block of that id.",
             "messages",
         )
@@ -208,10 +210,10 @@ def _tools(request: CountRequest) -> list[dict[str, Any]] | None:
 def _function(tool: Tool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise bad_request(
-            f"tools of type {_short(tool.type)} are not supported; give tools with a name and an input_schema.", "tools"
+            f"tools of type {shown(tool.type)} are not supported; give tools with a name and an input_schema.", "tools"
         )
     if tool.input_schema is None:
-        raise bad_request(f"tool {_short(tool.name)} has no input_schema.", "tools")
+        raise bad_request(f"tool {shown(tool.name)} has no input_schema.", "tools")
     function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
     return {"type": "function", "function": function}
 
@@ -231,9 +233,5 @@ def _joined(texts: Iterable[str]) -> str:
 
 def _unsupported(kind: str, where: str) -> Exception:
     return bad_request(
-        f"a content block of type {_short(kind)} in {where} is not supported: this server is for text.", "messages"
+        f"a content block of type {shown(kind)} in {where} is not supported: this server is for text.", "messages"
     )
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 64 else text[:61] + "...")

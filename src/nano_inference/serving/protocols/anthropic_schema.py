@@ -1,25 +1,25 @@
-"""What `POST /v1/messages` takes, as pydantic models. Fields that are not named here are passed over.
+"""What `POST /v1/messages` takes, as pydantic models.
 
-Every content is a list of blocks here: a plain string is one text block.
+Every content is a list of blocks here: a plain string is one text block. Tags in angle brackets are left out of what
+errors say of a place.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, WithJsonSchema, field_validator
+
+from nano_inference.serving.protocols.fields import MOST, SamplingFields, Strings
+from nano_inference.serving.protocols.reading import Strict
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-
-class TextBlock(_Model):
+class TextBlock(Strict):
     """What is said."""
 
     type: Literal["text"]
     text: str
 
 
-class ToolUseBlock(_Model):
+class ToolUseBlock(Strict):
     """A call that the assistant made."""
 
     type: Literal["tool_use"]
@@ -28,20 +28,20 @@ class ToolUseBlock(_Model):
     input: dict[str, Any]
 
 
-class ThinkingBlock(_Model):
+class ThinkingBlock(Strict):
     """What the assistant thought."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedThinkingBlock(_Model):
+class RedactedThinkingBlock(Strict):
     """What it thought, as only who wrote it can read it."""
 
     type: Literal["redacted_thinking"]
 
 
-class OtherBlock(_Model):
+class OtherBlock(Strict):
     """A block of a kind that is not served; whoever meets it refuses it."""
 
     type: str
@@ -53,16 +53,16 @@ def _as_blocks(content: object) -> object:
 
 def _text_tag(block: object) -> str:
     kind = block.get("type") if isinstance(block, dict) else None
-    return "text" if kind == "text" else "other"
+    return "<text>" if kind == "text" else "<other>"
 
 
 TextOrOther = Annotated[
-    Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")], Discriminator(_text_tag)
+    Annotated[TextBlock, Tag("<text>")] | Annotated[OtherBlock, Tag("<other>")], Discriminator(_text_tag)
 ]
 Texts = Annotated[list[TextOrOther], BeforeValidator(_as_blocks)]
 
 
-class ToolResultBlock(_Model):
+class ToolResultBlock(Strict):
     """What a call returned."""
 
     type: Literal["tool_result"]
@@ -76,37 +76,37 @@ _KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
 def _tag(block: object) -> str:
     kind = block.get("type") if isinstance(block, dict) else None
-    return kind if kind in _KINDS else "other"
+    return f"<{kind}>" if kind in _KINDS else "<other>"
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")]
-    | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
-    | Annotated[OtherBlock, Tag("other")],
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
+    | Annotated[OtherBlock, Tag("<other>")],
     Discriminator(_tag),
 ]
 
 
-class Message(_Model):
+class Message(Strict):
     """A turn, or a part of one."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], BeforeValidator(_as_blocks)]
 
 
-class Tool(_Model):
+class Tool(Strict):
     """A tool of the client's. Tools of the provider's have another `type`."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    type: str | None = None
+    type: Annotated[str, Field(max_length=256)] | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
 
-class ToolChoice(_Model):
+class ToolChoice(Strict):
     """Whether tools are called, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -114,7 +114,7 @@ class ToolChoice(_Model):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(_Model):
+class Thinking(Strict):
     """Whether the model is to think first.
 
     `budget_tokens` is accepted and not enforced: `max_tokens` bounds thinking and answer together.
@@ -125,35 +125,83 @@ class Thinking(_Model):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class CountRequest(_Model):
+class OutputConfig(Strict):
+    """How the answer is to be. `effort` has no effect."""
+
+    effort: str | None = None
+    format: Any = None
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _refuse(cls, value: object) -> None:
+        if value is not None:
+            raise ValueError("structured output is not supported yet.")
+
+
+class CountRequest(Strict):
     """The body of `POST /v1/messages/count_tokens`: all that the prompt is made of."""
 
     model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: list[Message]
     system: Texts | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
 
 
-class MessagesRequest(CountRequest):
-    """The body of `POST /v1/messages`. What follows `stream` are the engine's own parameters, as extensions."""
+# What clients of other protocols ask for, or Anthropic's own, and what to do instead.
+_REFUSED = {
+    "stop": "use stop_sequences.",
+    "n": "a message is one answer; send several requests.",
+    "logprobs": "use /v1/chat/completions.",
+    "top_logprobs": "use /v1/chat/completions.",
+    "prompt_logprobs": "use /v1/chat/completions.",
+    "raw_logprobs": "use /v1/chat/completions.",
+    "sampling_mask": "use /v1/chat/completions.",
+    "return_token_ids": "use /v1/chat/completions.",
+    "response_format": "there is no structured output yet.",
+    "output_format": "there is no structured output yet.",
+    "mcp_servers": "let the client call them.",
+    "container": "there are no containers here.",
+}
+NOT_HERE = Annotated[Any, WithJsonSchema({"type": "null"})]
 
-    max_tokens: Annotated[int, Field(ge=1)]
+
+class MessagesRequest(CountRequest, SamplingFields):
+    """The body of `POST /v1/messages`. The engine's own parameters are extensions."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=MOST)]
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Strings | None = None
     stream: bool | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    stop_token_ids: list[int] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    seed: int | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
+    output_config: OutputConfig | None = None
+
+    stop: NOT_HERE = None
+    n: NOT_HERE = None
+    logprobs: NOT_HERE = None
+    top_logprobs: NOT_HERE = None
+    prompt_logprobs: NOT_HERE = None
+    raw_logprobs: NOT_HERE = None
+    sampling_mask: NOT_HERE = None
+    return_token_ids: NOT_HERE = None
+    response_format: NOT_HERE = None
+    output_format: NOT_HERE = None
+    mcp_servers: NOT_HERE = None
+    container: NOT_HERE = None
+
+    # Without effect: prefixes are cached anyway, and the rest is between a client and Anthropic.
+    betas: Any = None
+    cache_control: Any = None
+    context_management: Any = None
+    diagnostics: Any = None
+    inference_geo: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    speed: Any = None
+
+    @field_validator(*_REFUSED, mode="before")
+    @classmethod
+    def _refuse(cls, value: object, info: ValidationInfo) -> None:
+        """Null, false, zero and nothing are harmless, and so is one answer."""
+        if value and not (info.field_name == "n" and value == 1):
+            raise ValueError(f"not supported here; {_REFUSED[str(info.field_name)]}")

@@ -85,7 +85,8 @@ def _same(value: object, other: object) -> bool:
 def _said(problem: ValidationError) -> tuple[str, str | None]:
     """What is wrong first, and where."""
     first = problem.errors(include_url=False, include_context=False)[0]
-    where = ".".join(str(each) if isinstance(each, int) else each[:_SHOWN] for each in first["loc"])
+    places = [str(each)[:_SHOWN] for each in first["loc"]]
+    where = ".".join(each for each in places if not each.startswith("<"))  # <these> are tags of our own
     what = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if first["type"] == "missing":
         return f"{where} is missing.", where
