@@ -51,10 +51,10 @@ def url(engine: ScriptedClient) -> Iterator[str]:
 
 
 @pytest.fixture
-def script(engine: ScriptedClient) -> Iterator[ScriptedClient]:
+def script(engine: ScriptedClient) -> ScriptedClient:
     engine.script = Script("Hello there, 🙂!", cached_tokens=3)
     engine.requests.clear()
-    yield engine
+    return engine
 
 
 @pytest.fixture
