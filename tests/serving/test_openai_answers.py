@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -104,6 +105,37 @@ def test_names_of_tokens(url: str, engine: ScriptedClient) -> None:
     content = chat["logprobs"]["content"]
     assert bytes(byte for token in content for byte in token["bytes"]).decode() == "A🙂"
     assert [token["top_logprobs"] for token in content] == [[], [], []]
+
+
+def test_an_event_is_one_line_for_all(url: str, engine: ScriptedClient) -> None:
+    said = "a\u2028b\u2029c\u0085d\r\n\x0be"
+    engine.script = Script(said)
+    with httpx.stream("POST", f"{url}/v1/completions", json=PROMPT | {"stream": True, "max_tokens": 99}) as reply:
+        lines = [line for line in reply.iter_lines() if line]  # httpx splits at all of them
+    assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == said
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    engine = ScriptedClient(Script([5, 6]))
+    engine.folder = tmp_path  # empty
+    with running_server(engine) as url:
+        body = {"prompt": [1, 2], "max_tokens": 9, "return_token_ids": True}
+        (choice,) = post(f"{url}/v1/completions", body)["choices"]
+        assert (choice["text"], choice["token_ids"]) == ("", [5, 6, 2])
+        assert [event["choices"][0]["token_ids"] for event in events(f"{url}/v1/completions", body)] == [
+            [5],
+            [6],
+            [2],
+            [],
+        ]
+        for path, change in (
+            ("v1/completions", {"prompt": "x"}),
+            ("v1/completions", {"stop": "x"}),
+            ("v1/completions", {"logprobs": 1}),
+            ("v1/chat/completions", HELLO),
+            ("tokenize", {"prompt": "x"}),
+        ):
+            post(f"{url}/{path}", body | change, 400)
 
 
 def test_what_is_left_out(url: str, engine: ScriptedClient) -> None:

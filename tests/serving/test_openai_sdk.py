@@ -99,7 +99,7 @@ def test_a_chat_as_a_stream(client: OpenAI) -> None:
     )
     chunks = list(stream)
     assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant"] * 2
-    texts, tokens, reasons = ["", ""], [0, 0], [None, None]
+    texts, tokens, reasons = ["", ""], [0, 0], list[str | None]([None, None])
     for chunk in chunks[:-1]:
         (choice,) = chunk.choices
         assert reasons[choice.index] is None  # nothing after the end
