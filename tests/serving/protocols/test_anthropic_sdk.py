@@ -230,7 +230,7 @@ def body_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> dict[str,
         ({"extra_body": {"logit_bias": {"x": 1}}}, "logit_bias has the key"),
         ({"extra_body": {"frequency_penalty": 3}}, "frequency_penalty"),
         ({"messages": HELLO * 51}, r"len\(messages\)=51 is more"),
-        ({"messages": [{"role": "user", "content": "many words " * 3000}]}, r"prompt is too long: \d+ tokens > 2047 m"),
+        ({"messages": [{"role": "user", "content": "many words " * 3000}]}, r"prompt is too long: \d+ tokens > 4095 m"),
     ],
 )
 def test_bad_requests(sdk: Anthropic, scripted: Scripted, fields: dict[str, Any], message: str, stream: bool):
