@@ -13,7 +13,7 @@ from tests.serving.scripted import Script
 @pytest.fixture
 def chat(scripted: Scripted) -> ChatAnthropic:
     given: dict[str, Any] = {"model": "m", "max_tokens": 100, "base_url": scripted.url, "api_key": "k"}
-    return ChatAnthropic(**given, max_retries=0, stop_sequences=["END"])
+    return ChatAnthropic(**given, max_retries=0, stop=["END"])
 
 
 def test_invoke_does_not_count_twice(chat: ChatAnthropic, scripted: Scripted):
