@@ -196,10 +196,42 @@ def settings(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @app.command()
+def serve(
+    model: Model = "smollm2-135m",
+    parts: Annotated[str, typer.Option(help="separated by commas")] = "throughput,first,arrival",
+    repeats: Annotated[int, typer.Option("--repeats", "--rounds", help="rounds of each engine once", min=1)] = 3,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    engines: Annotated[str, typer.Option(help="who takes part")] = "nano-inference,vllm",
+    requests: Annotated[int, typer.Option(help="of each run of throughput", min=1)] = 256,
+    concurrency: Annotated[int, typer.Option(help="requests under way at once", min=1)] = 32,
+    budgets: Annotated[str, typer.Option(help="tokens a step, where a long prompt arrives")] = "24,40,72,264",
+    cache: Annotated[Path | None, typer.Option(help="where `make peers` put them")] = None,
+    out: Out = None,
+) -> None:
+    """Our server against the engine without one and against vLLM's; single requests; a long prompt that arrives."""
+    from benchmarks.peers import install
+    from benchmarks.serve import PARTS, Choice, measure
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped on the way out
+    options = Options(model, dtype, backend, threads, repeats)
+    choice = Choice(
+        engines=names(engines, ("nano-inference", "vllm")),
+        requests=requests,
+        concurrency=concurrency,
+        budgets=numbers(budgets),
+        cache=cache or install.CACHE,
+    )
+    rows = measure(options, names(parts, PARTS), choice)
+    write("serve", rows, asdict(options) | {"requests": requests, "concurrency": concurrency}, out, model)
+
+
+@app.command()
 def load(
     url: Annotated[str, typer.Argument(help="of the server, such as http://127.0.0.1:8000")],
     model: Annotated[str, typer.Option(help="its name there; not given: the first of /v1/models")] = "",
-    api_key: Annotated[str | None, typer.Option(envvar="NANO_INFERENCE_API_KEY", help="sent as a bearer token")] = None,
+    api_key: Annotated[str | None, typer.Option(help="sent as a bearer token")] = None,
     requests: Annotated[int, typer.Option(min=1)] = 256,
     concurrency: Annotated[int, typer.Option(help="requests under way at once", min=1)] = 32,
     rate: Annotated[float | None, typer.Option(help="requests a second at random times, instead", min=1e-3)] = None,

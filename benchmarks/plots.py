@@ -169,10 +169,41 @@ def own_costs(results: Path) -> dict[str, float]:
     return costs
 
 
+def server(results: Path) -> Any:
+    """Tokens a second through servers; and the time between tokens before and while a long prompt arrives."""
+    rows = rows_of(results, "serve")
+    rates = [row for row in rows if row["part"] == "throughput"]
+    arrivals = [row for row in rows if row["part"] == "arrival"]
+    if not (rates and arrivals):
+        return None
+    figure, (left, right) = figure_of(2, 8.0, 3.2)
+    labels = [row["engine"].replace(", ", ",\n") + "\n" + row["form"] for row in rates]
+    colors = [COLORS["vllm" if row["engine"] == "vllm" else OURS] for row in rates]
+    bars(left, labels, [row["output_tokens_per_s"] for row in rates], colors)
+    left.tick_params(axis="x", labelsize=6)
+    left.set_title("32 requests at once, 64 -> 128: tokens a second", fontsize=8)
+    places = list(range(len(arrivals)))
+    for shift, key, color, label in (
+        (-0.2, "before_p99_ms", COLORS[OURS], "before"),
+        (0.2, "during_p99_ms", WARM, "meanwhile"),
+    ):
+        heights = [row[key]["median"] for row in arrivals]
+        right.bar([place + shift for place in places], heights, width=0.38, color=color, label=label)
+        for place, height in zip(places, heights, strict=True):
+            right.annotate(f"{height:,.0f}", (place + shift, height), ha="center", va="bottom", fontsize=7)
+    right.set_yscale("log")
+    right.set_xticks(places, [str(row["budget"] or "unbounded") for row in arrivals])
+    right.set_xlabel("tokens a step")
+    right.set_title("8 streams, a prompt of 4,096 arrives: ms between tokens, p99", fontsize=8)
+    right.legend(fontsize=7, frameon=False)
+    return figure
+
+
 DRAWN: dict[str, Callable[[Path], Any]] = {
     "peers": peers,
     "peers-qwen3": peers_of_qwen,
     "bound": share_of_bound,
     "host": host,
     "exactness": exactness,
+    "serve": server,
 }

@@ -151,6 +151,11 @@ class Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._closes = False
 
+    @property
+    def event_times(self) -> list[float]:
+        """When the events of the reply that is under way, or of the last one, came so far."""
+        return [when for when, _ in self._reply.events] if self._reply is not None else []
+
     async def ask(self, request: bytes, timeout: float) -> Reply:
         """Send a whole request and wait for the whole reply. Raises `Broken`, also when it takes too long."""
         if self._transport is None or not self.is_open:

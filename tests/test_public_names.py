@@ -100,6 +100,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "sampling_mask": False,
         "cache_salt": None,
         "priority": 0,
+        "prompt_top_logprobs": 0,
     },
     TrainingSample: {
         "prompt_tokens": REQUIRED,
@@ -124,6 +125,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "kv_versions": (),
         "loss_mask": (),
         "sampling_params": None,
+        "prompt_top_logprobs": None,
     },
     SchedulerConfig: {
         "max_batch_size": 256,

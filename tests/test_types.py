@@ -29,6 +29,7 @@ NAN, INF = math.nan, math.inf
         *(("frequency_penalty", value, r"\[-2, 2\]") for value in (-2.1, 2.1, NAN, "1", None, True)),
         *(("repetition_penalty", value, "above 0") for value in (0.0, -1.0, NAN, INF, "1", None, True)),
         *(("top_logprobs", value, "at least 0") for value in (-1, 0.5, "5", None, True)),
+        *(("prompt_top_logprobs", value, "at least 0") for value in (-1, 0.5, "5", None, True)),
         *(("priority", value, r"\[-2147483648, 2147483648\)") for value in (-(2**31) - 1, 2**31, 0.5, None, True)),
         *(("seed", value, r"\[0, 18446744073709551616\)") for value in (-1, 2**64, 1.0, "1", True)),
     ],
@@ -43,6 +44,12 @@ def test_a_number_out_of_range_says_which_range(name: str, value: Any, would_do:
 def test_switches_are_booleans(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"^{name} must be True or False"):
         SamplingParams(**{name: value})
+
+
+def test_the_best_tokens_of_a_prompt_come_with_its_logprobs() -> None:
+    with pytest.raises(InvalidRequest, match=r"^prompt_top_logprobs=3 needs prompt_logprobs=True"):
+        SamplingParams(prompt_top_logprobs=3)
+    assert SamplingParams(prompt_top_logprobs=3, prompt_logprobs=True).prompt_top_logprobs == 3
 
 
 @pytest.mark.parametrize("value", [3, b"salt", ["salt"], False])

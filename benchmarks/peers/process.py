@@ -132,22 +132,27 @@ class Worker:
         del load
 
     def run(self, load: Workload) -> float:
-        question = {
-            "requests": [[request.prompt, request.max_tokens, request.n] for request in load.requests],
-            "sampling": dict(load.sampling),
-        }
+        answer = self.ask(
+            {
+                "requests": [[request.prompt, request.max_tokens, request.n] for request in load.requests],
+                "sampling": dict(load.sampling),
+            }
+        )
+        if answer["tokens"] != load.output_tokens:
+            raise PeerFailed(f"{self.name} made {answer['tokens']} tokens of {load.output_tokens} in {load.name}.")
+        return float(answer["seconds"])
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """One line and its answer, while the worker is awake. Raises `PeerFailed`."""
         self.processes.wake()
         try:
             stdin = self.processes.process.stdin
             assert stdin is not None
             stdin.write(json.dumps(question).encode() + b"\n")
             stdin.flush()
-            answer = self._answer()
+            return self._answer()
         finally:
             self.processes.sleep()
-        if answer["tokens"] != load.output_tokens:
-            raise PeerFailed(f"{self.name} made {answer['tokens']} tokens of {load.output_tokens} in {load.name}.")
-        return float(answer["seconds"])
 
     def memory(self) -> int:
         return self.processes.memory()

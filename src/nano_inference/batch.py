@@ -47,6 +47,8 @@ class ForwardBatch:
     relay_rows: Tensor  # [R] rows whose token the step before is sampling
     relay_sources: Tensor  # [R] where in that step's samples it stands
     num_prompt_tokens: int  # rows that belong to prompts, for the books
+    best_rows: Tensor = NOTHING  # [T] those of score_rows whose most probable next tokens are wanted too
+    num_best: int = 0  # how many of them; 0 where nobody wants any
 
 
 class Rows(NamedTuple):
@@ -63,6 +65,7 @@ def batch_of_rows(
     *,
     draws: Listed[int] = (),
     scores: Listed[tuple[int, int]] = (),
+    num_best: int = 0,
     weight_set: str = POLICY,
 ) -> ForwardBatch:
     """Rows of sequences that no scheduler knows, as a batch on the CPU: one chunk each.
@@ -72,6 +75,7 @@ def batch_of_rows(
         block_size: of the KV storage.
         draws: rows of the batch whose logits are needed; rising.
         scores: rows of the batch and, for each, the token whose logprob after it is wanted.
+        num_best: most probable tokens that are wanted after each of these rows.
         weight_set: who computes them.
     """
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
@@ -100,6 +104,8 @@ def batch_of_rows(
         relay_rows=NOTHING,
         relay_sources=NOTHING,
         num_prompt_tokens=0,
+        best_rows=_tensor([row for row, _ in scores]) if num_best else NOTHING,
+        num_best=num_best,
     )
 
 
@@ -188,7 +194,7 @@ class BatchBuilder:
                 relay.append((len(input_ids), sampling_now[seq.seq_id]))
                 input_ids.append(0)
         relay_rows, relay_sources = zip(*relay, strict=True) if relay else ((), ())
-        score_rows, score_targets, scored = _rows_to_score(seqs, starts, ends, cu_seqlens)
+        score_rows, score_targets, best_rows, scored = _rows_to_score(seqs, starts, ends, cu_seqlens)
 
         row_chunks = np.repeat(np.arange(len(seqs)), lengths)
         positions = np.arange(len(input_ids)) - (cu_seqlens[:-1] - starts)[row_chunks]
@@ -211,6 +217,8 @@ class BatchBuilder:
             relay_rows=_tensor(relay_rows),
             relay_sources=_tensor(relay_sources),
             num_prompt_tokens=int(np.clip(self._prompts[slots] - starts, 0, lengths).sum()),
+            best_rows=_tensor(best_rows),
+            num_best=max((seq.num_best for seq, _, _ in scored), default=0),
         )
 
     def _follow_tables(self, decision: SchedulerOutput, sequences: Sequences) -> None:
@@ -283,20 +291,23 @@ class Chunks:
 
 def _rows_to_score(
     seqs: Listed[Sequence], starts: np.ndarray, ends: np.ndarray, cu_seqlens: np.ndarray
-) -> tuple[list[int], list[int], list[Scored]]:
-    """Rows that are scored, the tokens after them, and whose they are."""
+) -> tuple[list[int], list[int], list[int], list[Scored]]:
+    """Rows that are scored, the tokens after them, those whose best tokens are wanted, and whose they are."""
     score_rows: list[int] = []
     score_targets: list[int] = []
+    best_rows: list[int] = []
     scored: list[Scored] = []
     for place in [place for place, seq in enumerate(seqs) if seq.scored]:
         seq, start = seqs[place], int(starts[place])
         rows = seq.rows_to_score(start, int(ends[place]))
         if rows:
             first = int(cu_seqlens[place]) - start
-            score_rows += range(first + rows.start, first + rows.stop)
+            in_batch = range(first + rows.start, first + rows.stop)
+            score_rows += in_batch
+            best_rows += in_batch if seq.num_best else ()
             score_targets += seq.token_ids[rows.start + 1 : rows.stop + 1]
             scored.append(Scored(seq, rows.start, rows.stop))
-    return score_rows, score_targets, scored
+    return score_rows, score_targets, best_rows, scored
 
 
 def _temperatures(scored: Listed[Scored]) -> Tensor:

@@ -54,6 +54,8 @@ class SamplingParams:
         sampling_mask: also return which ids the filters kept, token by token.
         cache_salt: prefixes are shared only between requests of the same salt.
         priority: lower goes first; equal ones by arrival.
+        prompt_top_logprobs: also return the ids and logprobs of this many most probable tokens at every token of the
+            prompt; needs `prompt_logprobs`.
     """
 
     temperature: float = 1.0
@@ -77,6 +79,7 @@ class SamplingParams:
     sampling_mask: bool = False
     cache_salt: str | None = None
     priority: int = 0
+    prompt_top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         _real("temperature", self.temperature, 0.0, math.inf)
@@ -87,6 +90,7 @@ class SamplingParams:
         _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
         _whole("max_tokens", self.max_tokens, 1)
         _whole("top_logprobs", self.top_logprobs, 0)
+        _whole("prompt_top_logprobs", self.prompt_top_logprobs, 0)
         _whole("top_k", self.top_k, 0)
         _whole("min_tokens", self.min_tokens, 0)
         _whole("priority", self.priority, -(2**31), 2**31)
@@ -97,6 +101,8 @@ class SamplingParams:
                 raise InvalidRequest(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if not isinstance(self.cache_salt, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidRequest(f"cache_salt must be a string or None, not {self.cache_salt!r}.")
+        if self.prompt_top_logprobs and not self.prompt_logprobs:
+            raise InvalidRequest(f"prompt_top_logprobs={self.prompt_top_logprobs} needs prompt_logprobs=True.")
         object.__setattr__(self, "stop_token_ids", _token_id_set("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
@@ -210,6 +216,8 @@ class TrainingSample:
         text: the completion as text, where the prompt was text or stop strings were given. It ends before a stop string
             and leaves special tokens out.
         sampling_params: what the request asked for: with prompt, seed and weights all that a replay needs.
+        prompt_top_logprobs: the most probable tokens in the place of each prompt token, if asked for, under the
+            distribution that `prompt_logprobs` is of. The first entry is empty.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -234,6 +242,7 @@ class TrainingSample:
     kv_versions: tuple[ContextVersions, ...] = ()
     loss_mask: tuple[bool, ...] = ()
     sampling_params: SamplingParams | None = None
+    prompt_top_logprobs: tuple[TopLogprobs, ...] | None = None
 
     @property
     def oldest_weight_version(self) -> int:

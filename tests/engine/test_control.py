@@ -249,7 +249,8 @@ def test_an_update_during_a_sleep_serves_after_it(build: Build, weights: bool) -
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_partial_sample_goes_on_token_for_token(build: Build, cache_type: str, lookahead: int) -> None:
-    params = drawn(top_k=20, sampling_mask=True, top_logprobs=2, prompt_logprobs=True, presence_penalty=0.5)
+    told = {"sampling_mask": True, "top_logprobs": 2, "prompt_logprobs": True, "prompt_top_logprobs": 3}
+    params = drawn(top_k=20, presence_penalty=0.5, **told)
     expected = build().generate(PROMPT, params, 2)
     for steps in range(1, LENGTH + 1):
         engine = build(cache_type=cache_type, lookahead=lookahead, max_tokens_per_batch=16)

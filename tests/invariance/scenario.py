@@ -111,6 +111,8 @@ def same_bits(one: TrainingSample, other: TrainingSample) -> bool:
     ):
         return False
     scored = min(len(one.prompt_logprobs or ()), len(other.prompt_logprobs or ()))  # the first is nan
+    if (one.prompt_top_logprobs or ())[:scored] != (other.prompt_top_logprobs or ())[:scored]:
+        return False
     return (one.prompt_logprobs or ())[1:scored] == (other.prompt_logprobs or ())[1:scored] and all(
         (getattr(one, name) or ())[:length] == (getattr(other, name) or ())[:length]
         for name in ("completion_tokens", "logprobs", "raw_logprobs", "log_kept_mass", "top_logprobs")

@@ -23,7 +23,10 @@ BACKENDS: tuple[Backend, ...] = ("cpu", "reference")
 VALUES_PER_TOKEN = 2 * 2 * 2 * 16  # keys and values, layers, kv heads, head_dim of the tiny model
 
 params = st.builds(
-    SamplingParams,
+    lambda num_best, **options: SamplingParams(
+        prompt_top_logprobs=num_best if options["prompt_logprobs"] else 0, **options
+    ),
+    num_best=st.sampled_from([0, 1, 4]),
     temperature=st.sampled_from([0.0, 0.7, 1.0]),
     max_tokens=st.integers(1, 12),
     top_k=st.sampled_from([0, 0, 5]),

@@ -91,7 +91,8 @@ def parameters(draw: st.DrawFn) -> SamplingParams:
         ignore_eos=draw(st.booleans()),
         seed=draw(st.sampled_from([None, 3, 2**64 - 1])),
         top_logprobs=draw(st.sampled_from([0, 3])),
-        prompt_logprobs=draw(st.booleans()),
+        prompt_logprobs=(scored := draw(st.booleans())),
+        prompt_top_logprobs=draw(st.integers(0, 3)) if scored else 0,
         raw_logprobs=draw(st.booleans()),
         sampling_mask=bool(filters) and temperature > 0 and draw(st.booleans()),
         **filters,
@@ -308,13 +309,17 @@ def test_a_changed_sample_is_found_where_it_was_changed(build: Build) -> None:
     engine = build(backend="reference")
     params = SamplingParams(
         max_tokens=8, top_k=20, raw_logprobs=True, sampling_mask=True, top_logprobs=2, prompt_logprobs=True,
-        ignore_eos=True,
+        prompt_top_logprobs=2, ignore_eos=True,
     )  # fmt: skip
     sample = engine.generate(PROMPT, params)[0]
-    for field in ("completion_tokens", "logprobs", "raw_logprobs", "log_kept_mass", "top_logprobs", "prompt_logprobs"):
+    fields = ("completion_tokens", "logprobs", "raw_logprobs", "log_kept_mass", "top_logprobs")
+    for field in (*fields, "prompt_logprobs", "prompt_top_logprobs"):
         values = list(getattr(sample, field))
         values[3] = {"completion_tokens": (values[3] + 1) % 300 if field == "completion_tokens" else 0}.get(
-            field, values[2] if field == "top_logprobs" else torch.tensor(values[3]).nextafter(torch.tensor(1.0)).item()
+            field,
+            values[2]
+            if field.endswith("top_logprobs")
+            else torch.tensor(values[3]).nextafter(torch.tensor(1.0)).item(),
         )
         changed = replace(sample, **{field: tuple(values)})
         first = differences(changed, replay(engine, changed))[0]

@@ -18,6 +18,7 @@ from nano_inference.sampling.noise import noise_keys
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import SampledTokens
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE
+from nano_inference.types import TopLogprobs
 
 VOCAB = 11
 EOS = 0
@@ -62,12 +63,27 @@ def oracle_scores(tokens: list[int], first_row: int, weight_set: str) -> list[fl
     return scores
 
 
+def best(prefix: int, num_best: int) -> tuple[list[int], list[float]]:
+    """The most probable tokens after a prefix, and their logprobs: unlike at every place, and more begin with fewer."""
+    return [(prefix + i) % VOCAB for i in range(num_best)], [-float(prefix % 10007 + i) for i in range(num_best)]
+
+
+def oracle_best(tokens: list[int], num_best: int) -> list[TopLogprobs]:
+    """What the rows of these tokens, but for the last, must have as their best tokens."""
+    prefix, found = 0, list[TopLogprobs]()
+    for token in tokens[:-1]:
+        prefix = extend(prefix, token)
+        found.append(TopLogprobs(*map(tuple, best(prefix, num_best))))  # pyright: ignore[reportArgumentType]
+    return found
+
+
 class FakeResult(NamedTuple):
     """What a forward gives: prefix hashes for logits, and scores."""
 
     logits: list[int]
     scores: list[float]
     contexts: list[list[int]]  # of the logits: which version wrote each position up to their row
+    best: list[tuple[list[int], list[float]]]
 
 
 @dataclass
@@ -76,10 +92,12 @@ class FakeSampled:
 
     tokens: list[int]
     scores: list[float] = field(default_factory=list[float])
+    best: list[tuple[list[int], list[float]]] = field(default_factory=list[tuple[list[int], list[float]]])
 
     def wait(self) -> SampledTokens:
         zeros = [0.0] * len(self.tokens)
-        return SampledTokens(self.tokens, [-1.0] * len(self.tokens), zeros, zeros, scores=self.scores)
+        logprobs = [-1.0] * len(self.tokens)
+        return SampledTokens(self.tokens, logprobs, zeros, zeros, scores=self.scores, score_best=self.best)
 
 
 def _lineage(weight_set: str) -> str:
@@ -121,6 +139,7 @@ class FakeRunner:
             [x for r in results for x in r.logits],
             [x for r in results for x in r.scores],
             [x for r in results for x in r.contexts],
+            [x for r in results for x in r.best],
         )
 
     def change_policy(self) -> int:
@@ -140,7 +159,7 @@ class FakeRunner:
         rows, keys = batch.rows.tolist(), batch.noise_keys.tolist()
         self.contexts |= {(low, high): result.contexts[row] for row, (low, high) in zip(rows, keys, strict=True)}
         drawn = [choose(result.logits[row], (low, high)) for row, (low, high) in zip(rows, keys, strict=True)]
-        return FakeSampled(drawn, result.scores)
+        return FakeSampled(drawn, result.scores, result.best)
 
     def _forward_one(self, batch: ForwardBatch, previous: FakeSampled | None) -> FakeResult:
         ids = batch.input_ids.tolist()
@@ -170,6 +189,7 @@ class FakeRunner:
             [ends[row] for row in batch.logits_indices.tolist()],
             [score(ends[row], token, batch.weight_set) for row, token in targets],
             [contexts[row] for row in batch.logits_indices.tolist()],
+            [best(ends[row], batch.num_best) for row in batch.best_rows.tolist()],
         )
 
     def _read_context(self, table: np.ndarray, length: int, weight_set: str) -> tuple[int, list[int]]:

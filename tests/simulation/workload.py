@@ -11,8 +11,8 @@ from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.units import UNIFORM, BlockLayout
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE, Sequence
-from nano_inference.types import KvPolicy, SamplingParams, TrainingSample
-from tests.simulation.fake_model import EOS, VOCAB, FakeRunner, oracle, oracle_scores
+from nano_inference.types import KvPolicy, SamplingParams, TopLogprobs, TrainingSample
+from tests.simulation.fake_model import EOS, VOCAB, FakeRunner, oracle, oracle_best, oracle_scores
 
 POLICIES: tuple[KvPolicy, ...] = typing.get_args(KvPolicy)
 
@@ -29,6 +29,7 @@ class Ask:
     priority: int = 0
     salt: str | None = None
     prompt_logprobs: bool = False
+    prompt_top: int = 0
     min_version: int | None = None
     max_staleness: int | None = None
 
@@ -83,7 +84,8 @@ def random_workload(seed: int) -> Workload:
                 aborted=r.randrange(0, 40) if r.random() < 0.1 else None,
                 priority=r.choice([0, 0, 0, 1, -1]),
                 salt=r.choice([None, None, None, "a"]),
-                prompt_logprobs=r.random() < 0.15,
+                prompt_logprobs=(scored := r.random() < 0.15),
+                prompt_top=len(asks) % 3 if scored else 0,
                 min_version=r.randrange(1, len(updates) + 1) if updates and r.random() < 0.15 else None,
                 max_staleness=r.randrange(0, 3) if r.random() < 0.15 else None,
             )
@@ -182,7 +184,9 @@ def _sequence(loop: EngineLoop, request_id: int, ask: Ask) -> Sequence:
             priority=ask.priority,
             cache_salt=ask.salt,
             prompt_logprobs=ask.prompt_logprobs,
+            prompt_top_logprobs=ask.prompt_top,
         ),
+        num_best=ask.prompt_top,
         scored=range(len(ask.prompt) - 1) if ask.prompt_logprobs else range(0),
         stop_ids=frozenset([EOS]),
         seed=1000 + request_id,
@@ -199,6 +203,11 @@ def _check_scores(workload: Workload, ask: Ask, sample: TrainingSample) -> None:
         expected = oracle_scores(ask.prompt, 0, POLICY)
         found = list(sample.prompt_logprobs[1:])
         assert found == (expected[: len(found)] if sample.finish_reason == "abort" else expected), "wrong prompt scores"
+    assert (sample.prompt_top_logprobs is not None) == (ask.prompt_top > 0)
+    if sample.prompt_top_logprobs is not None:
+        assert len(sample.prompt_top_logprobs) == len(sample.prompt_logprobs or ())
+        tops = oracle_best(ask.prompt, ask.prompt_top)[: len(sample.prompt_top_logprobs) - 1]
+        assert list(sample.prompt_top_logprobs) == [TopLogprobs((), ()), *tops], "wrong best tokens of a prompt"
     if sample.ref_logprobs is not None:
         tokens = [*sample.prompt_tokens, *sample.completion_tokens]
         assert list(sample.ref_logprobs) == oracle_scores(tokens, len(ask.prompt) - 1, REFERENCE), "wrong scores"

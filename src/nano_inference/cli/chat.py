@@ -1,21 +1,20 @@
-"""`nano-inference chat`: a conversation in the terminal."""
+"""`nano-inference chat`: a conversation in the terminal, with an engine of its own or with a server."""
 
 import sys
 import time
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 from nano_inference.cli import options
+from nano_inference.cli.backends import ChatBackend, EngineBackend, Said, ServerBackend
 from nano_inference.cli.coloring import has_colors
-from nano_inference.cli.terminal import Interruptible, errors, load_engine, output, write
+from nano_inference.cli.terminal import Interruptible, errors, load_engine, output, printable, write
 from nano_inference.errors import InvalidRequest
-from nano_inference.types import SamplingParams, TrainingSample
-
-if TYPE_CHECKING:
-    from nano_inference.engine.engine import InferenceEngine
+from nano_inference.serving.http_client import HttpClient, ServerError
+from nano_inference.types import SamplingParams
 
 _COMMANDS = {
     "/reset": "forget the conversation",
@@ -25,8 +24,26 @@ _COMMANDS = {
 }
 
 
+_OF_THE_ENGINE = ("tokenizer", "cache_type", "dtype", "device", "kv_cache_memory", "max_model_len", "threads")
+_OF_A_SERVER = ("api_key", "api_key_file")
+
+
 def chat(
-    model: options.Model,
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            show_default=False,
+            help="A Hugging Face folder, a hub id, a .gguf file, or smollm2-135m. With --url: the model's name there; "
+            "default: the first that it serves.",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", help="Talk to the model of this server, such as http://127.0.0.1:8000.")
+    ] = None,
+    api_key: options.ApiKey = None,
+    api_key_file: options.ApiKeyFile = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     temperature: options.Temperature = 0.7,
     top_p: options.TopP = 1.0,
@@ -48,7 +65,7 @@ def chat(
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> None:
-    """Talk to a model.
+    """Talk to a model, here or on a server.
 
     Ctrl-C stops an answer, Ctrl-D leaves. /help lists the commands. If standard input is not a terminal, each of its
     lines is a message.
@@ -65,6 +82,12 @@ def chat(
         frequency_penalty=frequency_penalty,
         repetition_penalty=repetition_penalty,
     )
+    _check_given(ctx, model, url)
+    if url is not None:
+        client = HttpClient(url, options.key_of(api_key, api_key_file))
+        _Session(ServerBackend(client, model or client.default_model()), params, system).run()
+        return
+    assert model is not None
     config = options.engine_config(
         model,
         tokenizer_path=tokenizer,
@@ -78,7 +101,18 @@ def chat(
     )
     _require_template(model, tokenizer)
     with load_engine(config) as engine:
-        _Session(engine, params, system).run()
+        _Session(EngineBackend(engine), params, system).run()
+
+
+def _check_given(ctx: typer.Context, model: str | None, url: str | None) -> None:
+    """Refuse options that could have no effect."""
+    if model is None and url is None:
+        raise typer.BadParameter("name a MODEL, or a server with --url.")
+    unused, owner = (_OF_A_SERVER, "a server (--url)") if url is None else (_OF_THE_ENGINE, "an engine of your own")
+    for name in unused:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"--{name.replace('_', '-')} is for {owner}; leave it out.")
 
 
 def _require_template(model: str, tokenizer: str | None) -> None:
@@ -97,9 +131,9 @@ def _require_template(model: str, tokenizer: str | None) -> None:
 
 @dataclass
 class _Session:
-    """A conversation and where it is held."""
+    """A conversation and who answers it."""
 
-    engine: "InferenceEngine"
+    backend: ChatBackend
     params: SamplingParams
     system: str | None
     history: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
@@ -119,7 +153,7 @@ class _Session:
                         return
                 else:
                     self._answer(line)
-            except InvalidRequest as problem:
+            except (InvalidRequest, ServerError) as problem:
                 if not self.interactive:
                     raise
                 errors.print(Text(f"error: {problem}", style="red"), soft_wrap=True)
@@ -171,43 +205,34 @@ class _Session:
         first = [{"role": "system", "content": self.system}] if self.system is not None else []
         messages = [*first, *self.history, message]
         said: list[str] = []
-        finished: TrainingSample | None = None
+        last: Said | None = None
         start = time.perf_counter()
-        with Interruptible(
-            self.engine.generate(messages, self._params_for(messages), stream=True, progress=False)
-        ) as deltas:
-            for delta in deltas:
-                if delta.text:
-                    write(delta.text)
-                    said.append(delta.text)
-                finished = delta.finished or finished
+        with Interruptible(self.backend.answer(messages, self.params)) as pieces:
+            for piece in pieces:
+                if piece.reasoning:
+                    self._think(piece.reasoning)
+                if piece.text:
+                    write(piece.text)
+                    said.append(piece.text)
+                last = piece if piece.tokens is not None else last
         write("\n")
         if said:
             self.history += [message, {"role": "assistant", "content": "".join(said)}]
-        self._say(f"{_figures(finished, time.perf_counter() - start)}\n")
+        self._say(f"{_figures(last, time.perf_counter() - start, stopped=pieces.stopped)}\n")
 
-    def _params_for(self, messages: list[dict[str, str]]) -> SamplingParams:
-        """The parameters, with no more tokens than still fit."""
-        from nano_inference.text.chat import encode_chat
-
-        length = len(encode_chat(self.engine.tokenizer, messages))
-        room = self.engine.max_model_len - length
-        if room < 1:
-            raise InvalidRequest(
-                f"the conversation has {length} tokens, which leaves no room for an answer: the limit is "
-                f"{self.engine.max_model_len}; /reset forgets it."
-            )
-        return replace(self.params, max_tokens=min(self.params.max_tokens, room))
+    def _think(self, text: str) -> None:
+        """What the model says to itself, which is no part of the answer."""
+        if self.interactive:
+            errors.print(Text(printable(text), style="dim"), end="", soft_wrap=True)
 
 
-def _figures(sample: TrainingSample | None, seconds: float) -> str:
-    if sample is None:
-        return "stopped"
-    tokens = len(sample.completion_tokens)
-    cut = " (cut off)" if sample.finish_reason == "length" else ""
+def _figures(last: Said | None, seconds: float, *, stopped: bool) -> str:
+    if last is None or last.tokens is None:
+        return "stopped" if stopped else "the server did not count"
+    cut = " (cut off)" if last.is_cut else ""
     return (
-        f"{tokens} tokens{cut}, {tokens / max(seconds, 1e-9):,.1f} tok/s; {sample.cached_tokens} of "
-        f"{len(sample.prompt_tokens)} prompt tokens cached"
+        f"{last.tokens} tokens{cut}, {last.tokens / max(seconds, 1e-9):,.1f} tok/s; {last.cached_tokens} of "
+        f"{last.prompt_tokens} prompt tokens cached"
     )
 
 

@@ -8,10 +8,12 @@ from typer.core import TyperGroup
 
 import nano_inference
 from nano_inference.cli.chat import chat
+from nano_inference.cli.complete import complete
 from nano_inference.cli.generate import generate
 from nano_inference.cli.info import info
 from nano_inference.cli.options import DEBUG
 from nano_inference.cli.replay import replay
+from nano_inference.cli.serve import serve
 from nano_inference.cli.terminal import errors, set_up_logging, set_up_streams
 from nano_inference.errors import NanoInferenceError
 
@@ -43,6 +45,8 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
+app.command()(complete)
 app.command()(info)
 app.command()(replay)
 

@@ -1,12 +1,15 @@
 """Options that several commands share, as annotated types, and the configuration that they make."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from nano_inference.cli.terminal import set_up_logging
 from nano_inference.config import CacheType, DType, EngineConfig
+from nano_inference.errors import ConfigError
+from nano_inference.types import SamplingParams
 
 DEBUG = "nano_inference.debug"  # where a context keeps whether tracebacks are wanted
 
@@ -17,12 +20,23 @@ _UNITS = {
 }
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str | int) -> int:
     """Bytes that `512MiB`, `2GB` or `1.5 GiB` mean. Raises `typer.BadParameter`."""
-    parts = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    parts = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
     if parts is None or parts[2] not in _UNITS:
         raise typer.BadParameter(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB.")
     return int(float(parts[1]) * _UNITS[parts[2]])
+
+
+def read_keys(file: Path) -> list[str]:
+    """The keys of a file, one a line; empty lines are passed over. Raises `ConfigError`."""
+    try:
+        keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"the keys in {file} cannot be read: {problem}") from None
+    if not keys:
+        raise ConfigError(f"{file} holds no key; write one a line.")
+    return keys
 
 
 def _note_debug(ctx: typer.Context, debug: bool) -> bool:
@@ -55,6 +69,15 @@ Model = Annotated[
         help="A Hugging Face folder, a hub id, a .gguf file, or a model that a package carries: smollm2-135m.",
     ),
 ]
+
+ServedModel = Annotated[
+    str | None,
+    typer.Option("--model", show_default=False, help="The model's name there. Default: the first that it serves."),
+]
+ApiKey = Annotated[
+    str | None, typer.Option("--api-key", metavar="KEY", help="The server's key. Others can see it with `ps`.")
+]
+ApiKeyFile = Annotated[Path | None, typer.Option("--api-key-file", help="The server's key is in this file.")]
 
 _ENGINE = "The engine"
 Tokenizer = Annotated[
@@ -115,6 +138,23 @@ Verbose = Annotated[
     bool, _option(_MESSAGES, "--verbose", "-v", callback=_note_verbose, help="Also show what the engine logs.")
 ]
 Debug = Annotated[bool, _option(_MESSAGES, "--debug", callback=_note_debug, help="Show an error with its traceback.")]
+
+
+def key_of(key: str | None, file: Path | None) -> str | None:
+    """The key to send: as given, or the first of a file. Raises `ConfigError`."""
+    return read_keys(file)[0] if file is not None and key is None else key
+
+
+def request_body(params: SamplingParams) -> dict[str, Any]:
+    """Parameters as fields of a request. Only what differs from the defaults: other servers do not know them all."""
+    default = SamplingParams()
+    fields = {name: getattr(params, name) for name in _SENT if getattr(params, name) != getattr(default, name)}
+    if params.stop:
+        fields["stop"] = list(params.stop)
+    return {"temperature": params.temperature, "max_tokens": params.max_tokens} | fields
+
+
+_SENT = ("top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos")
 
 
 def engine_config(model: str, **options: Any) -> EngineConfig:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -15,7 +15,8 @@ from rich.logging import RichHandler
 if TYPE_CHECKING:
     from nano_inference.config import EngineConfig
     from nano_inference.engine.engine import InferenceEngine
-    from nano_inference.types import Delta
+
+Item = TypeVar("Item")
 
 output = Console(highlight=False)  # what was asked for
 errors = Console(stderr=True, highlight=False)  # all that is said about it
@@ -61,8 +62,8 @@ def load_engine(config: "EngineConfig") -> "InferenceEngine":
         return InferenceEngine(config)
 
 
-class Interruptible:
-    """The deltas of a `generate`, until they end or Ctrl-C is pressed. A context manager.
+class Interruptible(Generic[Item]):
+    """The deltas of a `generate` or pieces of a reply, until they end or Ctrl-C is pressed. A context manager.
 
     An interrupt in the middle of a step would leave the engine in an unknown state. So the first Ctrl-C is only noted,
     and the stream ends behind the next delta; closing it aborts what is unfinished. The second one is an ordinary
@@ -72,7 +73,7 @@ class Interruptible:
         stopped: Ctrl-C was pressed.
     """
 
-    def __init__(self, deltas: "Iterator[Delta]") -> None:
+    def __init__(self, deltas: Iterator[Item]) -> None:
         self.stopped = False
         self._deltas: Any = deltas
 
@@ -80,7 +81,7 @@ class Interruptible:
         self._before = signal.signal(signal.SIGINT, self._on_interrupt)
         return self
 
-    def __iter__(self) -> "Iterator[Delta]":
+    def __iter__(self) -> Iterator[Item]:
         for delta in self._deltas:
             yield delta
             if self.stopped:

@@ -80,6 +80,7 @@ class Intake:
             prefix=PrefixKeys(Namespace()),
             num_samples=num_samples,
             scored=range(len(token_ids) - 1) if params.prompt_logprobs else range(0),
+            num_best=params.prompt_top_logprobs,
             output_text=text,
             streaming=stream,
             min_version=min_version,
@@ -111,6 +112,8 @@ class Intake:
             scored=range(prompt_len - 1) if params.prompt_logprobs else range(0),
             # Of a prompt that was not computed to its end they may be another version's.
             scores=list((sample.prompt_logprobs or ())[1:]) if drawn else [],
+            num_best=params.prompt_top_logprobs,
+            score_best=list((sample.prompt_top_logprobs or ())[1:]) if drawn else [],
             streaming=stream,
         )
         if appended and not seq.version_starts:

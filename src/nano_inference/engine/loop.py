@@ -221,7 +221,7 @@ class EngineLoop:
             flight = self.in_flight.popleft()
             tokens = flight.tokens.wait()
             self.clock.lap("wait")
-            samples += commit_scores(flight.scored, tokens.scores, self.sequences, self.cache)
+            samples += commit_scores(flight.scored, tokens, self.sequences, self.cache)
             live = [seq for seq in flight.sampled if seq.status is not _FINISHED]
             self.num_completion_tokens += len(live)
             # Length before: a sample whose logits were not finite ends without another token.

@@ -1,6 +1,6 @@
 """`ModelRunner`: runs batches on one device, one forward a weight set, and draws the samples."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.engine.storage import KVStorage
-from nano_inference.models.decoder import Decoder, ForwardResult
+from nano_inference.models.decoder import BestTokens, Decoder, ForwardResult
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import SampledTokens
@@ -19,16 +19,17 @@ from nano_inference.scheduling.sequence import POLICY
 class Sampled:
     """Samples of a step, maybe still being computed on the device."""
 
-    def __init__(self, draw: Draw, scores: Tensor) -> None:
+    def __init__(self, draw: Draw, scores: Tensor, best: Sequence[BestTokens] = ()) -> None:
         self.draw = draw
         self.scores = scores
+        self.best = best
 
     def wait(self) -> SampledTokens:
         """The samples on the host. The only place where the host waits for the device."""
         draw = self.draw
         masks = top = None
         if draw.top_ids.shape[1]:
-            top = list(zip(draw.top_ids.tolist(), draw.top_logprobs.tolist(), strict=True))
+            top = _pairs(draw.top_ids, draw.top_logprobs)
         if draw.kept is not None:
             masks = [tuple(row.nonzero()[:, 0].tolist()) for row in draw.kept.cpu()]
         return SampledTokens(
@@ -39,6 +40,7 @@ class Sampled:
             masks=masks,
             top=top,
             scores=self.scores.tolist(),
+            score_best=[pair for best in self.best for pair in _pairs(*best)],
         )
 
 
@@ -47,6 +49,7 @@ class StepResult(NamedTuple):
 
     drawn: list[tuple[Decoder, Tensor]]  # models with rows [L, H] to draw from, in the order of the batches
     scores: Tensor  # float32 [P], in the order of the batches
+    best: list[BestTokens]  # of the batches that have some
 
 
 class ModelRunner:
@@ -81,7 +84,7 @@ class ModelRunner:
             if len(result.hidden)
         ]
         scores = results[0].scores if len(results) == 1 else torch.cat([result.scores for result in results])
-        return StepResult(drawn, scores)
+        return StepResult(drawn, scores, [result.best for result in results if result.best is not None])
 
     def set_aside(self, weight_set: str, name: str, changing: Collection[str]) -> None:
         """Keep a weight set as it is now under another name, or go on keeping it: what is about to change is copied."""
@@ -103,12 +106,13 @@ class ModelRunner:
         batch = batch.to(self.device)
         if len(result.drawn) == 1:
             model, hidden = result.drawn[0]
-            return Sampled(model.draw(hidden, batch), result.scores)
+            return Sampled(model.draw(hidden, batch), result.scores, result.best)
         ops = self.models[POLICY].ops
         if not result.drawn:
-            return Sampled(ops.sample_logits(torch.empty((0, 1), device=self.device), batch), result.scores)
+            nothing = torch.empty((0, 1), device=self.device)
+            return Sampled(ops.sample_logits(nothing, batch), result.scores, result.best)
         logits = torch.cat([model.logits(hidden) for model, hidden in result.drawn])
-        return Sampled(ops.sample_logits(logits, batch), result.scores)
+        return Sampled(ops.sample_logits(logits, batch), result.scores, result.best)
 
     @torch.inference_mode()
     def _forward_one(self, batch: ForwardBatch, previous: Sampled | None) -> ForwardResult:
@@ -120,6 +124,11 @@ class ModelRunner:
         if batch.weight_set == POLICY:
             self.prompt_tokens_computed += batch.num_prompt_tokens
         return self.models[batch.weight_set].forward(batch, self.storages[batch.weight_set])
+
+
+def _pairs(token_ids: Tensor, logprobs: Tensor) -> list[tuple[list[int], list[float]]]:
+    """Two of [R, K], row by row."""
+    return list(zip(token_ids.tolist(), logprobs.tolist(), strict=True))
 
 
 def to_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:

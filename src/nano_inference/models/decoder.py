@@ -12,7 +12,9 @@ from nano_inference.models.rope import rope_table
 from nano_inference.models.spec import ModelSpec
 from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.sampling_batch import SamplingBatch, greedy_batch
+
+BEST_TILE = 256  # rows whose logits are in memory at once where only their best tokens are wanted
 
 
 class KvCache(Protocol):
@@ -23,11 +25,19 @@ class KvCache(Protocol):
         ...
 
 
+class BestTokens(NamedTuple):
+    """The most probable tokens after some rows, best first, and their logprobs under the model's own distribution."""
+
+    token_ids: Tensor  # int64 [T, K]
+    logprobs: Tensor  # float32 [T, K]
+
+
 class ForwardResult(NamedTuple):
     """What a forward pass gives."""
 
     hidden: Tensor  # [L, H], rows `batch.logits_indices` after the last norm; good until the next forward
     scores: Tensor  # float32 [P], logprobs of `batch.score_targets` at rows `batch.score_rows`, at their temperatures
+    best: BestTokens | None = None  # after rows `batch.best_rows`; None where there are none
 
 
 class Decoder:
@@ -63,8 +73,9 @@ class Decoder:
             scores = self.ops.gather_logprobs(rows, self.head, divisor, targets, temperatures)
         else:
             scores = torch.empty(0, device=self.device)
+        best = self.best_tokens(hidden[batch.best_rows], batch.num_best) if batch.num_best else None
         drawn = len(batch.logits_indices)
-        return ForwardResult(hidden if drawn == len(hidden) else hidden[batch.logits_indices], scores)
+        return ForwardResult(hidden if drawn == len(hidden) else hidden[batch.logits_indices], scores, best)
 
     def draw(self, hidden: Tensor, batch: SamplingBatch) -> Draw:
         """Draw samples from the logits of rows [L, H] that a forward pass gave."""
@@ -73,6 +84,11 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits of rows [L, H] that a forward pass gave: float32 [L, V]."""
         return self.ops.logits(hidden, self.head, self.spec.logits_divisor)
+
+    def best_tokens(self, hidden: Tensor, num_best: int) -> BestTokens:
+        """The most probable tokens after rows [T, H] that a forward pass gave: what greedy draws report there."""
+        draws = [self.draw(rows, greedy_batch(len(rows), num_best).to(self.device)) for rows in hidden.split(BEST_TILE)]
+        return BestTokens(torch.cat([draw.top_ids for draw in draws]), torch.cat([d.top_logprobs for d in draws]))
 
     def forget_recorded(self) -> None:
         """Record anew what the backend records: weights or KV tensors have moved."""

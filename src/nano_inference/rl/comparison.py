@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from nano_inference.types import SamplingMask, TrainingSample
 
+OF_PROMPT = ("prompt_logprobs", "prompt_top_logprobs")
 _PER_TOKEN = ("completion_tokens", "logprobs", "raw_logprobs", "log_kept_mass", "ref_logprobs", "top_logprobs")
 _SHORT = reprlib.Repr()
 _SHORT.maxother = 200
@@ -18,7 +19,7 @@ class Difference(NamedTuple):
 
     Attributes:
         field: of `TrainingSample`.
-        token: index in the completion (in the prompt for `prompt_logprobs`); None for a field of the whole sample.
+        token: index in the completion (in the prompt for fields of the prompt); None for one of the whole sample.
         recorded: what the sample says there; None where it ends before.
         replayed: what the replay gave.
     """
@@ -31,7 +32,7 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         where = "the sample"
         if self.token is not None:
-            where = f"{'prompt' if self.field == 'prompt_logprobs' else 'completion'} token {self.token}"
+            where = f"{'prompt' if self.field in OF_PROMPT else 'completion'} token {self.token}"
         return f"{where}: {self.field} is {_SHORT.repr(self.recorded)}, replayed {_SHORT.repr(self.replayed)}"
 
 
@@ -41,7 +42,7 @@ def differences(sample: TrainingSample, replayed: TrainingSample) -> tuple[Diffe
     Floats are compared by their bits; nan equals nan. Compared is what follows from the arithmetic: tokens, all that
     is said of their draws, prompt and reference logprobs, weight versions, and why the sample ended.
     """
-    found = [_of_tokens("prompt_logprobs", sample.prompt_logprobs, replayed.prompt_logprobs)]
+    found = [_of_tokens(name, getattr(sample, name), getattr(replayed, name)) for name in OF_PROMPT]
     columns = [_of_tokens(name, getattr(sample, name), getattr(replayed, name)) for name in _PER_TOKEN]
     columns.append(_of_tokens("sampling_mask", _rows(sample.sampling_mask), _rows(replayed.sampling_mask)))
     found += sorted((each for each in columns if each is not None), key=lambda each: each.token or 0)

@@ -45,8 +45,9 @@ def replay(engine: InferenceEngine, sample: TrainingSample, *, weights: Weights 
 
     Returns:
         The sample with `completion_tokens`, `logprobs`, `raw_logprobs`, `log_kept_mass`, `sampling_mask`,
-        `top_logprobs`, `prompt_logprobs`, `weight_versions`, `weight_version`, `finish_reason` and `stop_reason` as
-        they follow; `ref_logprobs` too if the engine has a reference model. The other fields are the sample's.
+        `top_logprobs`, `prompt_logprobs`, `prompt_top_logprobs`, `weight_versions`, `weight_version`,
+        `finish_reason` and `stop_reason` as they follow; `ref_logprobs` too if the engine has a reference model. The
+        other fields are the sample's.
 
     Raises:
         InvalidRequest: other numerics, missing weight versions (named), a sample that does not say enough, or weights
@@ -184,6 +185,7 @@ class _Run:
         self.drawn: dict[int, _Drawn] = {}  # by index in the completion
         self.version_starts: list[tuple[int, int]] = []
         self.prompt_scores: list[float] = []
+        self.prompt_best: list[TopLogprobs] = []
         self.diverged = False  # what stands behind the newest draw is no draft of this replay any more
         self.decoders = replayer.decoders
         self.storage, self.table = replayer.storage(replayer.engine.model, max(len(self.tokens) - 1, 1))
@@ -231,9 +233,12 @@ class _Run:
             self.storage.block_size,
             draws=[row - start for row in drawing],
             scores=[(row - start, self.tokens[row + 1]) for row in to_score],
+            num_best=self.params.prompt_top_logprobs if to_score else 0,
         )
         result = model.forward(to_device(batch, model.device), self.storage)
         self.prompt_scores += result.scores.tolist()
+        if result.best is not None:
+            self.prompt_best += itertools.starmap(_best, zip(*(each.tolist() for each in result.best), strict=True))
         if not drawing:
             return []
         requests = [self.how.request(self.tokens, place, row + 1) for place, row in enumerate(drawing)]
@@ -276,6 +281,7 @@ class _Run:
             sampling_mask=_csr(column("mask", masks)) if params.sampling_mask else None,
             top_logprobs=column("top", sample.top_logprobs) if params.top_logprobs else None,
             prompt_logprobs=(math.nan, *self.prompt_scores) if params.prompt_logprobs else None,
+            prompt_top_logprobs=(TopLogprobs((), ()), *self.prompt_best) if params.prompt_top_logprobs else None,
             weight_versions=versions,
             weight_version=versions[-1].version if versions else sample.weight_version,
         )

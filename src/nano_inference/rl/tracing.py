@@ -20,7 +20,7 @@ from nano_inference.models.decoder import Decoder
 from nano_inference.models.weights import param_table, read, slots
 from nano_inference.ops.backend import Norm, Ops
 from nano_inference.ops.cpu.backend import cpu_ops
-from nano_inference.rl.comparison import Difference
+from nano_inference.rl.comparison import OF_PROMPT, Difference
 from nano_inference.rl.history import stretches
 from nano_inference.rl.replayer import MOST_ROWS, Draws, Replayer
 from nano_inference.sampling.sampling_batch import sampling_batch
@@ -109,7 +109,7 @@ def _num_rows(sample: TrainingSample, difference: Difference) -> int:
     """Rows that the token where it differs was drawn from, or all."""
     prompt, completion = len(sample.prompt_tokens), len(sample.completion_tokens)
     token = completion - 1 if difference.token is None else difference.token
-    return max(1, token if difference.field == "prompt_logprobs" else prompt + min(token, completion - 1))
+    return max(1, token if difference.field in OF_PROMPT else prompt + min(token, completion - 1))
 
 
 def _version_at(sample: TrainingSample, row: int, serving: int) -> int:

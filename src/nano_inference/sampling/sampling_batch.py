@@ -238,6 +238,14 @@ def sampling_batch(draws: Sequence[DrawRequest]) -> SamplingBatch:
     return table.batch(slots, rows, positions, {i: draw.banned for i, draw in enumerate(draws) if draw.banned})
 
 
+def greedy_batch(num_rows: int, most_top: int) -> SamplingBatch:
+    """The most probable token of each of so many rows, and with it the `most_top` best under the model's own logits."""
+    table = SamplingTable()
+    table.put(0, SamplingParams(temperature=0, top_logprobs=most_top), 0, 0, ())
+    slots = np.zeros(num_rows, dtype=np.int64)
+    return table.batch(slots, np.arange(num_rows), slots, {})
+
+
 def _bias_pairs(bias: Mapping[int, float], banned: Iterable[int]) -> Pairs:
     bias = dict(bias) | dict.fromkeys(banned, -np.inf)
     return np.fromiter(bias, dtype=np.int64), np.fromiter(bias.values(), dtype=np.float32)

@@ -38,6 +38,7 @@ class SampledTokens:
     masks: Listed[tuple[int, ...]] | None = None
     top: Listed[tuple[Listed[int], Listed[float]]] | None = None  # best tokens and their logprobs
     scores: Listed[float] = ()
+    score_best: Listed[tuple[Listed[int], Listed[float]]] = ()  # as `top`, of the rows whose sequences want it
 
 
 def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager, step: int) -> Applied:
@@ -102,16 +103,17 @@ def commit(
 
 
 def commit_scores(
-    scored: Listed[tuple[Sequence, int, int]], scores: Listed[float], sequences: Sequences, cache: KVCacheManager
+    scored: Listed[tuple[Sequence, int, int]], sampled: SampledTokens, sequences: Sequences, cache: KVCacheManager
 ) -> list[TrainingSample]:
     """Take in a step's scores, of rows [start, end) of each sequence; returns the samples that are now judged."""
     judged: list[TrainingSample] = []
-    at = 0
+    scores, rows = iter(sampled.scores), iter(sampled.score_best)
     for seq, start, end in scored:
-        values, at = scores[at : at + end - start], at + end - start
+        values = list(itertools.islice(scores, end - start))
+        best = [_top(*row, seq.num_best) for row in itertools.islice(rows, end - start)] if seq.num_best else ()
         if seq.status is SequenceStatus.FINISHED:
             continue
-        seq.add_scores(start, values)
+        seq.add_scores(start, values, best)
         if seq.judged is not None and len(seq.scores) == len(seq.scored):
             retire(seq, sequences, cache)
             judged.append(replace(seq.judged, ref_logprobs=tuple(seq.scores)))
@@ -219,6 +221,7 @@ def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str)
             kv_versions=context_versions(seq),
             loss_mask=loss_mask,
             sampling_params=seq.params,
+            prompt_top_logprobs=(TopLogprobs((), ()), *seq.score_best) if seq.params.prompt_top_logprobs else None,
         )
         for index in range(seq.sample_index, seq.sample_index + seq.num_samples)
     ]

@@ -102,6 +102,8 @@ class Sequence:
     scored: range = range(0)  # rows (positions) whose next token's logprob is wanted
     score_temperature: float = 1.0  # under which; above 0
     scores: list[float] = field(default_factory=list[float])  # of the first of them; a group's samples share the list
+    num_best: int = 0  # most probable tokens that are wanted beside each of the scores
+    score_best: list[TopLogprobs] = field(default_factory=list[TopLogprobs])  # these; shared like the scores
     output_text: GrowingText | None = None  # where text is wanted
     stop_string: str | None = None  # the one that the newest token completed
     streaming: bool = False  # every token is handed out as it is sampled
@@ -145,10 +147,16 @@ class Sequence:
         """Rows of a chunk [start, end) that are to be scored and are not yet."""
         return range(max(start, self.scored.start + len(self.scores)), min(end, self.scored.stop))
 
-    def add_scores(self, start: int, logprobs: Listed[float]) -> None:
+    def add_scores(self, start: int, logprobs: Listed[float], best: Listed[TopLogprobs] = ()) -> None:
         """Take in the scores of rows from `start` on. Rows that a preemption made compute twice count once."""
         known = self.scored.start + len(self.scores) - start
         self.scores += logprobs[known:]
+        self.score_best += best[known:]
+
+    def forget_scores(self) -> None:
+        """Let all rows be scored again."""
+        self.scores.clear()
+        self.score_best.clear()
 
     @property
     def temperature(self) -> float:
@@ -224,6 +232,8 @@ class Sequence:
             scored=self.scored,
             score_temperature=self.score_temperature,
             scores=self.scores,
+            num_best=self.num_best,
+            score_best=self.score_best,
             output_text=self.output_text.copy() if self.output_text is not None else None,
             streaming=self.streaming,
         )

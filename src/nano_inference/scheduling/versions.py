@@ -48,7 +48,7 @@ def change_version(
             seq.release(sequences.namespace_of(seq))
             seq.prefix.extend(seq.token_ids, cache.block_size)
             if not seq.num_samples or not seq.num_completion_tokens:
-                seq.scores.clear()  # scores of one sequence are of one version
+                seq.forget_scores()  # scores of one sequence are of one version
     if old != version and not (weight_set == POLICY and sequences.versions.get(PREVIOUS) == old):
         cache.drop_version(weight_set, old)
 

@@ -54,7 +54,9 @@ def build_routes(server: Server, protocols: Mapping[str, Protocol_], routes: Seq
 
 
 def _described(protocol: Protocol_) -> dict[str, Any]:
-    """The body's schema for `/openapi.json`: the protocol's `schema`, if it has one."""
+    """What `/openapi.json` says of it: the protocol's `openapi`, or of the body alone its `schema`, if it has one."""
+    if (described := getattr(protocol, "openapi", None)) is not None:
+        return dict(described)
     schema: Any = getattr(protocol, "schema", None) or {"type": "object"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 

@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from nano_inference.serving.choices import Choice, Piece, new_choice
 from nano_inference.serving.client import EngineClient, RequestStream
 from nano_inference.serving.errors import ApiError, api_error_of
-from nano_inference.serving.protocols.interface import Builder, Served, Usage
+from nano_inference.serving.protocols.interface import Ask, Builder, Served, Usage
 from nano_inference.types import Delta
 
 log = logging.getLogger("nano_inference.serving")
@@ -17,54 +17,62 @@ log = logging.getLogger("nano_inference.serving")
 
 @dataclass
 class Generation:
-    """One request on its way through the engine. Close it, whatever happens."""
+    """One request on its way through the engine. Close it, whatever happens.
+
+    Attributes:
+        builder: reads and writes its protocol.
+        served: what is served.
+        streams: one a prompt.
+        choices: prompt by prompt.
+        usage: tokens so far; the same object all the time.
+    """
 
     builder: Builder
     served: Served
     streams: list[RequestStream] = field(default_factory=list[RequestStream])
     choices: list[Choice] = field(default_factory=list[Choice])
+    usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
     _first: list[int] = field(default_factory=list[int])  # index of each stream's first choice
+    _started: set[int] = field(default_factory=set[int])  # streams of which something has come
 
     def submit(self, client: EngineClient) -> None:
-        """Queue all that it asks for. Raises `EngineDead`."""
-        for ask in self.builder.asks:
-            self._first.append(len(self.choices))
-            eos = frozenset() if ask.params.ignore_eos else frozenset(self.served.engine.eos_token_ids)
-            for _ in range(ask.num_samples):
-                stop_ids = ask.params.stop_token_ids | eos
-                self.choices.append(
-                    new_choice(
-                        len(self.choices), self.served.tokenizer, ask.params.stop, stop_ids, self.builder.make_parser
-                    )
-                )
-            self.streams.append(client.submit(ask.prompt, ask.params, ask.num_samples, stream=self.builder.stream))
+        """Queue all that it asks for. Raises `EngineDead`; then nothing of it is queued."""
+        try:
+            for ask in self.builder.asks:
+                self._submit(ask, client)
+        except BaseException:
+            self.close()
+            raise
+
+    def _submit(self, ask: Ask, client: EngineClient) -> None:
+        self._first.append(len(self.choices))
+        eos = frozenset[int]() if ask.params.ignore_eos else frozenset(self.served.engine.eos_token_ids)
+        stop_ids = ask.params.stop_token_ids | eos
+        for index in range(len(self.choices), len(self.choices) + ask.num_samples):
+            self.choices.append(
+                new_choice(index, self.served.tokenizer, ask.params.stop, stop_ids, self.builder.make_parser)
+            )
+        stream = self.builder.stream and ask.stream
+        self.streams.append(client.submit(ask.prompt, ask.params, ask.num_samples, stream=stream))
+        self.usage.prompt_tokens += len(ask.prompt)
 
     def close(self) -> None:
         """Abort what has not ended."""
         for stream in self.streams:
             stream.close()
 
-    @property
-    def usage(self) -> Usage:
-        """Tokens so far."""
-        firsts = [self.choices[place] for place in self._first]
-        return Usage(
-            prompt_tokens=sum(len(ask.prompt) for ask in self.builder.asks),
-            cached_tokens=sum(choice.cached_tokens for choice in firsts),
-            completion_tokens=sum(choice.num_tokens for choice in self.choices),
-        )
-
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
+    async def pieces(self) -> AsyncGenerator[list[Piece]]:
         """What is new, as it comes, of any choice. Raises what ended the request."""
         if len(self.streams) == 1:  # nearly always, and then cheaply
-            while self.streams[0].samples_left:
-                yield self._pieces(0, await self.streams[0].next())
+            stream = self.streams[0]
+            while stream.samples_left:
+                yield self._pieces(0, await stream.next())
             return
         waiting = {asyncio.ensure_future(stream.next()): place for place, stream in enumerate(self.streams)}
         try:
             while waiting:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for future in done:
+                for future in sorted(done, key=waiting.__getitem__):
                     place = waiting.pop(future)
                     yield self._pieces(place, future.result())
                     if self.streams[place].samples_left:
@@ -72,15 +80,29 @@ class Generation:
         finally:
             for future in waiting:
                 future.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.gather(*waiting, return_exceptions=True)
+            await asyncio.gather(*waiting, return_exceptions=True)
 
     def _pieces(self, place: int, deltas: list[Delta]) -> list[Piece]:
-        by_sample: dict[int, list[Delta]] = {}
-        for delta in deltas:
-            by_sample.setdefault(delta.sample_index, []).append(delta)
+        usage = self.usage
+        if place not in self._started:
+            self._started.add(place)
+            usage.cached_tokens += deltas[0].cached_tokens
         first = self._first[place]
-        return [self._checked(self.choices[first + index].push(news)) for index, news in by_sample.items()]
+        if len(deltas) == 1:
+            pieces = [self._push(first + deltas[0].sample_index, deltas)]
+        else:
+            by_sample: dict[int, list[Delta]] = {}
+            for delta in deltas:
+                by_sample.setdefault(delta.sample_index, []).append(delta)
+            pieces = [self._push(first + index, news) for index, news in by_sample.items()]
+        for piece in pieces:
+            usage.completion_tokens += len(piece.token_ids)
+        return pieces
+
+    def _push(self, index: int, deltas: list[Delta]) -> Piece:
+        choice = self.choices[index]
+        choice.cached_tokens = deltas[-1].cached_tokens
+        return self._checked(choice.push(deltas))
 
     def _checked(self, piece: Piece) -> Piece:
         """Raise what a failed sample says."""
@@ -93,23 +115,27 @@ class Generation:
 
 async def answer(generation: Generation) -> dict[str, object]:
     """Wait for all of it; the answer's body."""
-    async for _ in generation.pieces():
-        pass
+    async with aclosing(generation.pieces()) as all_pieces:
+        async for _ in all_pieces:
+            pass
     return dict(generation.builder.response(generation.choices, generation.usage))
 
 
-async def events(generation: Generation) -> AsyncIterator[bytes]:
+async def events(generation: Generation) -> AsyncGenerator[bytes]:
     """The answer as server-sent events. What goes wrong before the first of them is raised, later it is an event."""
-    builder, started = generation.builder, False
+    builder, usage, started = generation.builder, generation.usage, False
+    chunk = builder.chunk
     try:
-        async for pieces in generation.pieces():
-            usage = generation.usage
-            data = b"".join([builder.chunk(piece, usage) for piece in pieces])
-            if not started:
-                data, started = builder.start(usage) + data, True
-            if data:
-                yield data
-        yield builder.end(generation.choices, generation.usage)
+        async with aclosing(generation.pieces()) as all_pieces:
+            async for pieces in all_pieces:
+                data = (
+                    chunk(pieces[0], usage) if len(pieces) == 1 else b"".join([chunk(each, usage) for each in pieces])
+                )
+                if not started:
+                    data, started = builder.start(usage) + data, True
+                if data:
+                    yield data
+        yield builder.end(generation.choices, usage)
     except Exception as problem:
         if not started:
             raise

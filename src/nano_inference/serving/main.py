@@ -16,23 +16,32 @@ from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.serving.protocols import anthropic
 from nano_inference.serving.protocols.interface import Protocol_
+from nano_inference.serving.protocols.openai_chat import Chat
 from nano_inference.serving.protocols.openai_completions import Completions
+from nano_inference.serving.routes import model_routes
 from nano_inference.serving.server import Server
 
-PROTOCOLS: dict[str, Protocol_] = {"/v1/completions": Completions(), "/v1/messages": anthropic.Messages()}
-ROUTES: Sequence[Routes] = (anthropic.routes,)
+PROTOCOLS: dict[str, Protocol_] = {
+    "/v1/completions": Completions(),
+    "/v1/chat/completions": Chat(),
+    "/v1/messages": anthropic.Messages(),
+}
+ROUTES: Sequence[Routes] = (model_routes, anthropic.routes)
 
 
-def serve(engine: EngineConfig, config: ServerConfig) -> None:
+def serve(engine: EngineConfig | EngineClient, config: ServerConfig) -> None:
     """Serve until SIGTERM or Ctrl-C, which let running requests end first. Sets up logging.
+
+    Args:
+        engine: what to build, or a client of one that is not started yet.
+        config: how.
 
     Raises:
         NanoInferenceError: the engine could not be built, or it has died (`EngineDead`).
     """
     set_up_logs(config)
-    server = Server(config, client_for(engine, config))
-    runner = _runner(server)
-    runner.run()
+    server = Server(config, _client(engine, config))
+    _runner(server).run()
     raise_if_lost(server)
 
 
@@ -59,8 +68,7 @@ def running_server(
         NanoInferenceError: it could not be built.
     """
     config = config if config is not None else ServerConfig(port=0, in_process=True)
-    client = engine if isinstance(engine, EngineClient) else client_for(engine, config)
-    server = Server(config, client)
+    server = Server(config, _client(engine, config))
     runner = _runner(server)
     thread = threading.Thread(target=runner.run, name="nano-inference server", daemon=True)
     thread.start()
@@ -77,11 +85,15 @@ def running_server(
         thread.join()
 
 
-def client_for(engine: EngineConfig, config: ServerConfig) -> EngineClient:
+def engine_client(engine: EngineConfig, config: ServerConfig) -> EngineClient:
     """A client of an engine that is not started yet, in this process or in one of its own."""
     if config.in_process:
         return InProcessClient(engine, config.max_backlog)
     return ProcessClient(engine, config.max_backlog, restart=config.restart_engine)
+
+
+def _client(engine: EngineConfig | EngineClient, config: ServerConfig) -> EngineClient:
+    return engine if isinstance(engine, EngineClient) else engine_client(engine, config)
 
 
 def _runner(server: Server) -> Runner:

@@ -7,7 +7,7 @@ import time
 from nano_inference.config import EngineConfig
 from nano_inference.errors import EngineDead, NanoInferenceError
 from nano_inference.serving.client import EngineClient, error_named
-from nano_inference.serving.engine_child import EngineChild
+from nano_inference.serving.engine_child import STOP_PATIENCE, EngineChild
 from nano_inference.serving.messages import CannotStart, Dead, FromEngine, Ready, ToEngine
 
 log = logging.getLogger("nano_inference.serving")
@@ -51,13 +51,14 @@ class ProcessClient(EngineClient):
 
     async def close(self) -> None:
         """Let the engine end, or end it, within seconds. Its process, sockets and folder are gone then."""
+        is_ready = self._info is not None and not self.restarting
         self._restart = self.restarting = False
         if self._again is not None:
             self._again.cancel()
         self._die("the server is stopping.")
         child, self._child = self._child, None
         if child is not None:
-            await child.close()
+            await child.close(STOP_PATIENCE if is_ready else 0.0)  # one that is being built does not listen yet
 
     def _send(self, message: ToEngine) -> None:
         assert self._child is not None

@@ -55,7 +55,7 @@ class Server:
     started: float = 0.0
     stop: Callable[[], None] | None = None
     exchanges: set[Ends] = field(default_factory=set[Ends])
-    linger: float = LINGER
+    linger: float = field(default_factory=lambda: LINGER)
     lost: Exception | str | None = None
 
     def __post_init__(self) -> None:

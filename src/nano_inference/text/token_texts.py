@@ -76,21 +76,26 @@ class Offsets:
     Args:
         texts: of the tokens.
         start: characters before the first.
+        shown: the text that the tokens were made of. Special tokens that it writes out take room; without it none do.
     """
 
-    def __init__(self, texts: TokenTexts, start: int = 0) -> None:
+    def __init__(self, texts: TokenTexts, start: int = 0, shown: str | None = None) -> None:
         self._texts = texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._here = start
+        self._shown = shown
 
     def push(self, token_ids: Iterable[int]) -> list[int]:
-        """Offsets of the next tokens, in characters. Special tokens take no room."""
+        """Offsets of the next tokens, in characters."""
         offsets: list[int] = []
         for token_id in token_ids:
             offsets.append(self._here)
-            if not self._texts.is_special(token_id):
+            if not self._texts.is_special(token_id) or self._writes_out(token_id):
                 self._here += len(self._decoder.decode(self._texts.bytes_of(token_id)))
         return offsets
+
+    def _writes_out(self, token_id: int) -> bool:
+        return self._shown is not None and self._shown.startswith(self._texts.text(token_id), self._here)
 
 
 def _in_the_middle(decoder: decoders.Decoder | None, token: str) -> str:

@@ -1,7 +1,8 @@
 """`Connection`: uvicorn's HTTP/1.1 protocol with bounds that it lacks, on headers and on clients that stall.
 
 httptools keeps whatever arrives of a header line until the line ends (CVE-2025-48956 was that, in another server).
-Here bytes and header lines are counted while they come, and a connection that brings too many is answered 431.
+Here bytes and header lines are counted while they come, and a connection that brings too many is answered 431. A
+line that does not end may exceed the bound by what one read of the socket brings (256 KiB).
 """
 
 from typing import Any

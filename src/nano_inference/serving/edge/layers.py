@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from starlette.middleware.cors import CORSMiddleware
@@ -58,6 +59,7 @@ class Outermost:
             if not record.status:
                 await error_reply(api_error_of(problem), record)(scope, receive, send_with_ids)
         finally:
+            record.seconds = time.perf_counter() - record.started
             self._done(record)
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.errors import NO_RETRY, ApiError, retry_after
 
+STALLED = 60.0  # seconds without a step or a token while there is work; a long prompt's step on a CPU takes less
 Status = Literal["starting", "ok", "stalled", "dead", "draining"]
 
 
@@ -38,7 +39,7 @@ class Lifecycle:
             return "starting"
         if self.client.why_dead is not None:
             return "dead"
-        return "stalled" if getattr(self.client, "is_stalled", False) else "ok"
+        return "stalled" if self.client.stalled(STALLED) else "ok"
 
     @property
     def is_lost(self) -> bool:

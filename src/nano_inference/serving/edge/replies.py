@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nano_inference.serving.edge.record import RequestRecord, record_of
-from nano_inference.serving.errors import ApiError, error_body
+from nano_inference.serving.errors import NO_RETRY, ApiError, error_body
 
 
 def json_reply(status: int, body: Any, headers: Mapping[str, str] | None = None) -> Response:
@@ -22,7 +22,8 @@ def error_reply(problem: ApiError, record: RequestRecord) -> Response:
     # A client that was refused before its body was read may still be sending it: it is not listened to any more.
     close = {"connection": "close"} if problem.status in (408, 413) else {}
     body = error_body(record.path, problem, record.request_id)
-    return json_reply(problem.status, body, {**problem.headers, **close})
+    again = NO_RETRY if problem.status == 500 else {}  # the same bug would be met three times
+    return json_reply(problem.status, body, {**again, **problem.headers, **close})
 
 
 def error_reply_to(request: Request, problem: ApiError) -> Response:

@@ -98,13 +98,7 @@ class Builder(Protocol):
 
 
 class Protocol_(Protocol):  # noqa: N801 - typing has the name
-    """How a protocol reads requests and reports errors.
-
-    Attributes:
-        openapi: what OpenAPI says of its operation: `requestBody`, `responses` …, without references.
-    """
-
-    openapi: Mapping[str, Any]
+    """How a protocol reads requests and reports errors. One with an `openapi` (`protocols/openapi.py`) is described."""
 
     def prepare(self, body: bytes, served: Served, request_id: str) -> Builder:
         """Read a request. Raises `ApiError`, `InvalidRequest` and the like; may take a while (templates, tokenising),

@@ -1,81 +1,261 @@
-"""`POST /v1/completions`."""
+"""`POST /v1/completions`: text or token ids go on. A prompt's text may write out special tokens, which become such."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from nano_inference.serving.choices import Choice, Piece
-from nano_inference.serving.errors import ApiError, bad_request
-from nano_inference.serving.parsing import OutputParser
+from nano_inference.serving.errors import ApiError, bad_request, openai_error
+from nano_inference.serving.protocols.fields import (
+    checked_count,
+    checked_prompt,
+    need_tokenizer,
+    require_possible_length,
+    room,
+)
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.types import SamplingParams
+from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least, encode
+from nano_inference.serving.protocols.openai_requests import COMPLETION_UNSUPPORTED, CompletionRequest
+from nano_inference.serving.protocols.openai_schemas import COMPLETION
+from nano_inference.serving.protocols.openapi import operation
+from nano_inference.serving.protocols.reading import read_body, shown
+from nano_inference.text.token_texts import Offsets
+from nano_inference.types import TopLogprobs
+
+DEFAULT_MAX_TOKENS = 16
 
 
 class Completions:
-    """A first slice: prompt, max_tokens, temperature, ignore_eos, seed, n, stream."""
+    """The protocol."""
+
+    openapi: Mapping[str, Any] = operation(CompletionRequest, COMPLETION, summary="How a text goes on", streams=True)
 
     def prepare(self, body: bytes, served: Served, request_id: str) -> "CompletionBuilder":
-        try:
-            given = msgspec.json.decode(body, type=dict[str, Any])
-        except msgspec.DecodeError as problem:
-            raise bad_request(f"the body is not JSON: {problem}") from None
-        return CompletionBuilder(given, served, request_id)
+        """Read a request."""
+        return CompletionBuilder(
+            read_body(body, CompletionRequest, served.config, COMPLETION_UNSUPPORTED), served, request_id
+        )
 
     def error(self, problem: ApiError, request_id: str) -> Mapping[str, Any]:
-        return {"error": {"message": problem.message, "type": "x", "param": problem.param, "code": problem.code}}
+        """An error's body."""
+        return openai_error(problem)
 
 
-class CompletionBuilder:
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    token_ids: list[int]
+    text: str | None  # None: it came as ids
+
+
+class CompletionBuilder(OpenAIBuilder):
     """One request."""
 
-    make_parser: Callable[[], OutputParser] | None = None
+    def __init__(self, request: CompletionRequest, served: Served, request_id: str) -> None:
+        super().__init__(
+            request, served, request_id, kind="text_completion", chunk_kind="text_completion", prefix="cmpl-"
+        )
+        self.request: CompletionRequest = request
+        self.echo = bool(request.echo)
+        self.logprobs = request.logprobs
+        checked_count(request.logprobs or 0, served.config.max_logprobs, "logprobs")
+        # The engine draws at least one token; it is not shown where none is wanted.
+        self._hides = request.max_tokens == 0
+        scored = request.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            scored = max(scored or 0, self.logprobs)
+        self._prompts = self._read_prompts(request.prompt)
+        self.asks: Sequence[Ask] = [self._ask(prompt, scored) for prompt in self._prompts]
+        self._plain = not (
+            self.logprobs is not None or request.return_token_ids or request.raw_logprobs or self.continuous_usage
+        )
+        self._parts: dict[int, tuple[bytes, bytes]] = {}
+        self._offsets: dict[int, Offsets] = {}  # of each choice
 
-    def __init__(self, given: dict[str, Any], served: Served, request_id: str) -> None:
-        prompt = given["prompt"]
+    # -- the request --------------------------------------------------------------------------------------------------
+
+    def _read_prompts(self, prompt: object) -> list[_Prompt]:
+        given = self._prompt_list(prompt)
+        checked_count(len(given) * self.num_samples, self.served.config.max_samples, "n times the number of prompts")
+        return [self._read_prompt(each) for each in given]
+
+    @staticmethod
+    def _prompt_list(prompt: object) -> list[str | list[int]]:
         if isinstance(prompt, str):
-            assert served.tokenizer is not None
-            prompt = served.tokenizer.encode(prompt, add_special_tokens=True)
-        names = ("max_tokens", "temperature", "ignore_eos", "seed", "stop", "top_p")
-        params = SamplingParams(**{name: given[name] for name in names if name in given})
-        self.asks: Sequence[Ask] = [Ask(prompt, params, given.get("n", 1))]
-        self.stream: bool = given.get("stream", False)
-        self._base = {
-            "id": request_id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": served.name,
-        }
+            return [prompt]
+        if not isinstance(prompt, list):
+            raise bad_request(f"prompt must be text, token ids or a list of these, not {shown(prompt)}.", "prompt")
+        if not prompt:
+            raise bad_request("prompt is empty; give at least one token.", "prompt")
+        if type(prompt[0]) is int:
+            return [prompt]
+        if not all(isinstance(each, str | list) for each in prompt):
+            wrong = next(each for each in prompt if not isinstance(each, str | list))
+            raise bad_request(f"prompt holds {shown(wrong)}; it must be text, token ids or a list of these.", "prompt")
+        return prompt
+
+    def _read_prompt(self, prompt: str | list[int]) -> _Prompt:
+        if isinstance(prompt, list):
+            return _Prompt(checked_prompt(prompt, self.served), None)
+        tokenizer = need_tokenizer(self.served)
+        require_possible_length(prompt, self.served, "prompt")
+        add = self.request.add_special_tokens is not False
+        return _Prompt(checked_prompt(tokenizer.encode(prompt, add_special_tokens=add), self.served), prompt)
+
+    def _ask(self, prompt: _Prompt, scored: int | None) -> Ask:
+        asked = 1 if self._hides else self.request.max_tokens
+        max_tokens = room(prompt.token_ids, asked, self.served, DEFAULT_MAX_TOKENS, "max_tokens")
+        params = self.params(max_tokens, self.logprobs or 0, scored_prompt=scored)
+        # Scores of a prompt come with the whole sample, and stand before the completion's.
+        return Ask(prompt.token_ids, params, self.num_samples, stream=scored is None and not self._hides)
+
+    # -- a stream -----------------------------------------------------------------------------------------------------
 
     def start(self, usage: Usage) -> bytes:
-        return b""
+        """The prompts, where they are to be repeated and not scored."""
+        if not self.echo or self.logprobs is not None or self._hides:
+            return b""
+        return b"".join(
+            self.event(self._choice(index, self._echo_of(index), None, None), usage)
+            for index in range(len(self.asks) * self.num_samples)
+        )
 
     def chunk(self, piece: Piece, usage: Usage) -> bytes:
-        reason = None if piece.finished is None else piece.finished.finish_reason
-        choice = {"index": piece.index, "text": piece.content, "logprobs": None, "finish_reason": reason}
-        return b"data: %b\n\n" % msgspec.json.encode(self._base | {"choices": [choice]})
+        """New text; an empty one only where something else is new."""
+        if self._plain and piece.finished is None:
+            if not piece.content:
+                return b""
+            parts = self._parts.get(piece.index)
+            if parts is None:
+                parts = self._parts[piece.index] = self.event_parts(
+                    piece.index, b'"text":', b',"logprobs":null,"finish_reason":null}'
+                )
+            return parts[0] + encode(piece.content) + parts[1]
+        if not piece.token_ids and piece.finished is None:
+            return b""
+        text = "" if self._hides else piece.content
+        if self.echo and (self.logprobs is not None or self._hides):
+            text = self._echo_of(piece.index) + text
+        self._correct(usage)
+        return self.event(self._whole(piece, text), usage)
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        return b"data: [DONE]\n\n"
+        """The usage, if it is wanted, and the end's mark."""
+        self._correct(usage)
+        return super().end(choices, usage)
 
-    def failure(self, problem: ApiError) -> bytes:
-        return b"data: %b\n\n" % msgspec.json.encode({"error": {"message": problem.message}})
+    # -- the answer as a whole ----------------------------------------------------------------------------------------
 
     def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
-        return self._base | {
-            "choices": [
-                {
-                    "index": choice.index,
-                    "text": choice.content,
-                    "logprobs": None,
-                    "finish_reason": choice.finished.finish_reason if choice.finished else None,
-                }
-                for choice in choices
-            ],
-            "usage": {
-                "prompt_tokens": usage.prompt_tokens,
-                "completion_tokens": usage.completion_tokens,
-                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            },
+        """The answer."""
+        self._correct(usage)
+        return self.head | {"choices": [self._finished(choice) for choice in choices], "usage": self.usage_of(usage)}
+
+    def _finished(self, choice: Choice) -> dict[str, Any]:
+        sample = choice.finished
+        assert sample is not None
+        text = "" if self._hides else choice.content
+        piece = Piece(
+            choice.index,
+            token_ids=sample.completion_tokens,
+            logprobs=sample.logprobs,
+            top_logprobs=sample.top_logprobs,
+            raw_logprobs=sample.raw_logprobs,
+            finished=sample,
+        )
+        return self._whole(piece, self._echo_of(choice.index) + text if self.echo else text)
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _correct(self, usage: Usage) -> None:
+        if self._hides:
+            usage.completion_tokens = 0
+
+    def _prompt_of(self, index: int) -> _Prompt:
+        return self._prompts[index // self.num_samples]
+
+    def _echo_of(self, index: int) -> str:
+        """The prompt as text."""
+        prompt = self._prompt_of(index)
+        if prompt.text is not None:
+            return prompt.text
+        tokenizer = self.served.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(prompt.token_ids)
+
+    @staticmethod
+    def _choice(index: int, text: str, logprobs: object, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _whole(self, piece: Piece, text: str) -> dict[str, Any]:
+        """A choice with all that is asked for."""
+        sample, request = piece.finished, self.request
+        told = self._choice(piece.index, text, self._logprobs(piece), None)
+        shows = 0 if self._hides else len(piece.token_ids)
+        if request.return_token_ids:
+            told["token_ids"] = piece.token_ids[:shows]
+        if request.raw_logprobs:
+            told["raw_logprobs"] = [at_least(each) for each in (piece.raw_logprobs or ())[:shows]]
+        if sample is not None:
+            told["finish_reason"] = "length" if self._hides else sample.finish_reason
+            told |= self.ending(sample)
+            if self._hides:
+                told["stop_reason"] = None
+            if request.return_token_ids:
+                told["prompt_token_ids"] = sample.prompt_tokens
+            if request.prompt_logprobs is not None:
+                told["prompt_logprobs"] = self.prompt_logprobs(sample)
+        return told
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        """OpenAI's older format: four lists that line up."""
+        if self.logprobs is None:
+            return None
+        rows = _Rows()
+        offsets = self._offsets.get(piece.index)
+        if offsets is None:
+            offsets = self._offsets[piece.index] = self._begin(piece, rows)
+        if not self._hides:
+            tops = piece.top_logprobs or (TopLogprobs((), ()),) * len(piece.token_ids)
+            self._add(rows, piece.token_ids, piece.logprobs, tops)
+            rows.text_offset += offsets.push(piece.token_ids)
+        return {
+            "tokens": rows.tokens,
+            "token_logprobs": rows.token_logprobs,
+            "top_logprobs": rows.top_logprobs,
+            "text_offset": rows.text_offset,
         }
+
+    def _begin(self, piece: Piece, rows: "_Rows") -> Offsets:
+        """Offsets from the choice's beginning on; with `echo` the prompt's tokens are there already."""
+        if self.texts is None:
+            raise bad_request("logprobs need a tokenizer, which the model has not got.", "logprobs")
+        sample = piece.finished
+        if not self.echo or sample is None:
+            return Offsets(self.texts)
+        assert sample.prompt_logprobs is not None
+        tops = sample.prompt_top_logprobs or (TopLogprobs((), ()),) * len(sample.prompt_tokens)
+        self._add(rows, sample.prompt_tokens, sample.prompt_logprobs, tops)
+        rows.token_logprobs[0] = rows.top_logprobs[0] = None
+        text = self._prompt_of(piece.index).text
+        offsets = Offsets(self.texts, shown=text)
+        rows.text_offset += offsets.push(sample.prompt_tokens)
+        return Offsets(self.texts, start=len(self._echo_of(piece.index)))
+
+    def _add(self, rows: "_Rows", ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]) -> None:
+        for token_id, logprob, top in zip(ids, logprobs, tops, strict=True):
+            name = self.token_text(token_id)
+            rows.tokens.append(name)
+            rows.token_logprobs.append(at_least(logprob))
+            best: dict[str, float] = {}
+            for each, score in itertools.islice(zip(top.token_ids, top.logprobs, strict=True), self.logprobs):
+                best.setdefault(self.token_text(each), at_least(score))
+            best.setdefault(name, at_least(logprob))
+            rows.top_logprobs.append(best)
+
+
+class _Rows:
+    def __init__(self) -> None:
+        self.tokens: list[str] = []
+        self.token_logprobs: list[float | None] = []
+        self.top_logprobs: list[dict[str, float] | None] = []
+        self.text_offset: list[int] = []

@@ -10,6 +10,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.edge.json_limits import check_json
 from nano_inference.serving.errors import bad_request
 
 log = logging.getLogger("nano_inference.serving")
@@ -57,17 +58,13 @@ def read_body(body: bytes, model: type[Model], config: ServerConfig, unsupported
 
 def decode(body: bytes, max_depth: int) -> dict[str, Any]:
     """The JSON object that a body holds, at most `max_depth` containers deep. Raises `ApiError`, 400."""
+    check_json(body, max_depth)
     try:
         given = msgspec.json.decode(body)
-    except RecursionError:
-        raise bad_request(f"the body nests deeper than {max_depth} levels.") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise bad_request(f"the body is not valid JSON: {problem}") from None
     if not isinstance(given, dict):
         raise bad_request("the body must be a JSON object.")
-    # Brackets inside of strings count too, so this may only err towards the exact check.
-    if body.count(b"[") + body.count(b"{") > max_depth and _depth_exceeds(given, max_depth):
-        raise bad_request(f"the body nests deeper than {max_depth} levels.")
     return given
 
 
@@ -83,20 +80,6 @@ def shown(value: object) -> str:
 
 def _same(value: object, other: object) -> bool:
     return type(value) is type(other) and value == other if isinstance(value, bool) else value == other
-
-
-def _depth_exceeds(value: object, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return False
-    return True
 
 
 def _said(problem: ValidationError) -> tuple[str, str | None]:

@@ -1,0 +1,92 @@
+"""`nano-inference complete`: let a server's model continue a text."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nano_inference.cli import options
+from nano_inference.cli.terminal import Interruptible, errors, write
+from nano_inference.errors import InvalidRequest
+from nano_inference.serving.http_client import HttpClient, Usage
+from nano_inference.types import SamplingParams
+
+
+def complete(
+    url: Annotated[str, typer.Option("--url", help="The server, such as http://127.0.0.1:8000.", show_default=False)],
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to continue.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", "-f", help="Continue the text of this file, all of it. -: standard input."),
+    ] = None,
+    model: options.ServedModel = None,
+    api_key: options.ApiKey = None,
+    api_key_file: options.ApiKeyFile = None,
+    temperature: options.Temperature = 1.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    max_tokens: options.MaxTokens = 256,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    debug: options.Debug = False,
+) -> None:
+    """Let a server's model continue a text.
+
+    The prompt comes from -p, from a file or from standard input; the completion goes to standard output as it is made.
+    """
+    text = _prompt(prompt, file)
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        max_tokens=max_tokens,
+        seed=seed,
+        stop=tuple(stop or ()),
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+    )
+    client = HttpClient(url, options.key_of(api_key, api_key_file))
+    body = {"model": model or client.default_model(), "prompt": text} | options.request_body(params)
+    usage: Usage | None = None
+    began = time.perf_counter()
+    with Interruptible(client.complete(body)) as pieces:
+        for piece in pieces:
+            if piece.text:
+                write(piece.text)
+            usage = piece.usage or usage
+    write("\n")
+    if usage is not None and not pieces.stopped:
+        errors.print(_figures(usage, time.perf_counter() - began), style="dim")
+    if pieces.stopped:
+        raise typer.Exit(130)
+
+
+def _prompt(given: str | None, file: Path | None) -> str:
+    if given is not None and file is not None:
+        raise typer.BadParameter("--prompt and --file are two prompts; give one.")
+    if given is None and file is None and sys.stdin.isatty():
+        raise typer.BadParameter("there is no prompt; give one with -p TEXT, -f FILE, or on standard input.")
+    if given is None:
+        try:
+            given = sys.stdin.read() if file is None or str(file) == "-" else file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise InvalidRequest(f"{file or 'standard input'} cannot be read as UTF-8 text: {problem}") from None
+    if not given:
+        raise InvalidRequest("the prompt is empty.")
+    return given
+
+
+def _figures(usage: Usage, seconds: float) -> str:
+    tokens = usage.completion_tokens
+    return (
+        f"{tokens:,} tokens in {seconds:.1f} s: {tokens / max(seconds, 1e-9):,.1f} tok/s; {usage.cached_tokens:,} of "
+        f"{usage.prompt_tokens:,} prompt tokens cached"
+    )

@@ -1,0 +1,209 @@
+"""`nano-inference serve`: a model behind OpenAI's and Anthropic's HTTP interfaces."""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from nano_inference.cli import options
+from nano_inference.cli.options import parse_size, read_keys
+from nano_inference.errors import ConfigError
+
+_SERVER, _KEYS, _LIMITS, _ENGINE, _LOGS = "The server", "Keys and pages", "Limits", "The engine", "Logs"
+_NEEDED = ("fastapi", "msgspec", "prometheus_client", "pydantic", "uvicorn", "zmq")
+
+
+def _option(panel: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=panel, **settings)
+
+
+def serve(
+    model: options.Model,
+    host: Annotated[
+        str, _option(_SERVER, "--host", help="Listen on this address. 0.0.0.0: other machines can reach it.")
+    ] = "127.0.0.1",
+    port: Annotated[int, _option(_SERVER, "--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        str | None, _option(_SERVER, "--served-model-name", help="The name that clients use. Default: MODEL.")
+    ] = None,
+    in_process: Annotated[
+        bool, _option(_SERVER, "--in-process", help="Run the engine in the server's process, not in its own.")
+    ] = False,
+    restart_engine: Annotated[
+        bool, _option(_SERVER, "--restart-engine", help="Start a new engine when the old one has died.")
+    ] = False,
+    tool_format: Annotated[
+        str | None, _option(_SERVER, "--tool-format", help="How the model writes tool calls. Default: by its template.")
+    ] = None,
+    reasoning_format: Annotated[
+        str | None, _option(_SERVER, "--reasoning-format", help="How it writes reasoning. Default: by its template.")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        _option(
+            _KEYS, "--api-key", metavar="KEY", help="Ask for this key; may be repeated. Others can see it with `ps`."
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, _option(_KEYS, "--api-key-file", help="Ask for one of the keys in this file, one a line.")
+    ] = None,
+    admin_key: Annotated[
+        str | None, _option(_KEYS, "--admin-key", metavar="KEY", help="Opens the routes that change the engine.")
+    ] = None,
+    admin_key_file: Annotated[
+        Path | None, _option(_KEYS, "--admin-key-file", help="The same, from the line in this file.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        _option(_KEYS, "--cors-origin", metavar="URL", help="Pages from here may call; may be repeated. *: all."),
+    ] = None,
+    tls_cert: Annotated[
+        str | None, _option(_KEYS, "--tls-cert", help="PEM file of the certificate chain: speak HTTPS.")
+    ] = None,
+    tls_key: Annotated[str | None, _option(_KEYS, "--tls-key", help="PEM file of its key.")] = None,
+    hide_cached_tokens: Annotated[
+        bool, _option(_KEYS, "--hide-cached-tokens", help="Do not tell how much of a prompt was cached.")
+    ] = False,
+    max_queued_samples: Annotated[
+        int, _option(_LIMITS, "--max-queued-samples", help="Samples that may wait; others are refused with 429.")
+    ] = 1024,
+    max_samples: Annotated[int, _option(_LIMITS, "--max-samples", help="Of one request: n times its prompts.")] = 128,
+    max_logprobs: Annotated[int, _option(_LIMITS, "--max-logprobs", help="top_logprobs of one request.")] = 20,
+    max_stop: Annotated[int, _option(_LIMITS, "--max-stop", help="Stop strings of one request.")] = 16,
+    max_stop_length: Annotated[int, _option(_LIMITS, "--max-stop-length", help="Characters of each.")] = 256,
+    max_logit_bias: Annotated[int, _option(_LIMITS, "--max-logit-bias", help="Entries of logit_bias.")] = 1024,
+    max_messages: Annotated[int, _option(_LIMITS, "--max-messages", help="Messages of one chat.")] = 4096,
+    max_tools: Annotated[int, _option(_LIMITS, "--max-tools", help="Tools of one chat.")] = 128,
+    max_body_bytes: Annotated[
+        int, _option(_LIMITS, "--max-body-bytes", parser=parse_size, metavar="SIZE", help="Of a request's body.")
+    ] = 32 << 20,
+    max_header_bytes: Annotated[
+        int, _option(_LIMITS, "--max-header-bytes", parser=parse_size, metavar="SIZE", help="Of all its headers.")
+    ] = 64 << 10,
+    max_depth: Annotated[int, _option(_LIMITS, "--max-depth", help="How deep its JSON may nest.")] = 64,
+    request_timeout: Annotated[
+        float, _option(_LIMITS, "--request-timeout", help="Seconds until a request is aborted.")
+    ] = 600.0,
+    drain_timeout: Annotated[
+        float, _option(_LIMITS, "--drain-timeout", help="Seconds that running requests get when the server ends.")
+    ] = 30.0,
+    max_backlog: Annotated[
+        int, _option(_LIMITS, "--max-backlog", help="Tokens kept for a client that does not read; then it is dropped.")
+    ] = 4096,
+    tokenizer: options.Tokenizer = None,
+    ref_model: options.RefModel = None,
+    cache_type: options.Cache = "paged",
+    block_size: Annotated[int, _option(_ENGINE, "--block-size", help="Tokens in a KV block.")] = 16,
+    max_batch_size: Annotated[int, _option(_ENGINE, "--max-batch-size", help="Sequences in a step.")] = 256,
+    max_tokens_per_batch: Annotated[
+        int, _option(_ENGINE, "--max-tokens-per-batch", help="Tokens in a step: less keeps running streams smooth.")
+    ] = 8192,
+    max_chunk_tokens: Annotated[
+        int | None, _option(_ENGINE, "--max-chunk-tokens", help="Tokens of one prompt in a step.")
+    ] = None,
+    prefix_caching: Annotated[
+        bool, _option(_ENGINE, "--prefix-caching/--no-prefix-caching", help="Reuse what prompts have in common.")
+    ] = True,
+    chunked_prefill: Annotated[
+        bool, _option(_ENGINE, "--chunked-prefill/--no-chunked-prefill", help="Compute a prompt over several steps.")
+    ] = True,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    backend: Annotated[
+        Literal["auto", "reference", "cpu"], _option(_ENGINE, "--backend", help="Whose operations run.")
+    ] = "auto",
+    kv_cache_memory: options.KVCacheMemory = None,
+    max_model_len: options.MaxModelLen = None,
+    threads: options.Threads = None,
+    seed: Annotated[
+        int | None, _option(_ENGINE, "--seed", help="Where seeds of requests without one come from.")
+    ] = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], _option(_LOGS, "--log-level", help="What is logged.")
+    ] = "info",
+    log_format: Annotated[
+        Literal["text", "json"], _option(_LOGS, "--log-format", help="json: one object a line.")
+    ] = "text",
+    log_prompts: Annotated[
+        bool, _option(_LOGS, "--log-prompts", help="Also log prompts and completions, which are private.")
+    ] = False,
+    debug: options.Debug = False,
+) -> None:
+    """Serve a model over HTTP.
+
+    OpenAI's and Anthropic's routes, until Ctrl-C or SIGTERM; docs/server.md has a quick start for each client.
+    """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the server needs {', '.join(missing)}, which this installation lacks; "
+            "pip install 'nano-inference[server]' brings them."
+        )
+    from nano_inference.serving.config import ServerConfig
+    from nano_inference.serving.main import serve as run
+    from nano_inference.serving.parsing import chat_format
+
+    chat_format(None, tool_format, reasoning_format)  # a name that is not known is refused before anything starts
+    engine = options.engine_config(
+        model,
+        tokenizer_path=tokenizer,
+        ref_model_path=ref_model,
+        cache_type=cache_type,
+        block_size=block_size,
+        max_batch_size=max_batch_size,
+        max_tokens_per_batch=max_tokens_per_batch,
+        max_chunk_tokens=max_chunk_tokens,
+        max_model_len=max_model_len,
+        kv_cache_memory=kv_cache_memory,
+        dtype=dtype,
+        device=device,
+        backend=backend,
+        enable_prefix_caching=prefix_caching,
+        enable_chunked_prefill=chunked_prefill,
+        num_threads=threads,
+        seed=seed,
+    )
+    config = ServerConfig(
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        api_keys=(*(api_key or ()), *(read_keys(api_key_file) if api_key_file else ())),
+        admin_key=_one_key(admin_key, admin_key_file),
+        in_process=in_process,
+        restart_engine=restart_engine,
+        max_queued_samples=max_queued_samples,
+        max_samples=max_samples,
+        max_logprobs=max_logprobs,
+        max_stop=max_stop,
+        max_stop_length=max_stop_length,
+        max_logit_bias=max_logit_bias,
+        max_messages=max_messages,
+        max_tools=max_tools,
+        max_body_bytes=max_body_bytes,
+        max_header_bytes=max_header_bytes,
+        max_depth=max_depth,
+        request_timeout=request_timeout,
+        drain_timeout=drain_timeout,
+        max_backlog=max_backlog,
+        cors_origins=tuple(cors_origin or ()),
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        hide_cached_tokens=hide_cached_tokens,
+        tool_format=tool_format,
+        reasoning_format=reasoning_format,
+        log_level=log_level,
+        log_format=log_format,
+        log_prompts=log_prompts,
+    )
+    run(engine, config)
+
+
+def _one_key(key: str | None, file: Path | None) -> str | None:
+    """A key, or the one of a file. Raises `ConfigError`."""
+    if file is None:
+        return key
+    keys = read_keys(file)
+    if key is not None or len(keys) != 1:
+        raise ConfigError("there is one admin key: give --admin-key, or --admin-key-file with one line.")
+    return keys[0]

@@ -1,0 +1,182 @@
+"""What OpenAI's two protocols share on the way out: ids, usage, errors, logprobs, events."""
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from nano_inference.serving.choices import Choice
+from nano_inference.serving.errors import ApiError, bad_request, openai_error
+from nano_inference.serving.parsing import OutputParser
+from nano_inference.serving.protocols.fields import checked_count, checked_stop, require_model, sampling_params
+from nano_inference.serving.protocols.interface import Ask, Served, Usage
+from nano_inference.serving.protocols.openai_requests import OpenAIFields
+from nano_inference.types import SamplingParams, TopLogprobs, TrainingSample
+
+DONE = b"data: [DONE]\n\n"
+LOWEST = -9999.0  # JSON has no infinity
+
+encode = msgspec.json.Encoder().encode
+
+
+def fingerprint(served: Served) -> str:
+    """Says, as OpenAI's does, whether two answers were computed in the same way."""
+    said = f"{served.engine.model_path} {served.engine.numerics}".encode()
+    return f"fp_{hashlib.sha256(said).hexdigest()[:12]}"
+
+
+class OpenAIBuilder:
+    """What builders of both routes have in common.
+
+    Args:
+        request: checked for what both routes share.
+        served: what is served.
+        request_id: the rest of the answer's id.
+        kind: `object` of an answer.
+        chunk_kind: `object` of an event.
+        prefix: of the answer's id.
+    """
+
+    make_parser: Callable[[], OutputParser] | None = None
+    asks: Sequence[Ask] = ()
+
+    def __init__(
+        self, request: OpenAIFields, served: Served, request_id: str, *, kind: str, chunk_kind: str, prefix: str
+    ) -> None:
+        require_model(request.model, served)
+        self.served = served
+        self.num_samples = request.n or 1
+        if request.best_of is not None and request.best_of != self.num_samples:
+            raise bad_request("best_of must equal n: this server returns all samples that it draws.", "best_of")
+        checked_count(self.num_samples, served.config.max_samples, "n")
+        checked_count(request.prompt_logprobs or 0, served.config.max_logprobs, "prompt_logprobs")
+        self.stream = bool(request.stream)
+        if request.stream_options is not None and not self.stream:
+            raise bad_request("stream_options is for streams; set stream to true, or leave it out.", "stream_options")
+        options = request.stream_options
+        self.include_usage = options is not None and bool(options.include_usage)
+        self.continuous_usage = self.include_usage and options is not None and bool(options.continuous_usage_stats)
+        self.stop = checked_stop(request.stop, served)
+        self.request = request
+        self.texts = served.token_texts
+        self.head = {
+            "id": f"{prefix}{request_id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": served.name,
+            "system_fingerprint": fingerprint(served),
+        }
+        head = encode(self.head | {"object": chunk_kind})[:-1]
+        self._open = b"data: " + head + b',"choices":['
+        self.close = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+        self._no_choice = b"data: " + head + b',"choices":[],"usage":'
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def params(self, max_tokens: int, top_logprobs: int, *, scored_prompt: int | None) -> SamplingParams:
+        """The engine's parameters. `scored_prompt`: how many of the most probable to tell of a prompt token."""
+        request = self.request
+        more: dict[str, Any] = {"top_logprobs": top_logprobs}
+        if scored_prompt is not None:
+            more |= {"prompt_logprobs": True, "prompt_top_logprobs": scored_prompt}
+        if request.temperature is not None:
+            more["temperature"] = request.temperature
+        return sampling_params(request, self.served, max_tokens=max_tokens, stop=self.stop, **more)
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def usage_of(self, usage: Usage, choices: Sequence[Choice] = ()) -> dict[str, Any]:
+        """Tokens, as clients see them."""
+        told: dict[str, Any] = {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+        if not self.served.config.hide_cached_tokens:
+            told["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+        if reasoning := self._reasoning_tokens(choices):
+            told["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return told
+
+    def _reasoning_tokens(self, choices: Sequence[Choice]) -> int:
+        # Counted in the text: a piece may hold reasoning and content, and markers are in neither.
+        if self.served.tokenizer is None or self.make_parser is None:
+            return 0
+        return sum(len(self.served.tokenizer.encode(each.reasoning)) for each in choices if each.reasoning)
+
+    def event(self, choice: Mapping[str, Any], usage: Usage, more: Mapping[str, Any] | None = None) -> bytes:
+        """One choice's news as an event; `more` stands beside the choices."""
+        close = self.close
+        if self.continuous_usage or more:
+            beside = dict(more or {})
+            if self.include_usage:
+                beside["usage"] = self.usage_of(usage) if self.continuous_usage else None
+            close = b"]," + encode(beside)[1:] + b"\n\n"
+        return self._open + encode(choice) + close
+
+    def event_parts(self, index: int, key: bytes, rest: bytes) -> tuple[bytes, bytes]:
+        """What stands before and after the text in an event that tells nothing else."""
+        return self._open + b'{"index":%d,%b' % (index, key), rest + self.close
+
+    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The usage, if it is wanted, and the end's mark."""
+        if not self.include_usage:
+            return DONE
+        return self._no_choice + encode(self.usage_of(usage, choices)) + b"}\n\n" + DONE
+
+    def failure(self, problem: ApiError) -> bytes:
+        """SDKs raise what this event says."""
+        return b"data: " + encode(openai_error(problem)) + b"\n\n"
+
+    def ending(self, sample: TrainingSample) -> dict[str, Any]:
+        """What else is told of a choice that has ended."""
+        eos = self.served.engine.eos_token_ids
+        by_eos = sample.stop_reason in eos and sample.stop_reason not in (self.request.stop_token_ids or ())
+        told: dict[str, Any] = {
+            "stop_reason": None if by_eos else sample.stop_reason,
+            "seed": sample.seed,
+            "weight_version": sample.weight_version,
+        }
+        if len(sample.weight_versions) > 1:
+            told["weight_versions"] = [
+                {"version": span.version, "start": span.start, "end": span.end} for span in sample.weight_versions
+            ]
+        if sample.sampling_mask is not None:
+            mask = sample.sampling_mask
+            told["sampling_mask"] = {"offsets": mask.offsets, "token_ids": mask.token_ids}
+        if sample.log_kept_mass is not None and self.request.raw_logprobs:
+            told["log_kept_mass"] = sample.log_kept_mass
+        return told
+
+    def token_text(self, token_id: int) -> str:
+        """A token's name in logprobs."""
+        if self.request.return_tokens_as_token_ids or self.texts is None:
+            return f"token_id:{token_id}"
+        return self.texts.text(token_id)
+
+    def prompt_logprobs(self, sample: TrainingSample) -> list[dict[str, Any] | None]:
+        """One entry a prompt token: id -> logprob, rank and text, of the token and of the most probable ones."""
+        assert sample.prompt_logprobs is not None
+        tops = sample.prompt_top_logprobs or (TopLogprobs((), ()),) * len(sample.prompt_tokens)
+        rows = zip(sample.prompt_tokens, sample.prompt_logprobs, tops, strict=True)
+        return [
+            None if not place else self._prompt_entry(token_id, logprob, top)
+            for place, (token_id, logprob, top) in enumerate(rows)
+        ]
+
+    def _prompt_entry(self, token_id: int, logprob: float, top: TopLogprobs) -> dict[str, Any]:
+        entry = {
+            each: {"logprob": at_least(score), "rank": rank, "decoded_token": self.token_text(each)}
+            for rank, (each, score) in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1)
+        }
+        entry.setdefault(
+            token_id, {"logprob": at_least(logprob), "rank": None, "decoded_token": self.token_text(token_id)}
+        )
+        return {str(each): what for each, what in entry.items()}
+
+
+def at_least(logprob: float) -> float:
+    """The logprob, or a number that JSON has."""
+    return logprob if logprob > LOWEST else LOWEST

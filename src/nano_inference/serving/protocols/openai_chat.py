@@ -1,0 +1,305 @@
+"""`POST /v1/chat/completions`. Nothing that a message says becomes a special token: only the template writes these."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from nano_inference.serving.choices import Choice, Piece, ToolCall
+from nano_inference.serving.errors import ApiError, bad_request, openai_error
+from nano_inference.serving.parsing import OutputParser, ToolCallDelta, make_parser
+from nano_inference.serving.protocols.fields import (
+    arguments_of,
+    checked_count,
+    checked_prompt,
+    need_tokenizer,
+    require_possible_length,
+    room,
+    text_of,
+)
+from nano_inference.serving.protocols.interface import Ask, Served, Usage
+from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least, encode
+from nano_inference.serving.protocols.openai_requests import CHAT_UNSUPPORTED, ChatRequest, ChatTemplateFields, Message
+from nano_inference.serving.protocols.openai_schemas import CHAT
+from nano_inference.serving.protocols.openapi import operation
+from nano_inference.serving.protocols.reading import read_body, shown
+from nano_inference.text.chat import encode_chat
+from nano_inference.types import TopLogprobs, TrainingSample
+
+_TAIL = 64  # tokens of a prompt that say whether its template has opened the reasoning
+
+
+class Chat:
+    """The protocol."""
+
+    openapi: Mapping[str, Any] = operation(ChatRequest, CHAT, summary="The next message of a chat", streams=True)
+
+    def prepare(self, body: bytes, served: Served, request_id: str) -> "ChatBuilder":
+        """Read a request."""
+        return ChatBuilder(read_body(body, ChatRequest, served.config, CHAT_UNSUPPORTED), served, request_id)
+
+    def error(self, problem: ApiError, request_id: str) -> Mapping[str, Any]:
+        """An error's body."""
+        return openai_error(problem)
+
+
+def chat_prompt(request: ChatTemplateFields, given: Sequence[Message], served: Served) -> list[int]:
+    """The token ids of a chat. Raises `ApiError` and `InvalidRequest`."""
+    tokenizer = need_tokenizer(served)
+    checked_count(len(given), served.config.max_messages, "the number of messages")
+    messages = [_plain(message, place, served) for place, message in enumerate(given)]
+    require_possible_length("".join(str(message["content"]) for message in messages), served, "messages")
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.reasoning_effort == "none":
+            kwargs.setdefault("enable_thinking", False)
+    goes_on = bool(request.continue_final_message)
+    return encode_chat(
+        tokenizer,
+        messages,
+        tools=_tools(request, served),
+        add_generation_prompt=not goes_on if request.add_generation_prompt is None else request.add_generation_prompt,
+        continue_final_message=goes_on,
+        template_kwargs=kwargs,
+    )
+
+
+def _tools(request: ChatTemplateFields, served: Served) -> list[dict[str, Any]] | None:
+    """The tools as templates see them; None: there are none, or none may be used."""
+    _check_tool_choice(request.tool_choice, bool(request.tools))
+    if not request.tools or request.tool_choice == "none":
+        return None
+    checked_count(len(request.tools), served.config.max_tools, "the number of tools")
+    if served.chat_format.tools is None:
+        raise bad_request(
+            "this model's way to write tool calls is not known, so it cannot be given tools; leave tools out, or start "
+            "the server with a tool format.",
+            "tools",
+        )
+    return [tool.model_dump(exclude_none=True) for tool in request.tools]
+
+
+def _check_tool_choice(choice: object, has_tools: bool) -> None:
+    if choice is None or choice == "none":
+        return
+    if choice == "auto":
+        if not has_tools:
+            raise bad_request("tool_choice needs tools.", "tool_choice")
+        return
+    if choice == "required" or isinstance(choice, dict):
+        raise bad_request(
+            "tool_choice must be auto or none: this server cannot make sure that a tool is called.",
+            "tool_choice",
+            "unsupported_parameter",
+        )
+    raise bad_request(f"tool_choice must be auto or none, not {shown(choice)}.", "tool_choice")
+
+
+def _plain(message: Message, place: int, served: Served) -> dict[str, Any]:
+    """A message as templates see it."""
+    where = f"messages.{place}"
+    for name in ("audio", "function_call"):
+        if (message.model_extra or {}).get(name) is not None:
+            raise bad_request(f"{where}.{name} is not supported by this server.", f"{where}.{name}")
+    if message.content is None and message.role != "assistant":
+        raise bad_request(f"{where}.content is missing.", f"{where}.content")
+    plain: dict[str, Any] = {"role": message.role, "content": text_of(message.content, f"{where}.content")}
+    if message.role == "developer" and "developer" not in (need_tokenizer(served).chat_template or ""):
+        plain["role"] = "system"  # which is what templates call it
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        plain["reasoning_content"] = reasoning
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id or "",
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": arguments_of(
+                        call.function.arguments, served, f"{where}.tool_calls.{number}.function.arguments"
+                    ),
+                },
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+class ChatBuilder(OpenAIBuilder):
+    """One request."""
+
+    def __init__(self, request: ChatRequest, served: Served, request_id: str) -> None:
+        super().__init__(
+            request,
+            served,
+            request_id,
+            kind="chat.completion",
+            chunk_kind="chat.completion.chunk",
+            prefix="chatcmpl-",
+        )
+        self.request: ChatRequest = request
+        top_logprobs = request.top_logprobs or 0
+        if top_logprobs and not request.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
+        checked_count(top_logprobs, served.config.max_logprobs, "top_logprobs")
+        self._prompt = checked_prompt(chat_prompt(request, request.messages, served), served, "messages")
+        name = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
+        max_tokens = room(self._prompt, getattr(request, name), served, None, name)
+        scored = request.prompt_logprobs
+        params = self.params(max_tokens, top_logprobs, scored_prompt=scored)
+        self.asks: Sequence[Ask] = [Ask(self._prompt, params, self.num_samples, stream=scored is None)]
+        self.make_parser = self._parser()
+        self._extras = bool(request.logprobs or request.return_token_ids or request.raw_logprobs)
+        self._plain = not (self._extras or self.continuous_usage)
+        self._shows_reasoning = request.include_reasoning is not False
+        self._parts: dict[int, tuple[bytes, bytes]] = {}
+        self._called: set[int] = set()  # choices with tool calls
+
+    def _parser(self) -> Callable[[], OutputParser] | None:
+        served, request = self.served, self.request
+        tools = bool(request.tools) and request.tool_choice != "none"
+        if served.tokenizer is None or not (served.chat_format.reasoning or (tools and served.chat_format.tools)):
+            return None
+        tail = served.tokenizer.decode(self._prompt[-_TAIL:], skip_special_tokens=False)
+        return partial(make_parser, served.chat_format, tools=tools, reasoning=True, prompt_tail=tail)
+
+    # -- a stream -----------------------------------------------------------------------------------------------------
+
+    def start(self, usage: Usage) -> bytes:
+        """The role, of every choice."""
+        more = {"prompt_token_ids": self._prompt} if self.request.return_token_ids else None
+        return b"".join(
+            self.event(_choice(index, {"role": "assistant", "content": ""}), usage, None if index else more)
+            for index in range(self.num_samples)
+        )
+
+    def chunk(self, piece: Piece, usage: Usage) -> bytes:
+        """New text, reasoning and parts of tool calls, and at last why it ended."""
+        if self._plain and piece.finished is None and not piece.reasoning and not piece.tool_calls:
+            if not piece.content:
+                return b""
+            parts = self._parts.get(piece.index)
+            if parts is None:
+                parts = self._parts[piece.index] = self.event_parts(
+                    piece.index, b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
+                )
+            return parts[0] + encode(piece.content) + parts[1]
+        events = [_choice(piece.index, delta) for delta in self._deltas(piece)]
+        if self._extras and piece.token_ids:
+            if not events:  # the text lags behind the tokens
+                events = [_choice(piece.index, {"content": ""})]
+            events[0] |= self._extras_of(piece)
+        more = None
+        if piece.finished is not None:
+            events.append(_choice(piece.index, {}, self._reason(piece.finished, piece.index in self._called)))
+            events[-1] |= self.ending(piece.finished)
+            if self.request.prompt_logprobs is not None and not piece.index:
+                more = {"prompt_logprobs": self.prompt_logprobs(piece.finished)}
+        last = len(events) - 1
+        return b"".join(self.event(each, usage, more if place == last else None) for place, each in enumerate(events))
+
+    def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = []
+        if piece.reasoning and self._shows_reasoning:
+            deltas.append({"reasoning_content": piece.reasoning, "reasoning": piece.reasoning})
+        if piece.content:
+            deltas.append({"content": piece.content})
+        calls = [call for call in piece.tool_calls if self._keeps(call.index)]
+        if calls:
+            self._called.add(piece.index)
+        return deltas + [{"tool_calls": [_tool_call_delta(call)]} for call in calls]
+
+    def _keeps(self, number: int) -> bool:
+        return number == 0 or self.request.parallel_tool_calls is not False
+
+    @staticmethod
+    def _reason(sample: TrainingSample, called: bool) -> str:
+        return "tool_calls" if called and sample.finish_reason == "stop" else sample.finish_reason
+
+    # -- the answer as a whole ----------------------------------------------------------------------------------------
+
+    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
+        """The answer."""
+        told: dict[str, Any] = self.head | {
+            "choices": [self._finished(choice) for choice in choices],
+            "usage": self.usage_of(usage, choices),
+        }
+        first = choices[0].finished
+        if self.request.return_token_ids:
+            told["prompt_token_ids"] = self._prompt
+        if self.request.prompt_logprobs is not None and first is not None:
+            told["prompt_logprobs"] = self.prompt_logprobs(first)
+        return told
+
+    def _finished(self, choice: Choice) -> dict[str, Any]:
+        sample = choice.finished
+        assert sample is not None
+        calls = [call for number, call in enumerate(choice.tool_calls) if self._keeps(number)]
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": choice.content or (None if calls else ""),
+            "refusal": None,
+        }
+        if choice.reasoning and self._shows_reasoning:
+            message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
+        if calls:
+            message["tool_calls"] = [_tool_call(call) for call in calls]
+        told: dict[str, Any] = {"index": choice.index, "message": message, "logprobs": None}
+        told["finish_reason"] = self._reason(sample, bool(calls))
+        told |= self.ending(sample)
+        if self._extras:
+            told |= self._extras_of(
+                Piece(
+                    choice.index,
+                    token_ids=sample.completion_tokens,
+                    logprobs=sample.logprobs,
+                    top_logprobs=sample.top_logprobs,
+                    raw_logprobs=sample.raw_logprobs,
+                )
+            )
+        return told
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _extras_of(self, piece: Piece) -> dict[str, Any]:
+        """What is told of single tokens."""
+        told: dict[str, Any] = {}
+        if self.request.logprobs:
+            told["logprobs"] = {"content": self._logprobs(piece), "refusal": None}
+        if self.request.return_token_ids:
+            told["token_ids"] = piece.token_ids
+        if self.request.raw_logprobs:
+            told["raw_logprobs"] = [at_least(each) for each in piece.raw_logprobs or ()]
+        return told
+
+    def _logprobs(self, piece: Piece) -> list[dict[str, Any]]:
+        tops = piece.top_logprobs or (TopLogprobs((), ()),) * len(piece.token_ids)
+        return [
+            self._token(token_id, logprob)
+            | {"top_logprobs": [self._token(*each) for each in zip(top.token_ids, top.logprobs, strict=True)]}
+            for token_id, logprob, top in zip(piece.token_ids, piece.logprobs, tops, strict=True)
+        ]
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = b"" if self.texts is None else self.texts.bytes_of(token_id)
+        by_id = self.request.return_tokens_as_token_ids
+        text = self.token_text(token_id) if by_id else data.decode("utf-8", "replace")  # `bytes` has all of it
+        return {"token": text, "logprob": at_least(logprob), "bytes": list(data)}
+
+
+def _choice(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _tool_call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}

@@ -1,0 +1,175 @@
+"""What OpenAI's clients send, as models. Fields beside OpenAI's own are named as in vLLM where it has them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from nano_inference.serving.protocols import fields
+from nano_inference.serving.protocols.fields import MOST, OneOrMany, PromptLogprobs, SamplingFields
+from nano_inference.serving.protocols.reading import Strict
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+# Checked by hand: pydantic would report each of a hundred thousand ids once for each form.
+Prompt = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                _IDS,
+                {"type": "array", "items": _IDS, "minItems": 1},
+            ]
+        }
+    ),
+]
+Content = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        "required": ["type", "text"],
+                    },
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+# Accepted whatever it says: it changes nothing here.
+Hint = Annotated[Any, WithJsonSchema({})]
+
+
+class StreamOptions(Strict):
+    """What a stream holds beside the answer."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class OpenAIFields(SamplingFields):
+    """What both routes take."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    stop: OneOrMany | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(None, description='logprobs name tokens "token_id:123"')
+    prompt_logprobs: PromptLogprobs = None
+    best_of: Annotated[int, Field(ge=1, le=MOST)] | None = Field(None, description="must equal n")
+    user: Hint = None
+    metadata: Hint = None
+    service_tier: Hint = None
+    safety_identifier: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_options: Hint = None
+    prompt_cache_retention: Hint = None
+
+
+class CompletionRequest(OpenAIFields):
+    """The body of `POST /v1/completions`."""
+
+    prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = Field(None, description="16 by default")
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
+    add_special_tokens: bool | None = Field(None, description="what the tokenizer puts around a text; true by default")
+
+
+class FunctionCall(Strict):
+    """What an earlier answer called."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: Annotated[Any, WithJsonSchema({"type": "string"})] = None
+
+
+class ToolCallMessage(Strict):
+    """A tool call of an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Strict):
+    """One message of a chat."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: Content = None
+    name: str | None = None
+    tool_calls: list[ToolCallMessage] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class Function(Strict):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Strict):
+    """A tool that the model may use."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChatTemplateFields(Strict):
+    """How a chat becomes a prompt."""
+
+    tools: list[Tool] | None = None
+    tool_choice: Annotated[Any, WithJsonSchema({"enum": ["auto", "none", None]})] = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class ChatRequest(OpenAIFields, ChatTemplateFields):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = Field(None, description="by default all that is left")
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = Field(None, description="false: reasoning is left out of the answer")
+    verbosity: Hint = None
+
+
+TEMPLATE_UNSUPPORTED: Mapping[str, Sequence[Any]] = {"chat_template": (), "documents": ([],)}
+UNSUPPORTED: Mapping[str, Sequence[Any]] = {
+    **fields.UNSUPPORTED,
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "moderation": (),
+}
+COMPLETION_UNSUPPORTED: Mapping[str, Sequence[Any]] = {**UNSUPPORTED, "suffix": ("",)}
+CHAT_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
+    **UNSUPPORTED,
+    "audio": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "web_search_options": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    **TEMPLATE_UNSUPPORTED,
+    "echo": (False,),
+    "add_special_tokens": (False,),
+}

@@ -1,0 +1,131 @@
+"""The JSON schemas of OpenAI's answers, as strict as OpenAI's own document where that says what is required."""
+
+from nano_inference.serving.protocols.openapi import INTEGER, NUMBER, STRING, list_of, nullable, thing
+
+_REASON = {"enum": ["stop", "length", "tool_calls", "abort"]}
+_USAGE = thing(
+    "prompt_tokens",
+    "completion_tokens",
+    "total_tokens",
+    prompt_tokens=INTEGER,
+    completion_tokens=INTEGER,
+    total_tokens=INTEGER,
+    prompt_tokens_details=thing(cached_tokens=INTEGER),
+    completion_tokens_details=thing(reasoning_tokens=INTEGER),
+)
+_TOP = thing("token", "logprob", "bytes", token=STRING, logprob=NUMBER, bytes=nullable(list_of(INTEGER)))
+_TOKEN = thing(
+    "token",
+    "logprob",
+    "bytes",
+    "top_logprobs",
+    token=STRING,
+    logprob=NUMBER,
+    bytes=nullable(list_of(INTEGER)),
+    top_logprobs=list_of(_TOP),
+)
+_TOOL_CALL = thing(
+    "id",
+    "type",
+    "function",
+    id=STRING,
+    type={"const": "function"},
+    function=thing("name", "arguments", name=STRING, arguments=STRING),
+)
+_MESSAGE = thing(
+    "role",
+    "content",
+    "refusal",
+    role={"const": "assistant"},
+    content=nullable(STRING),
+    refusal={"type": "null"},
+    reasoning_content=STRING,
+    tool_calls=list_of(_TOOL_CALL),
+)
+_ENDING = {
+    "finish_reason": _REASON,
+    "stop_reason": {"type": ["string", "integer", "null"]},
+    "seed": INTEGER,
+    "weight_version": INTEGER,
+    "token_ids": list_of(INTEGER),
+}
+_HEAD = {"id": STRING, "created": INTEGER, "model": STRING, "system_fingerprint": STRING, "usage": _USAGE}
+
+CHAT = thing(
+    "id",
+    "object",
+    "created",
+    "model",
+    "choices",
+    "usage",
+    **_HEAD,
+    object={"const": "chat.completion"},
+    choices=list_of(
+        thing(
+            "index",
+            "message",
+            "logprobs",
+            "finish_reason",
+            **_ENDING,
+            index=INTEGER,
+            message=_MESSAGE,
+            logprobs=nullable(thing("content", "refusal", content=nullable(list_of(_TOKEN)))),
+        )
+    ),
+)
+COMPLETION = thing(
+    "id",
+    "object",
+    "created",
+    "model",
+    "choices",
+    "usage",
+    **_HEAD,
+    object={"const": "text_completion"},
+    choices=list_of(
+        thing(
+            "index",
+            "text",
+            "logprobs",
+            "finish_reason",
+            **_ENDING,
+            index=INTEGER,
+            text=STRING,
+            logprobs=nullable(
+                thing(
+                    "tokens",
+                    "token_logprobs",
+                    "top_logprobs",
+                    "text_offset",
+                    tokens=list_of(STRING),
+                    token_logprobs=list_of(nullable(NUMBER)),
+                    top_logprobs=list_of(nullable({"type": "object", "additionalProperties": NUMBER})),
+                    text_offset=list_of(INTEGER),
+                )
+            ),
+        )
+    ),
+)
+MODEL = thing(
+    "id",
+    "object",
+    "created",
+    "owned_by",
+    id=STRING,
+    object={"const": "model"},
+    created=INTEGER,
+    owned_by=STRING,
+    max_model_len=INTEGER,
+)
+MODELS = thing("object", "data", object={"const": "list"}, data=list_of(MODEL))
+TOKENS = thing(
+    "count",
+    "max_model_len",
+    "tokens",
+    "token_strs",
+    count=INTEGER,
+    max_model_len=INTEGER,
+    tokens=list_of(INTEGER),
+    token_strs=nullable(list_of(STRING)),
+)
+TEXT = thing("prompt", prompt=STRING)

@@ -1,0 +1,205 @@
+"""The benchmark of the server: its parts on a tiny model, and what it does with servers that fail."""
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from benchmarks import arrival, load, serve, servers
+from benchmarks.arrival import gaps_ending_in
+from benchmarks.closed_loop import answer
+from benchmarks.ours import Options, opened
+from benchmarks.peers.compare import OURS
+from benchmarks.peers.process import PeerFailed
+from benchmarks.serve import ALONE, Choice, Seen, prompts_of, targets, token_prompts
+from benchmarks.wire import Broken
+from tests.cli.running import write_tokenizer
+from tests.models.tiny import tiny_llama
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> Options:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_llama(folder, vocab_size=49_152, hidden=16, inner=16, num_heads=2, num_kv_heads=1, layers=1, tie=True)
+    write_tokenizer(folder, None)
+    return Options(model=str(folder), dtype="float32", backend="reference", threads=1, repeats=1)
+
+
+@pytest.fixture(autouse=True)
+def threads_are_left_as_they_were() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_engine_alone_runs_the_same_loop(options: Options) -> None:
+    with opened(options) as engine:
+        prompts = [[100 + place, 200] for place in range(7)]
+        done = answer(engine, {"prompts": prompts, "output_tokens": 5, "concurrency": 3})
+        singles = answer(engine, {"singles": prompts, "output_tokens": 2})
+        before = engine.stats().completion_tokens
+    assert done["tokens"] == 35
+    assert before == 35 + 14
+    assert done["seconds"] > 0
+    assert len(singles["first_tokens"]) == 7
+    assert min(singles["first_tokens"]) > 0
+
+
+def test_throughput_and_first_tokens_through_a_server(options: Options, tmp_path: Path) -> None:
+    choice = Choice(
+        engines=(OURS, "vllm"), requests=6, warm_up=2, concurrency=2, output_tokens=4, singles=2, cache=tmp_path
+    )
+    rows = serve.measure(options, ("throughput", "first"), choice)
+    named = {row["name"]: row for row in rows}
+    assert set(named) == {
+        f"throughput: {ALONE}, whole",
+        f"throughput: {OURS}, whole",
+        f"throughput: {OURS}, streamed",
+        f"first token, one at a time: {ALONE}",
+        f"first token, one at a time: {OURS}",
+    }
+    streamed = named[f"throughput: {OURS}, streamed"]
+    assert {"client", "api"} <= set(streamed["cpu_s"])
+    assert streamed["runs"][0]["output_tokens"] == 24
+    assert streamed["runs"][0]["first_token_ms"]["p50"] > 0
+    json.dumps(rows)
+    left = [p for p in psutil.Process().children(recursive=True) if "nano_inference" in " ".join(p.cmdline())]
+    assert left == []
+
+
+def test_forms_and_rounds_have_prompts_of_their_own() -> None:
+    choice = Choice(requests=3)
+    seen = [prompts_of(choice, -1), prompts_of(choice, 0), prompts_of(choice, 1)]
+    seen += [[ask.body["prompt"] for ask in token_prompts(choice, number, 3, True)] for number in (-1, 0, 1)]
+    assert len({tuple(prompt) for prompts in seen for prompt in prompts}) == 18
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    table = {(ALONE, "whole"): Seen([100.0, 50.0], [], []), (OURS, "whole"): Seen([90.0, 50.0], [], [])}
+    (line,) = targets(table)
+    assert line.startswith("whole: 0.950 [0.900..1.000]")
+
+
+SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    asked = 0
+    def do_GET(self):
+        Handler.asked += 1
+        self.send_response(503 if Handler.asked < int(sys.argv[2]) else 200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_a_server_is_waited_for_and_always_stopped(tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-c", SERVER, str(port), "3"]
+    seen: list[psutil.Process] = []
+
+    def fail_with_a_server() -> None:
+        with servers.started(command, os.environ, port, tmp_path / "log", 20.0) as running:
+            seen.append(psutil.Process(running.pid))
+            assert running.target.url.endswith(str(port))
+            assert running.memory > 0
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_with_a_server()
+    assert not seen[0].is_running()
+
+
+def test_a_server_that_is_never_healthy_is_stopped_too(tmp_path: Path) -> None:
+    port, before = free_port(), set(psutil.Process().children())
+    command = [sys.executable, "-c", SERVER, str(port), "1000000"]
+    with (
+        pytest.raises(PeerFailed, match=r"not healthy within 1\.5 s"),
+        servers.started(command, os.environ, port, tmp_path / "log", 1.5),
+    ):
+        pass
+    with (
+        pytest.raises(PeerFailed, match="no such model"),
+        servers.started([sys.executable, "-c", "raise SystemExit('no such model')"], {}, port, tmp_path / "log", 20.0),
+    ):
+        pass
+    assert set(psutil.Process().children()) <= before
+
+
+QUICK, SLOW, LONG = 0.004, 0.016, 0.4
+
+
+async def shared(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, state: dict[str, Any]) -> None:
+    """Streams that are slower while a request of many tokens is under way."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(
+        int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
+    )
+    body = json.loads(await reader.readexactly(length))
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+    event = b'data: {"choices": [{"text": "x", "finish_reason": null}]}\n\n'
+    try:
+        if len(body["prompt"]) > 1000:
+            state["slow"] = True
+            await asyncio.sleep(LONG)
+            state["slow"] = False
+            writer.write(event + b"data: [DONE]\n\n")
+        else:
+            for _ in range(min(body["max_tokens"], state["most"])):
+                await asyncio.sleep(SLOW if state["slow"] else QUICK)
+                writer.write(event)
+                await writer.drain()
+            writer.write(b"data: [DONE]\n\n")
+    except ConnectionError:
+        state["dropped"] += 1
+    writer.close()
+
+
+def arrive(most: int) -> tuple[arrival.Arrival, dict[str, Any]]:
+    state = {"slow": False, "dropped": 0, "most": most}
+
+    async def main() -> arrival.Arrival:
+        async with await asyncio.start_server(lambda r, w: shared(r, w, state), "127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            try:
+                return await arrival.arrive(load.Target(url), 2000)
+            finally:
+                await asyncio.sleep(0.1)
+                listening.close()
+
+    return load.run(main()), state
+
+
+def test_what_a_long_prompt_does_to_running_streams() -> None:
+    found, state = arrive(10_000)
+    assert QUICK * 1e3 <= found.before < SLOW * 1e3 <= found.during
+    assert LONG <= found.waited < LONG + 0.5
+    assert state["dropped"] == arrival.STREAMS
+
+
+def test_streams_that_end_too_early_are_an_error() -> None:
+    with pytest.raises(Broken, match="ended early"):
+        arrive(20)
+    with pytest.raises(Broken, match="ended before the long prompt"):
+        arrive(arrival.QUIET + 8)
+
+
+def test_gaps_belong_to_the_time_in_which_they_end() -> None:
+    stream = list(itertools.accumulate([1.0] * (arrival.SETTLE + 2) + [5.0, 1.0]))
+    begin = stream[arrival.SETTLE + 1]
+    assert gaps_ending_in([stream], 0.0, begin) == [1.0]
+    assert gaps_ending_in([stream, stream], begin, begin + 5.0) == [5.0, 5.0]

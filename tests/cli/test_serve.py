@@ -1,0 +1,116 @@
+"""`nano-inference serve`: its options are those of the two configurations."""
+
+import importlib.util
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference.cli import serve as command
+from nano_inference.config import EngineConfig
+from nano_inference.serving import main
+from nano_inference.serving.config import ServerConfig
+from tests.cli.running import run
+
+NOT_ON_THE_COMMAND_LINE = {"gpu_memory_utilization", "attention", "lookahead"}
+Configs = list[tuple[EngineConfig, ServerConfig]]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Configs:
+    """What would have been served."""
+    seen: Configs = []
+    monkeypatch.setattr(main, "serve", lambda engine, config: seen.append((engine, config)))
+    return seen
+
+
+def test_by_default_the_defaults_are_served(started: Configs) -> None:
+    result = run("serve", "smollm2-135m")
+    assert result.exit_code == 0, result.stderr
+    assert started == [(EngineConfig("smollm2-135m"), ServerConfig())]
+
+
+def other(value: Any, kind: str) -> Any:
+    """A value of a field that is not its default."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, tuple):
+        return ("other", "more")
+    if isinstance(value, int | float):
+        return value + 2
+    return 2 if "int" in kind else "other"
+
+
+CHOICES = {"cache_type": "radix", "dtype": "float32", "backend": "reference", "device": "cpu"}
+CHOICES |= {"log_level": "error", "log_format": "json", "tool_format": "llama", "reasoning_format": "none"}
+OPTION = {"tokenizer_path": "tokenizer", "ref_model_path": "ref-model", "num_threads": "threads"}
+OPTION |= {"enable_prefix_caching": "prefix-caching", "enable_chunked_prefill": "chunked-prefill"}
+OPTION |= {"api_keys": "api-key", "cors_origins": "cors-origin"}
+
+
+def flags(name: str, value: Any) -> list[str]:
+    option = OPTION.get(name, name.replace("_", "-"))
+    if isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
+    return [part for each in (value if isinstance(value, tuple) else (value,)) for part in (f"--{option}", str(each))]
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, ServerConfig])
+def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> None:
+    wanted = {
+        field.name: CHOICES.get(field.name, other(field.default, str(field.type)))
+        for field in fields(kind)
+        if field.name not in {*NOT_ON_THE_COMMAND_LINE, "model_path"}
+    }
+    if kind is EngineConfig:  # the two exclude each other
+        del wanted["enable_chunked_prefill"]
+    arguments = [part for name, value in wanted.items() for part in flags(name, value)]
+    result = run("serve", "smollm2-135m", *arguments)
+    assert result.exit_code == 0, result.output
+    found = started[0][0 if kind is EngineConfig else 1]
+    assert {name: getattr(found, name) for name in wanted} == wanted
+    started.clear()
+    assert run("serve", "smollm2-135m", "--no-chunked-prefill").exit_code == 0
+    assert not started[0][0].enable_chunked_prefill
+
+
+def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
+    keys, admin = tmp_path / "keys", tmp_path / "admin"
+    keys.write_text("one\n\n two \n")
+    admin.write_text("boss\n")
+    files = ("--api-key-file", str(keys), "--admin-key-file", str(admin))
+    assert run("serve", "smollm2-135m", "--api-key", "zero", *files).exit_code == 0
+    assert (started[0][1].api_keys, started[0][1].admin_key) == (("zero", "one", "two"), "boss")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--admin-key", "a", "--admin-key-file", "{keys}"), "there is one admin key"),
+        (("--admin-key-file", "{keys}"), "there is one admin key"),
+        (("--api-key-file", "{empty}"), "holds no key"),
+        (("--tls-cert", "c.pem"), "tls_cert and tls_key belong together"),
+        (("--tool-format", "morse"), "there is no tool format 'morse'"),
+        (("--max-samples", "0"), "max_samples=0 must be"),
+        (("--max-batch-size", "0"), "max_batch_size=0 must be"),
+    ],
+)
+def test_serve_says_what_is_wrong(arguments: tuple[str, ...], words: str, started: Configs, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    (tmp_path / "empty").write_text("\n")
+    places = {"keys": str(tmp_path / "keys"), "empty": str(tmp_path / "empty")}
+    result = run("serve", "smollm2-135m", *(argument.format(**places) for argument in arguments))
+    assert result.exit_code == 1
+    assert words in result.stderr
+    assert not started
+
+
+def test_what_is_not_installed_is_named(started: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == "zmq" else found(name))
+    result = run("serve", "smollm2-135m")
+    assert result.exit_code == 1
+    assert "needs zmq" in result.stderr
+    assert "pip install 'nano-inference[server]'" in result.stderr
+    assert not started

@@ -1,0 +1,79 @@
+"""What docs/server.md tells people to run is run, against a server of SmolLM2."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import EngineConfig
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.main import running_server
+from tests.docs.test_docs import ROOT
+
+ADDRESS = "http://127.0.0.1:8000"  # as the document writes it
+TEXT = (ROOT / "docs" / "server.md").read_text()
+CURL = [block for block in re.findall(r"^```bash\n(.*?)^```", TEXT, flags=re.M | re.S) if block.startswith("curl")]
+PYTHON = re.findall(r"^```python\n(.*?)^```", TEXT, flags=re.M | re.S)
+Check = Callable[[Any], bool]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    threads = torch.get_num_threads()
+    engine = EngineConfig("smollm2-135m", device="cpu", max_model_len=1024, kv_cache_memory=2**28, num_threads=1)
+    with running_server(engine, ServerConfig(port=0, in_process=True)) as address:
+        yield address
+    torch.set_num_threads(threads)
+
+
+KINDS: dict[str, Check] = {
+    "/v1/chat/completions": lambda body: (
+        body["object"] == "chat.completion" and body["choices"][0]["message"]["content"]
+    ),
+    "/v1/completions": lambda body: len(body["choices"]) == 2 and body["choices"][1]["logprobs"]["top_logprobs"],
+    "/v1/messages": lambda body: body["type"] == "message" and body["content"][0]["text"],
+    "/v1/messages/count_tokens": lambda body: body["input_tokens"] > 4,
+    "/tokenize": lambda body: body["count"] == len(body["tokens"]) == 2,
+    "/detokenize": lambda body: body["prompt"] == "Hello world",
+    "/v1/models": lambda body: body["object"] == "list" and body["data"][0]["id"] == "smollm2-135m",
+    "/health": lambda body: body == {"status": "ok", "model_loaded": True},
+}
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("block", CURL, ids=[re.sub(r"\s+", " ", block)[:60] for block in CURL])
+def test_curl_lines_are_answered_as_the_document_says(block: str, url: str) -> None:
+    assert ADDRESS in block
+    command = block.replace(ADDRESS, url)
+    done = subprocess.run(
+        ["bash", "-c", f"{command.rstrip()} --silent --fail-with-body"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    path = re.search(rf"{ADDRESS}(\S+)", block)
+    assert path is not None
+    if '"stream": true' in block:
+        *events, last = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line]
+        assert last == "[DONE]"
+        chunks = [json.loads(event) for event in events]
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        assert "".join(each["delta"].get("content") or "" for chunk in chunks for each in chunk["choices"])
+        assert chunks[-1]["usage"]["completion_tokens"] == 16
+    else:
+        assert KINDS[path[1]](json.loads(done.stdout)), done.stdout
+
+
+def test_every_kind_of_answer_is_shown() -> None:
+    paths = {found[1] for block in CURL if (found := re.search(rf"{ADDRESS}(\S+)", block))}
+    assert paths == set(KINDS)
+
+
+def test_python_blocks_run(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    namespace = {"__name__": "docs/server.md"}
+    for block in PYTHON:
+        exec(compile(block.replace(ADDRESS, url), "docs/server.md", "exec"), namespace)
+        assert capsys.readouterr().out.strip()

@@ -1,0 +1,238 @@
+"""Requests that end early: clients that go away or do not read, time that is over, queues that are full."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager, nullcontext
+
+import httpx
+import psutil
+import pytest
+from starlette.responses import PlainTextResponse, Response
+
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.edge.event_stream import EventStream
+from nano_inference.serving.main import running_server
+from tests.serving.scripted import Script, ScriptedClient
+
+SLOW = Script("a " * 50, ends=False, delay=0.05)
+
+
+def eventually(condition, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+@contextmanager
+def serving(script: Script, **options) -> Iterator[tuple[str, ScriptedClient]]:
+    client = ScriptedClient(
+        script, max_model_len=10_000_000, max_backlog=options.get("max_backlog", ServerConfig().max_backlog)
+    )
+    with running_server(client, ServerConfig(port=0, drain_timeout=1, **options)) as url:
+        yield url, client
+
+
+def connected(url: str, body: dict, **options) -> socket.socket:
+    """A connection that has sent a request."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    for option, value in options.items():
+        connection.setsockopt(socket.SOL_SOCKET, getattr(socket, option), value)
+    connection.settimeout(10)
+    connection.connect((host, int(port)))
+    content = json.dumps(body).encode()
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content) + content
+    )
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("when", ["queued", "running"])
+def test_a_client_that_goes_away_ends_its_request_at_once(stream: bool, when: str) -> None:
+    with serving(SLOW) as (url, client):
+        connection = connected(url, {"prompt": "Hi", "max_tokens": 1000, "stream": stream})
+        assert eventually(lambda: client.requests)
+        if when == "running":
+            time.sleep(0.2)
+        connection.close()
+        assert eventually(lambda: client.aborted == [client.requests[0].request_id], 1.0)
+        assert client.num_samples == 0
+        assert httpx.get(url + "/health").status_code == 200
+
+
+def test_a_client_that_goes_away_while_its_body_comes() -> None:
+    with serving(SLOW) as (url, client):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            time.sleep(0.1)
+        time.sleep(0.1)
+        assert not client.requests
+        assert httpx.get(url + "/health").status_code == 200
+
+
+def test_a_request_that_takes_too_long() -> None:
+    with serving(SLOW, request_timeout=0.4) as (url, client):
+        reply = httpx.post(url + "/v1/completions", json={"prompt": "Hi", "max_tokens": 1000})
+        assert reply.status_code == 504
+        assert reply.headers["x-should-retry"] == "false"
+        assert reply.json()["error"]["type"] == "timeout_error"
+        streamed = httpx.post(url + "/v1/completions", json={"prompt": "Hi", "max_tokens": 1000, "stream": True})
+        assert streamed.status_code == 200
+        assert "request_timeout" in streamed.text.rstrip().rsplit("data: ", 1)[1]
+        assert len(client.aborted) == 2
+    with serving(Script(delay=5.0), request_timeout=0.2) as (url, _):
+        before = httpx.post(url + "/v1/completions", json={"prompt": "Hi", "stream": True})
+        assert before.status_code == 504  # nothing was sent, so that a plain status could be
+
+
+def test_a_body_that_takes_too_long() -> None:
+    with serving(SLOW, request_timeout=0.3) as (url, _):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_client_that_does_not_read_is_ended_with_its_connection() -> None:
+    script = Script("word " * 50, ends=False, portion=8)
+    with serving(script, max_backlog=2000) as (url, client):
+        before = psutil.Process().memory_info().rss
+        connection = connected(url, {"prompt": "Hi", "max_tokens": 200_000, "stream": True}, SO_RCVBUF=4096)
+        try:
+            assert eventually(lambda: client.aborted, 20.0)
+            assert client.num_samples == 0
+            assert psutil.Process().memory_info().rss - before < 50 << 20
+            total = 0
+            with pytest.raises(ConnectionResetError):  # noqa: PT012 - the end comes after what was sent before
+                while more := connection.recv(1 << 20):
+                    total += len(more)
+                raise ConnectionResetError
+            assert total < 20 << 20
+        finally:
+            connection.close()
+
+
+def test_a_full_queue_is_429_with_a_time_to_come_again() -> None:
+    with serving(SLOW, max_queued_samples=2) as (url, client):
+        busy = [connected(url, {"prompt": "Hi", "max_tokens": 1000, "n": 2}) for _ in range(17)]
+        assert eventually(lambda: client.num_samples == 34)
+        reply = httpx.post(url + "/v1/completions", json={"prompt": "Hi"})
+        assert reply.status_code == 429
+        assert reply.json()["error"]["code"] == "rate_limit_exceeded"
+        assert int(reply.headers["retry-after"]) >= 1
+        assert int(reply.headers["retry-after-ms"]) >= 500
+        assert 'admission_rejections_total{model_name="scripted",reason="queue_full"} 1' in httpx.get(
+            url + "/metrics"
+        ).text.replace("nano_inference_", "")
+        for connection in busy:
+            connection.close()
+        assert eventually(lambda: client.num_samples == 0)
+
+
+def test_a_dying_engine_ends_streams_with_an_event_and_others_with_503() -> None:
+    with serving(Script("a b c d e f", die_after=3)) as (url, _):
+        reply = httpx.post(url + "/v1/completions", json={"prompt": "Hi", "stream": True})
+        assert "engine" in json.loads(reply.text.rstrip().rsplit("data: ", 1)[1])["error"]["message"]
+        health = httpx.get(url + "/health")
+        assert (health.status_code, health.json()) == (503, {"status": "dead", "model_loaded": False})
+        late = httpx.post(url + "/v1/completions", json={"prompt": "Hi"})
+        assert (late.status_code, late.headers["x-should-retry"]) == (503, "false")
+        assert httpx.get(url + "/stats").json()["status"] == "dead"
+        assert "engine_up" in httpx.get(url + "/metrics").text
+
+
+def test_a_poisoned_sample_ends_its_own_request_only() -> None:
+    def script(request, _: int) -> Script:
+        return Script("fine", fail_after=1) if request.params.seed == 13 else Script("fine", delay=0.02)
+
+    with serving(Script()) as (url, client):
+        client.script = script
+        with httpx.Client() as http:
+            bad = http.post(url + "/v1/completions", json={"prompt": "Hi", "seed": 13})
+            good = http.post(url + "/v1/completions", json={"prompt": "Hi", "seed": 14})
+        assert bad.status_code == 500
+        assert "ValueError" not in bad.text
+        assert bad.headers["x-should-retry"] == "false"
+        assert good.json()["choices"][0]["text"] == "fine"
+
+
+# -- the stream by itself -----------------------------------------------------------------------------------------
+
+
+def played(events: AsyncGenerator[bytes, None], keep_alive: float) -> list[dict]:
+    """The ASGI messages of a stream."""
+    sent: list[dict] = []
+
+    async def send(message) -> None:
+        sent.append(message)
+
+    async def play() -> None:
+        def refuse(problem: Exception) -> Response:
+            return PlainTextResponse(f"refused: {problem}", 418)
+
+        stream = EventStream(
+            events, refuse, lambda problem: f"failed: {problem}".encode(), nullcontext(), lambda: None, keep_alive
+        )
+        await stream({"type": "http"}, None, send)  # pyright: ignore[reportArgumentType]
+
+    asyncio.run(play())
+    return sent
+
+
+def body(sent: list[dict]) -> list[bytes]:
+    return [message["body"] for message in sent if message["type"] == "http.response.body"]
+
+
+async def slow(*waits: float, raises: bool = False) -> AsyncGenerator[bytes, None]:
+    for place, wait in enumerate(waits):
+        await asyncio.sleep(wait)
+        yield b"data: %d\n\n" % place
+    if raises:
+        await asyncio.sleep(0.12)
+        raise ValueError("no more")
+
+
+def test_a_quiet_stream_is_kept_alive_by_comments() -> None:
+    sent = played(slow(0.13, 0.0, 0.07), keep_alive=0.05)
+    assert body(sent) == [b": keep-alive\n\n"] * 2 + [
+        b"data: 0\n\n",
+        b"data: 1\n\n",
+        b": keep-alive\n\n",
+        b"data: 2\n\n",
+        b"",
+    ]
+    assert [message["type"] for message in sent].count("http.response.start") == 1
+    assert sent[-1]["more_body"] is False
+
+
+def test_what_is_wrong_at_first_is_a_status_and_later_an_event() -> None:
+    assert played(slow(raises=True), keep_alive=1.0)[0]["status"] == 418
+    assert body(played(slow(raises=True), keep_alive=0.05))[-1] == b"failed: no more"  # a comment went out before
+    assert body(played(slow(0.0, raises=True), keep_alive=1.0)) == [b"data: 0\n\n", b"failed: no more"]
+
+
+def test_many_clients_at_once() -> None:
+    """Threads of clients, streams and not, that go away at random: the server stays and nothing is left."""
+    with serving(Script("a " * 20, ends=False, delay=0.005)) as (url, client):
+
+        def visit(number: int) -> None:
+            connection = connected(url, {"prompt": "Hi", "max_tokens": 40, "stream": number % 2 == 0})
+            time.sleep(number % 7 * 0.02)
+            connection.close()
+
+        threads = [threading.Thread(target=visit, args=(number,)) for number in range(60)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert eventually(lambda: client.num_samples == 0)
+        assert eventually(lambda: httpx.get(url + "/metrics").status_code == 200)

@@ -1,0 +1,83 @@
+"""What is logged, and how."""
+
+import json
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.edge.logs import JsonLines, TextLines, escaped, is_loopback, log_access, log_start
+from nano_inference.serving.edge.record import RequestRecord
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warns"),
+    [
+        ("0.0.0.0", (), True),
+        ("::", (), True),
+        ("0.0.0.0", ("secret",), False),
+        ("127.0.0.1", (), False),
+        ("::1", (), False),
+    ],
+)
+def test_a_warning_where_anybody_may_come(caplog, host: str, keys: tuple[str, ...], warns: bool) -> None:
+    with caplog.at_level("INFO", "nano_inference.serving"):
+        log_start(ServerConfig(host=host, api_keys=keys, admin_key="secret"), f"http://{host}:1")
+    assert ("anybody" in caplog.text) == warns
+    assert "secret" not in caplog.text
+    assert f"http://{host}:1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("", False)],
+)
+def test_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+@given(text=st.text())
+def test_what_clients_send_stays_on_one_line(text: str) -> None:
+    line = escaped(text)
+    assert line.isprintable()
+    assert line == text or not text.isprintable()
+
+
+def entry(message: str, *args: object, **more) -> logging.LogRecord:
+    record = logging.LogRecord("nano_inference.x", logging.INFO, "", 0, message, args, more.pop("exc_info", None))
+    for name, value in more.items():
+        setattr(record, name, value)
+    return record
+
+
+@given(text=st.text())
+def test_no_entry_can_be_forged(text: str) -> None:
+    wild = entry("model %s", text)
+    assert TextLines().format(wild).isprintable()
+    line = JsonLines().format(wild)
+    assert line.isascii()
+    assert line.isprintable()
+    assert json.loads(line)["message"] == f"model {text}"
+
+
+def test_lines_of_a_traceback_are_indented() -> None:
+    try:
+        raise ValueError("a\n2026-01-01 00:00:00 INFO forged\x1b[31m")
+    except ValueError as problem:
+        told = TextLines().format(entry("failed", exc_info=(ValueError, problem, problem.__traceback__)))
+    first, *rest = told.split("\n")
+    assert first.endswith("failed")
+    assert all(line.startswith("    ") and line.isprintable() for line in rest)
+
+
+def test_the_line_of_a_request(caplog) -> None:
+    record = RequestRecord("id-1", "POST", '/v1/x y="1"\n', status=200, model="m", prompt_tokens=3, first_token=0.5)
+    with caplog.at_level("INFO", "nano_inference.access"):
+        log_access(record)
+    (logged,) = caplog.records
+    line = logged.getMessage()
+    assert 'path="/v1/x y=\\"1\\"\\n"' in line
+    assert "first_token=0.5" in line
+    assert json.loads(JsonLines().format(logged))["path"] == '/v1/x y="1"\n'

@@ -1,0 +1,386 @@
+"""Life and death of the engine process: whichever of the two ends, by whatever, nothing is left and nobody waits."""
+
+import asyncio
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+
+from nano_inference.config import EngineConfig
+from nano_inference.errors import EngineDead, InvalidRequest
+from nano_inference.serving.errors import ApiError
+from nano_inference.serving.process_client import ProcessClient
+from nano_inference.types import SamplingParams
+from tests.models.tiny import tiny_llama
+from tests.serving.engines import (
+    LONG,
+    PATIENCE,
+    child_of,
+    config_of,
+    core_of,
+    finished,
+    idle,
+    params_of,
+    slow_config_of,
+    until,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A step over `LONG` tokens of it takes seconds."""
+    folder = tmp_path_factory.mktemp("slow")
+    return tiny_llama(folder, max_position=2 * LONG, hidden=256, inner=256, num_heads=8)
+
+
+@asynccontextmanager
+async def running(config: EngineConfig, **options: Any) -> AsyncIterator[ProcessClient]:
+    """A client of a running engine; in the end nothing is left of it."""
+    client = ProcessClient(config, 4096, **options)
+    await asyncio.wait_for(client.start(), 2 * PATIENCE)
+    first = child_of(client)
+    try:
+        yield client
+    finally:
+        last = client._child
+        await asyncio.wait_for(client.close(), PATIENCE)
+        for child in (first, last):
+            assert child is None or not is_alive(child.pid)
+            assert child is None or not child.folder.exists()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def play(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 120))
+
+
+def busy_with_a_long_step(client: ProcessClient) -> Callable[[], bool]:
+    return lambda: client.stats is not None and client._busy and client._num_steps >= 1
+
+
+# -- the engine dies ---------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_engine_is_noticed_at_once_and_another_one_started(model: Path) -> None:
+    async def test() -> None:
+        async with running(config_of(model), restart=True) as client:
+            before = core_of(await finished(client.submit([1, 2], params_of(3), 2, stream=True)))
+            pid = child_of(client).pid
+            streams = [client.submit([1, seed], params_of(seed, 480), stream=True) for seed in range(4)]
+            await streams[0].next()
+            os.kill(pid, signal.SIGSTOP)  # so that the call is not answered first
+            call = asyncio.create_task(client.call("stats"))
+            await asyncio.sleep(0)
+            os.kill(pid, signal.SIGKILL)
+            assert await until(lambda: client.why_dead is not None) < 1.0
+            assert "SIGKILL" in str(client.why_dead)
+            for stream in streams:
+                with pytest.raises(EngineDead, match="SIGKILL"):
+                    await finished(stream)
+            with pytest.raises(EngineDead):
+                await call
+            assert client.num_samples == 0
+
+            with pytest.raises(ApiError) as refused:
+                client.submit([1], params_of(0), stream=True)
+            assert refused.value.status == 503
+            assert int(refused.value.headers["retry-after"]) > 0
+            await until(lambda: client.why_dead is None)
+            assert client.num_restarts == 1
+            assert child_of(client).pid != pid
+            after = core_of(await finished(client.submit([1, 2], params_of(3), 2, stream=True)))
+            assert after == before
+            await idle(client)
+
+    play(test())
+
+
+def test_without_restart_a_dead_engine_stays_dead(model: Path) -> None:
+    async def test() -> None:
+        async with running(config_of(model)) as client:
+            child = child_of(client)
+            os.kill(child.pid, signal.SIGKILL)
+            await until(lambda: client.why_dead is not None)
+            assert not child.folder.exists()
+            with pytest.raises(EngineDead, match="SIGKILL"):
+                client.submit([1], params_of(0), stream=True)
+            with pytest.raises(EngineDead, match="SIGKILL"):
+                await client.call("stats")
+            assert not client.restarting
+
+    play(test())
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_an_engine_that_is_not_ready_yet_may_end_as_well(model: Path, cancelled: bool) -> None:
+    async def test() -> None:
+        client = ProcessClient(config_of(model), 4096, restart=True)
+        starting = asyncio.create_task(client.start())
+        await asyncio.sleep(0.1)
+        child = child_of(client)
+        with pytest.raises(EngineDead, match="not ready"):
+            client.submit([1], params_of(0), stream=True)
+        if cancelled:
+            starting.cancel()
+        else:
+            os.kill(child.pid, signal.SIGKILL)
+        with pytest.raises(asyncio.CancelledError if cancelled else EngineDead):
+            await starting
+        assert not is_alive(child.pid)
+        assert not child.folder.exists()
+        assert client._child is None
+
+    play(test())
+
+
+def test_restarts_wait_longer_each_time_and_end_with_the_client(model: Path, tmp_path: Path) -> None:
+    """The model's folder goes away, so that no new engine can be built."""
+    gone = shutil.copytree(model, tmp_path / "gone")
+
+    async def test() -> None:
+        async with running(config_of(gone), restart=True) as client:
+            shutil.rmtree(gone)
+            os.kill(child_of(client).pid, signal.SIGKILL)
+            await until(lambda: client.num_restarts == 2)
+            assert client.restarting
+            assert "ModelLoadError" in str(client.why_dead)
+        assert not client.restarting
+        await asyncio.sleep(0.1)
+        assert client._child is None
+
+    play(test())
+
+
+def test_sigint_is_not_for_the_engine_and_sigterm_ends_it(model: Path) -> None:
+    async def test() -> None:
+        async with running(config_of(model)) as client:
+            pid = child_of(client).pid
+            os.kill(pid, signal.SIGINT)
+            assert len(await finished(client.submit([1, 2], params_of(0), stream=True))) == 1
+            os.kill(pid, signal.SIGTERM)
+            assert await until(lambda: client.why_dead is not None) < 1.0
+            assert "SIGTERM" in str(client.why_dead)
+            await until(lambda: not is_alive(pid))
+
+    play(test())
+
+
+# -- the other side dies -----------------------------------------------------------------------------------------------
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from nano_inference.serving.process_client import ProcessClient
+from tests.serving.engines import LONG, params_of, slow_config_of
+
+async def main():
+    client = ProcessClient(slow_config_of(Path(sys.argv[1])), 4096)
+    starting = asyncio.create_task(client.start())
+    if int(sys.argv[2]):
+        await starting
+        client.submit([3] * int(sys.argv[2]), params_of(0, 100), stream=True)
+    await asyncio.sleep(0.3)  # the step has begun
+    print(client._child.pid, client._child.folder, flush=True)
+    await asyncio.sleep(100)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("length", [0, 4, LONG - 100], ids=["being built", "short steps", "amid a step of seconds"])
+def test_the_engine_ends_with_a_killed_parent(slow_model: Path, length: int) -> None:
+    command = [sys.executable, "-c", PARENT, str(slow_model), str(length)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid, folder = parent.stdout.readline().split()
+        assert is_alive(int(pid))
+        assert Path(folder).exists()
+        parent.kill()
+        began = time.monotonic()
+        while is_alive(int(pid)) or Path(folder).exists():
+            assert time.monotonic() - began < 2.0
+            time.sleep(0.01)
+
+
+# -- a step of seconds -------------------------------------------------------------------------------------------------
+
+
+def test_amid_a_step_of_seconds_everything_else_is_answered(slow_model: Path) -> None:
+    async def test() -> None:
+        async with running(slow_config_of(slow_model)) as client:
+            long = client.submit([3] * (LONG - 100), SamplingParams(max_tokens=1), stream=True)
+            waiting = asyncio.ensure_future(long.next())
+            took = await until(busy_with_a_long_step(client), 10.0)  # a heartbeat
+            assert not waiting.done()
+            began = time.monotonic()
+            stats = await client.call("stats")
+            assert time.monotonic() - began < 0.5
+            assert stats.num_running == 1
+            assert not waiting.done(), "the step was too short to show anything"
+            assert took < 1.5
+            assert client.why_dead is None
+            assert not client.stalled(60.0)
+            await until(lambda: client.stalled(0.5) or waiting.done())
+            await waiting
+
+    play(test())
+
+
+def test_closing_amid_a_step_ends_it(slow_model: Path) -> None:
+    async def test() -> None:
+        async with running(slow_config_of(slow_model)) as client:
+            stream = client.submit([3] * (LONG - 100), SamplingParams(max_tokens=1), stream=True)
+            await until(busy_with_a_long_step(client), 10.0)
+            began = time.monotonic()
+            await client.close()
+            assert time.monotonic() - began < 10.0
+            with pytest.raises(EngineDead, match="stopping"):
+                await stream.next()
+            await client.close()  # once more is nothing
+
+    play(test())
+
+
+def test_an_engine_that_hangs_is_seen_and_can_be_closed(model: Path) -> None:
+    async def test() -> None:
+        async with running(config_of(model)) as client:
+            pid = child_of(client).pid
+            assert not client.stalled(0.0)
+            os.kill(pid, signal.SIGSTOP)
+            stream = client.submit([1, 2], params_of(0), stream=True)
+            await asyncio.sleep(0.3)
+            assert client.stalled(0.2)
+            assert not client.stalled(5.0)
+            with pytest.raises(TimeoutError):
+                await client.call("stats", timeout=0.1)
+            os.kill(pid, signal.SIGCONT)
+            assert len(await finished(stream)) == 1
+            await until(lambda: not client.stalled(0.0))
+            await client.call("pause")
+            paused = client.submit([1, 2], params_of(0), stream=True)
+            await asyncio.sleep(2.5)
+            assert not client.stalled(2.0)  # it has nothing to do, and says so
+            paused.close()
+            os.kill(pid, signal.SIGSTOP)  # and now it does not listen when it is told to end
+
+    play(test())
+
+
+# -- strangers on the sockets ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def quiet(model: Path) -> Iterator[tuple[ProcessClient, asyncio.Runner]]:
+    """One engine for all that changes nothing."""
+    with asyncio.Runner() as runner:
+        client = ProcessClient(config_of(model), 4096)
+        runner.run(client.start())
+        yield client, runner
+        runner.run(client.close())
+
+
+class _Bomb:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self._path), "w")
+
+
+def test_strange_bytes_change_nothing(quiet: tuple[ProcessClient, asyncio.Runner], tmp_path: Path) -> None:
+    client, runner = quiet
+
+    async def test() -> None:
+        rng = random.Random(0)
+        bomb = pickle.dumps(_Bomb(tmp_path / "bomb"))
+        strange = [b"", b"\xc1", bomb, b"\x91" * 5000, rng.randbytes(1 << 20), b"\xdf\xff\xff\xff\xff"]
+        strange += [rng.randbytes(rng.randrange(1, 100)) for _ in range(200)]
+        folder = child_of(client).folder
+        context, robbers = zmq.Context(), []
+        for name in ("engine", "api"):
+            stranger = context.socket(zmq.PUSH)
+            stranger.connect(f"ipc://{folder}/{name}")
+            for data in strange:
+                stranger.send(data)
+            stranger.send_multipart([b"\x80", bomb, b"{}"])
+            stranger.close(linger=2000)
+            robber = context.socket(zmq.PULL)  # takes nothing away
+            robber.connect(f"ipc://{folder}/{name}")
+            robbers.append(robber)
+        for seed in range(5):
+            assert len(await finished(client.submit([1, 2], params_of(seed), 2, stream=True))) == 2
+        await idle(client)
+        for robber in robbers:
+            robber.close(linger=0)
+        context.term()
+        assert list(tmp_path.iterdir()) == []
+
+    runner.run(asyncio.wait_for(test(), 60))
+
+
+def test_nothing_listens_but_two_sockets_in_a_private_folder(quiet: tuple[ProcessClient, asyncio.Runner]) -> None:
+    client, runner = quiet
+
+    async def test() -> None:
+        child = child_of(client)
+        assert child.folder.stat().st_mode & 0o777 == 0o700
+        assert child.folder.stat().st_uid == os.getuid()
+        for pid in (os.getpid(), child.pid):
+            assert not [
+                each for each in psutil.Process(pid).net_connections("inet") if each.status == psutil.CONN_LISTEN
+            ]
+        assert sorted(path.name for path in child.folder.iterdir()) == ["api", "engine"]
+
+    runner.run(asyncio.wait_for(test(), 60))
+
+
+def test_what_cannot_be_said_is_refused(quiet: tuple[ProcessClient, asyncio.Runner]) -> None:
+    client, runner = quiet
+
+    async def test() -> None:
+        with pytest.raises(InvalidRequest):
+            client.submit([1], SamplingParams(cache_salt="\ud800"), stream=True)
+        assert client.num_samples == 0
+        with pytest.raises(InvalidRequest):
+            await client.call("pause", mode=object())
+
+    runner.run(asyncio.wait_for(test(), 60))
+
+
+def test_idle_processes_take_no_time(quiet: tuple[ProcessClient, asyncio.Runner]) -> None:
+    client, runner = quiet
+
+    async def test() -> None:
+        await finished(client.submit([1, 2], params_of(0), stream=True))
+        await asyncio.sleep(0.2)
+        processes = [psutil.Process(), psutil.Process(child_of(client).pid)]
+        before = [sum(process.cpu_times()[:2]) for process in processes]
+        await asyncio.sleep(3.0)
+        after = [sum(process.cpu_times()[:2]) for process in processes]
+        for begin, end in zip(before, after, strict=True):
+            assert (end - begin) / 3.0 < 0.05
+
+    runner.run(asyncio.wait_for(test(), 60))
