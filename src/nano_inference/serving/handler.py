@@ -27,6 +27,7 @@ class Generation:
         streams: one a prompt.
         choices: prompt by prompt.
         usage: tokens so far; the same object all the time.
+        queued: seconds that it waited in the engine before it was first worked at; the longest of its prompts.
     """
 
     builder: Builder
@@ -34,6 +35,7 @@ class Generation:
     streams: list[RequestStream] = field(default_factory=list[RequestStream])
     choices: list[Choice] = field(default_factory=list[Choice])
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
+    queued: float = 0.0
     _first: list[int] = field(default_factory=list[int])  # index of each stream's first choice
     _started: set[int] = field(default_factory=set[int])  # streams of which something has come
 
@@ -89,6 +91,7 @@ class Generation:
         if place not in self._started:
             self._started.add(place)
             usage.cached_tokens += deltas[0].cached_tokens
+            self.queued = max(self.queued, deltas[0].queued)
         first = self._first[place]
         if len(deltas) == 1:
             pieces = [self._push(first + deltas[0].sample_index, deltas)]
