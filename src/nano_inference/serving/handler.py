@@ -14,6 +14,8 @@ from nano_inference.types import Delta
 
 log = logging.getLogger("nano_inference.serving")
 
+LARGE_ANSWER = 2048  # tokens, prompts' included; with logprobs such an answer takes a while, in which streams go on
+
 
 @dataclass
 class Generation:
@@ -121,7 +123,10 @@ async def answer(generation: Generation) -> dict[str, object]:
     async with aclosing(generation.pieces()) as all_pieces:
         async for _ in all_pieces:
             pass
-    return dict(generation.builder.response(generation.choices, generation.usage))
+    builder, choices, usage = generation.builder, generation.choices, generation.usage
+    if usage.prompt_tokens + usage.completion_tokens > LARGE_ANSWER:
+        return dict(await asyncio.to_thread(builder.response, choices, usage))
+    return dict(builder.response(choices, usage))
 
 
 async def events(generation: Generation) -> AsyncGenerator[bytes]:
