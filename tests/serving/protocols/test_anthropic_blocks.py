@@ -118,9 +118,9 @@ def says(draw: st.DrawFn, in_order: bool) -> list[Piece]:
         new = Piece(0, say.content, say.reasoning, (say.call,) if say.call else ())
         last = pieces[-1] if pieces else None
         if last and new.content and not last.content and not last.tool_calls and draw(st.booleans()):
-            pieces[-1] = last._replace(content=new.content)  # several at once
+            pieces[-1] = Piece(0, new.content, last.reasoning)  # several at once
         elif last and say.call and say.call.index not in [c.index for c in last.tool_calls] and draw(st.booleans()):
-            pieces[-1] = last._replace(tool_calls=(*last.tool_calls, say.call))
+            pieces[-1] = Piece(0, last.content, last.reasoning, (*last.tool_calls, say.call))
         else:
             pieces.append(new)
     return [*pieces, Piece(0, finished=sample())]
