@@ -15,6 +15,7 @@ from nano_inference.serving.errors import ApiError
 from nano_inference.serving.messages import EngineInfo
 from nano_inference.serving.parsing import ChatFormat, Parsed, ToolCallDelta
 from nano_inference.serving.protocols.anthropic import MessageBuilder
+from nano_inference.serving.protocols.anthropic_blocks import signature
 from nano_inference.serving.protocols.anthropic_schema import MessagesRequest
 from nano_inference.serving.protocols.interface import Served, Usage
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
@@ -78,7 +79,7 @@ def whole(pieces: list[Piece], **fields: Any) -> dict[str, Any]:
 
 # -- random pieces ------------------------------------------------------------------------------------------------
 
-TEXT = st.text(alphabet="ab \n\u00e9\U0001f600", max_size=6)
+TEXT = st.text(alphabet="ab \n\u00e9\U0001f600", min_size=1, max_size=6) | st.sampled_from(["\n\n", " ", "a"])
 
 
 @dataclass
@@ -136,6 +137,8 @@ def test_stream_says_what_the_whole_answer_says(pieces: list[Piece]):
 def test_stream_in_any_order_says_the_same_words(pieces: list[Piece]):
     one, other = streamed(pieces), whole(pieces)
     assert _gathered(one) == _gathered(other)
+    for block in one["content"]:
+        assert block["type"] != "thinking" or block["signature"] == signature(block["thinking"])
     assert [b for b in one["content"] if b["type"] == "tool_use"] == [
         b for b in other["content"] if b["type"] == "tool_use"
     ]
