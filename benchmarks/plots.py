@@ -177,7 +177,7 @@ def server(results: Path) -> Any:
     if not (rates and arrivals):
         return None
     figure, (left, right) = figure_of(2, 8.0, 3.2)
-    labels = [row["engine"].replace(", ", ",\n") + "\n" + row["form"] for row in rates]
+    labels = [row["engine"].replace("-", "-\n").replace(", ", ",\n") + "\n" + row["form"] for row in rates]
     colors = [COLORS["vllm" if row["engine"] == "vllm" else OURS] for row in rates]
     bars(left, labels, [row["output_tokens_per_s"] for row in rates], colors)
     left.tick_params(axis="x", labelsize=6)

@@ -233,8 +233,10 @@ def first(options: Options, choice: Choice) -> list[Row]:
     with servers.ours(options, log_of(choice, "ours")) as server:
         for number, each in enumerate(asks):
             done = run(drive(server.target, each, concurrency=1))
-            if done.errors:
-                raise PeerFailed(f"{len(done.errors)} errors: {done.errors[:3]}.")
+            if done.errors or not done.first_tokens:
+                raise PeerFailed(
+                    f"{len(done.first_tokens)} first tokens, {len(done.errors)} errors: {done.errors[:3]}."
+                )
             if number:
                 middles[OURS].append(statistics.median(done.first_tokens) * 1e3)
     rows: list[Row] = [

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
-from nano_inference.batch import BatchBuilder, ForwardBatch, Scored
+from nano_inference.batch import BatchBuilder, Chunks, ForwardBatch, Scored
 from nano_inference.config import SchedulerConfig
+from nano_inference.engine.isolation import draw_without_the_failing
 from nano_inference.engine.stats import StepClock
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.sampling.sampling_batch import SamplingBatch
@@ -23,12 +24,14 @@ from nano_inference.scheduling.commit import (
     training_samples,
 )
 from nano_inference.scheduling.decision import SchedulerOutput
+from nano_inference.scheduling.failure import take_text
 from nano_inference.scheduling.schedule import schedule
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE, Sequence, Sequences, SequenceStatus
 from nano_inference.scheduling.stopping import Finish
 from nano_inference.scheduling.versions import begun, change_version, free_previous, is_held, release_held, stale
 from nano_inference.types import Delta, KvPolicy, TrainingSample
 
+ABORTED = Finish("abort")
 _FINISHED = SequenceStatus.FINISHED  # finding a member of an enum takes 0.1 µs
 
 
@@ -160,12 +163,21 @@ class EngineLoop:
         result = self.runner.forward(batches, applied.block_copies, self._newest_tokens())
         lap("forward")
         finished += self._retire(keep=self.lookahead - 1)  # the last step's tokens are known before this one is drawn
-        sampling = self.batches.sampling_batch(chunks)
-        lap("build")
-        tokens = self.runner.sample(result, sampling)
+        try:
+            tokens = self._draw(result, chunks)
+        except Exception:  # one sample's, maybe
+            chunks, tokens, failed = draw_without_the_failing(lambda some: self._draw(result, some), chunks)
+            for seq, finish in failed:
+                finished += self._end([seq], finish)
         lap("sample")
-        self.in_flight.append(Flight(applied.sampled, tuple(s for batch in batches for s in batch.scored), tokens))
+        scored = tuple(scored for batch in batches for scored in batch.scored)
+        self.in_flight.append(Flight(tuple(chunks.sampled), scored, tokens))
         return finished + self._retire(keep=self.lookahead)
+
+    def _draw(self, result: Any, chunks: Chunks) -> Pending:
+        sampling = self.batches.sampling_batch(chunks)
+        self.clock.lap("build")
+        return self.runner.sample(result, sampling)
 
     def handle(self) -> list[TrainingSample]:
         """Take in the messages. Part of every step; callable between steps."""
@@ -228,10 +240,10 @@ class EngineLoop:
             streaming = [(seq, len(seq.token_ids)) for seq in live if seq.streaming]
             ends = commit(flight.sampled, tokens, self.sequences, self.cache)
             for seq, before in streaming:
-                self._stream(seq, before)
-            for seq, finish in ends:
+                ends += self._stream(seq, before)
+            for seq, finish in dict(ends).items():  # of two the later one
                 ended = self._samples(seq, finish)
-                if finish.reason != "abort" and REFERENCE in self.sequences.versions:
+                if ended[0].finish_reason != "abort" and REFERENCE in self.sequences.versions:
                     judge(ended[0], seq, self.sequences, self.config.block_size)
                 else:
                     samples += ended
@@ -271,7 +283,7 @@ class EngineLoop:
             version = update.write() if is_safe else None
             if version is not None:
                 change_version(self.sequences, self.cache, update.weight_set, version, update.kv_policy)
-                finished += self._end(stale(self.sequences), "it is too stale")
+                finished += self._end(stale(self.sequences), Finish("abort", "it is too stale"))
             else:
                 self._let_go_behind(update)
             if self.admitting:
@@ -289,7 +301,7 @@ class EngineLoop:
             return True
         return update.weight_set == POLICY and PREVIOUS in self.sequences.versions
 
-    def _end(self, sequences: list[Sequence], reason: str | None = None) -> list[TrainingSample]:
+    def _end(self, sequences: list[Sequence], finish: Finish = ABORTED) -> list[TrainingSample]:
         """End sequences with what they have."""
         samples: list[TrainingSample] = []
         for seq in sequences:
@@ -297,7 +309,7 @@ class EngineLoop:
             self._leave_queue(seq)
             if seq.streaming and seq.judged is None:
                 self._stream(seq, len(seq.token_ids))
-            samples += self._samples(seq, Finish("abort", reason))
+            samples += self._samples(seq, finish)
         self._free_previous()
         return samples
 
@@ -305,15 +317,9 @@ class EngineLoop:
         if PREVIOUS in self.sequences.versions and free_previous(self.sequences, self.cache):
             self.runner.drop(PREVIOUS)
 
-    def _stream(self, seq: Sequence, before: int) -> None:
-        """Hand on a streaming sequence's tokens from place `before` on, and all text that it holds back, once it has
-        ended.
-        """
-        text = None
-        if seq.output_text is not None:
-            text = seq.output_text.take()
-            if seq.status is _FINISHED:
-                text += seq.output_text.finish()
+    def _stream(self, seq: Sequence, before: int) -> list[tuple[Sequence, Finish]]:
+        """Hand on a streaming sequence's tokens from place `before` on, and its text. Returns it if that ends it."""
+        text, failed = take_text(seq, ended=seq.status is _FINISHED)
         new, params = slice(before - seq.num_prompt_tokens, None), seq.params
         delta = Delta(
             request_id=seq.request_id,
@@ -327,6 +333,11 @@ class EngineLoop:
             queued=seq.queued,
         )
         self.streamed.append(delta)
+        if failed is None:
+            return []
+        if seq.status is not _FINISHED:
+            retire(seq, self.sequences, self.cache)
+        return [(seq, failed)]
 
     def _count_admitted(self, decision: SchedulerOutput) -> None:
         for admission in decision.admitted:
