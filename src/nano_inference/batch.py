@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import NamedTuple
 
@@ -124,6 +124,7 @@ class BatchBuilder:
         self._prompts = np.zeros(0, dtype=np.int64)  # [slots] prompt tokens
         self._least = np.zeros(0, dtype=np.int64)  # [slots] tokens that a sequence has before it may stop
         self._draws = SamplingTable()
+        self._undrawn: set[int] = set()  # slots that it does not know yet
 
     def chunks(self, decision: SchedulerOutput, sampled: Listed[Sequence], sequences: Sequences) -> "Chunks":
         """The chunks of a step as arrays.
@@ -169,7 +170,16 @@ class BatchBuilder:
         )
 
     def sampling_batch(self, chunks: "Chunks") -> SamplingBatch:
-        """The draw of a step, once the tokens before it are known. Logits of its batches stand one after another."""
+        """The draw of a step, once the tokens before it are known. Logits of its batches stand one after another.
+
+        Parameters of a sequence are read here, so that one whose own cannot be read harms no forward.
+        """
+        if self._undrawn:
+            for seq, slot in zip(chunks.sampled, chunks.slots.tolist(), strict=True):
+                if slot in self._undrawn:
+                    prompt = seq.token_ids[: seq.num_prompt_tokens]
+                    self._draws.put(slot, seq.params, seq.seed, seq.sample_index, prompt)
+                    self._undrawn.remove(slot)
         for place, counts in self._draws.penalized(chunks.slots):
             seq = chunks.sampled[place]
             counts.add(seq.token_ids[seq.num_prompt_tokens + counts.length :])
@@ -245,7 +255,7 @@ class BatchBuilder:
                 slot = slots[seq.seq_id] = self._free.pop()
                 self._prompts[slot] = seq.num_prompt_tokens
                 self._least[slot] = seq.num_prompt_tokens + seq.params.min_tokens
-                self._draws.put(slot, seq.params, seq.seed, seq.sample_index, seq.token_ids[: seq.num_prompt_tokens])
+                self._undrawn.add(slot)
                 self._write_table(slot, seq.block_ids, 0)
         return np.fromiter(map(slots.__getitem__, seq_ids), dtype=np.int64, count=len(seq_ids))
 
@@ -255,6 +265,7 @@ class BatchBuilder:
             return
         for seq_id in self._slots.keys() - live:
             self._free.append(self._slots.pop(seq_id))
+            self._undrawn.discard(self._free[-1])
         if len(self._free) < wanted + len(self._slots):  # more than half would be held: the next search is far off
             old = len(self._prompts)
             more = max(old, 2 * wanted)
@@ -287,6 +298,14 @@ class Chunks:
     slots: np.ndarray  # [R]
     rows: np.ndarray  # [R] row of the step's logits
     positions: np.ndarray  # [R] of the token to draw
+
+    def drawing(self, places: Listed[int]) -> "Chunks":
+        """The same chunks with some of their samples."""
+        kept = np.array(places, dtype=np.int64)
+        sampled = [self.sampled[place] for place in places]
+        return replace(
+            self, sampled=sampled, slots=self.slots[kept], rows=self.rows[kept], positions=self.positions[kept]
+        )
 
 
 def _rows_to_score(

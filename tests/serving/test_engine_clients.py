@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,24 @@ def test_a_bug_in_the_core_fails_one_request_alone(model: Path, monkeypatch: pyt
                 await client.submit([1], params_of(0), stream=True).next()
         assert len(await finished(other)) == 1
         await idle(client)
+
+    in_process(model, test)
+
+
+def test_a_request_that_ends_before_it_is_noted_down_is_forgotten(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: InProcessClient) -> None:
+        assert client._core is not None
+        submit = client._core.engine.submit
+
+        def slow(*args: Any, **options: Any) -> int:
+            request_id = submit(*args, **options)
+            time.sleep(0.5)  # the other thread steps meanwhile
+            return request_id
+
+        monkeypatch.setattr(client._core.engine, "submit", slow)
+        stream = client.submit([1, 2], params_of(0, 2), stream=True)
+        assert not client._core.has_requests
+        assert len(await finished(stream)) == 1
 
     in_process(model, test)
 

@@ -51,10 +51,10 @@ def url(engine: ScriptedClient) -> Iterator[str]:
 
 
 @pytest.fixture
-def script(engine: ScriptedClient) -> Iterator[ScriptedClient]:
+def script(engine: ScriptedClient) -> ScriptedClient:
     engine.script = Script("Hello there, 🙂!", cached_tokens=3)
     engine.requests.clear()
-    yield engine
+    return engine
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_chat_as_a_stream(client: OpenAI) -> None:
     )
     chunks = list(stream)
     assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant"] * 2
-    texts, tokens, reasons = ["", ""], [0, 0], [None, None]
+    texts, tokens, reasons = ["", ""], [0, 0], list[str | None]([None, None])
     for chunk in chunks[:-1]:
         (choice,) = chunk.choices
         assert reasons[choice.index] is None  # nothing after the end

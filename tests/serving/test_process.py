@@ -281,7 +281,7 @@ def test_an_engine_that_hangs_is_seen_and_can_be_closed(model: Path) -> None:
             await until(lambda: not client.stalled(0.0))
             await client.call("pause")
             paused = client.submit([1, 2], params_of(0), stream=True)
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(4.0)
             assert not client.stalled(2.0)  # it has nothing to do, and says so
             paused.close()
             os.kill(pid, signal.SIGSTOP)  # and now it does not listen when it is told to end

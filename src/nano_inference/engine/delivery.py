@@ -1,9 +1,14 @@
 """Who gets what a step made: deltas and samples go to those who wait for their request, the rest to nobody yet."""
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from nano_inference.errors import InvalidRequest
+from nano_inference.scheduling.sequence import Sequence
 from nano_inference.types import Delta, TrainingSample
+
+logger = logging.getLogger("nano_inference")
 
 Sink = Callable[[Delta], None]
 
@@ -20,9 +25,12 @@ class Delivery:
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Waiting] = {}
+        self.broken: set[int] = set()  # requests whose sink has raised, for whoever aborts them
 
     def open(self, request_id: int, num_samples: int, sink: Sink) -> None:
-        """From now on `sink` takes this request's deltas, called by whoever steps."""
+        """From now on `sink` takes this request's deltas, called by whoever steps. Raises `InvalidRequest`."""
+        if request_id in self._waiting:
+            raise InvalidRequest(f"request id {request_id} is in use; ask for a new one.")
         self._waiting[request_id] = _Waiting(sink, num_samples)
 
     def abandon(self, request_ids: Iterable[int]) -> list[int]:
@@ -46,7 +54,7 @@ class Delivery:
         """Give each its own; returns the samples that nobody waits for."""
         for delta in streamed:
             if waiting := self._waiting.get(delta.request_id):
-                waiting.sink(delta)
+                self._hand(delta, waiting)
         unclaimed: list[TrainingSample] = []
         for sample in samples:
             waiting = self._waiting.get(sample.request_id)
@@ -56,8 +64,35 @@ class Delivery:
             waiting.samples_left -= 1
             if not waiting.samples_left:
                 del self._waiting[sample.request_id]
-            waiting.sink(_last_delta(sample, waiting.queued))
+            self._hand(_last_delta(sample, waiting.queued), waiting)
         return unclaimed
+
+    def _hand(self, delta: Delta, waiting: _Waiting) -> None:
+        """Give a delta to its sink. One that raises gets no other, and nobody else is the worse for it."""
+        try:
+            waiting.sink(delta)
+        except Exception as problem:
+            kind = type(problem).__name__
+            logger.error("Request %d: its sink raised %s.", delta.request_id, kind, exc_info=problem)
+            waiting.sink = _nowhere
+            if delta.request_id in self._waiting:  # else it has ended
+                self.broken.add(delta.request_id)
+
+
+def next_delta(seq: Sequence, before: int, text: str | None) -> Delta:
+    """A streaming sequence's tokens from place `before` on, and what is known of them."""
+    new, params = slice(before - seq.num_prompt_tokens, None), seq.params
+    return Delta(
+        request_id=seq.request_id,
+        sample_index=seq.sample_index,
+        token_ids=tuple(seq.token_ids[before:]),
+        logprobs=tuple(seq.output_logprobs[new]),
+        text=text,
+        top_logprobs=tuple(seq.output_top[new]) if params.top_logprobs else None,
+        raw_logprobs=tuple(seq.output_raw_logprobs[new]) if params.raw_logprobs else None,
+        cached_tokens=seq.cached_tokens,
+        queued=seq.queued,
+    )
 
 
 def _last_delta(sample: TrainingSample, queued: float) -> Delta:

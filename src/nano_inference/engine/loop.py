@@ -1,13 +1,16 @@
 """The step: decide, apply, launch, retire. One loop for the synchronous and the overlapped engine."""
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
-from nano_inference.batch import BatchBuilder, ForwardBatch, Scored
+from nano_inference.batch import BatchBuilder, Chunks, ForwardBatch, Scored
 from nano_inference.config import SchedulerConfig
+from nano_inference.engine.delivery import next_delta
+from nano_inference.engine.isolation import draw_without_the_failing
 from nano_inference.engine.stats import StepClock
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.sampling.sampling_batch import SamplingBatch
@@ -23,12 +26,16 @@ from nano_inference.scheduling.commit import (
     training_samples,
 )
 from nano_inference.scheduling.decision import SchedulerOutput
+from nano_inference.scheduling.failure import take_text
 from nano_inference.scheduling.schedule import schedule
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE, Sequence, Sequences, SequenceStatus
 from nano_inference.scheduling.stopping import Finish
 from nano_inference.scheduling.versions import begun, change_version, free_previous, is_held, release_held, stale
 from nano_inference.types import Delta, KvPolicy, TrainingSample
 
+logger = logging.getLogger("nano_inference")
+
+ABORTED = Finish("abort")
 _FINISHED = SequenceStatus.FINISHED  # finding a member of an enum takes 0.1 µs
 
 
@@ -122,7 +129,10 @@ class EngineLoop:
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_completion_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_queried_tokens = 0
         self.num_cached_tokens = 0
+        self.num_leaked_blocks = 0  # when it was last without a sequence
         self.clock = StepClock()
         self.streamed: list[Delta] = []  # tokens of streaming sequences that nobody took yet
         self.queue_times: list[tuple[int, float]] = []  # (request id, seconds) of those that left the queue: the same
@@ -160,12 +170,21 @@ class EngineLoop:
         result = self.runner.forward(batches, applied.block_copies, self._newest_tokens())
         lap("forward")
         finished += self._retire(keep=self.lookahead - 1)  # the last step's tokens are known before this one is drawn
-        sampling = self.batches.sampling_batch(chunks)
-        lap("build")
-        tokens = self.runner.sample(result, sampling)
+        try:
+            tokens = self._draw(result, chunks)
+        except Exception:  # one sample's, maybe
+            chunks, tokens, failed = draw_without_the_failing(lambda some: self._draw(result, some), chunks)
+            for seq, finish in failed:
+                finished += self._end([seq], finish)
         lap("sample")
-        self.in_flight.append(Flight(applied.sampled, tuple(s for batch in batches for s in batch.scored), tokens))
+        scored = tuple(scored for batch in batches for scored in batch.scored)
+        self.in_flight.append(Flight(tuple(chunks.sampled), scored, tokens))
         return finished + self._retire(keep=self.lookahead)
+
+    def _draw(self, result: Any, chunks: Chunks) -> Pending:
+        sampling = self.batches.sampling_batch(chunks)
+        self.clock.lap("build")
+        return self.runner.sample(result, sampling)
 
     def handle(self) -> list[TrainingSample]:
         """Take in the messages. Part of every step; callable between steps."""
@@ -205,6 +224,19 @@ class EngineLoop:
             preempt(seq, self.sequences, self.cache)
         self.cache.flush()
 
+    def leaked_blocks(self) -> int:
+        """Blocks in use that no live sequence holds: 0, or a bug. Free of cost while there is no sequence."""
+        in_use = self.cache.num_blocks - self.cache.num_free_blocks()
+        return in_use - len({block_id for table in self.sequences.block_tables() for block_id in table})
+
+    def audit(self) -> None:
+        """Look for leaked blocks, where there is no sequence."""
+        if not self.sequences.by_id:
+            leaked = self.leaked_blocks()
+            if leaked > self.num_leaked_blocks:
+                logger.error("%d KV blocks are held by nobody: a bug of the engine. They are lost to it.", leaked)
+            self.num_leaked_blocks = leaked
+
     def check(self) -> None:
         """Assert the invariants of cache and sequences. For tests and debugging."""
         live, layout = self.sequences.by_id.values(), self.cache.layout
@@ -228,10 +260,10 @@ class EngineLoop:
             streaming = [(seq, len(seq.token_ids)) for seq in live if seq.streaming]
             ends = commit(flight.sampled, tokens, self.sequences, self.cache)
             for seq, before in streaming:
-                self._stream(seq, before)
-            for seq, finish in ends:
+                ends += self._stream(seq, before)
+            for seq, finish in dict(ends).items():  # of two the later one
                 ended = self._samples(seq, finish)
-                if finish.reason != "abort" and REFERENCE in self.sequences.versions:
+                if ended[0].finish_reason != "abort" and REFERENCE in self.sequences.versions:
                     judge(ended[0], seq, self.sequences, self.config.block_size)
                 else:
                     samples += ended
@@ -271,7 +303,7 @@ class EngineLoop:
             version = update.write() if is_safe else None
             if version is not None:
                 change_version(self.sequences, self.cache, update.weight_set, version, update.kv_policy)
-                finished += self._end(stale(self.sequences), "it is too stale")
+                finished += self._end(stale(self.sequences), Finish("abort", "it is too stale"))
             else:
                 self._let_go_behind(update)
             if self.admitting:
@@ -289,7 +321,7 @@ class EngineLoop:
             return True
         return update.weight_set == POLICY and PREVIOUS in self.sequences.versions
 
-    def _end(self, sequences: list[Sequence], reason: str | None = None) -> list[TrainingSample]:
+    def _end(self, sequences: list[Sequence], finish: Finish = ABORTED) -> list[TrainingSample]:
         """End sequences with what they have."""
         samples: list[TrainingSample] = []
         for seq in sequences:
@@ -297,7 +329,7 @@ class EngineLoop:
             self._leave_queue(seq)
             if seq.streaming and seq.judged is None:
                 self._stream(seq, len(seq.token_ids))
-            samples += self._samples(seq, Finish("abort", reason))
+            samples += self._samples(seq, finish)
         self._free_previous()
         return samples
 
@@ -305,34 +337,24 @@ class EngineLoop:
         if PREVIOUS in self.sequences.versions and free_previous(self.sequences, self.cache):
             self.runner.drop(PREVIOUS)
 
-    def _stream(self, seq: Sequence, before: int) -> None:
-        """Hand on a streaming sequence's tokens from place `before` on, and all text that it holds back, once it has
-        ended.
-        """
-        text = None
-        if seq.output_text is not None:
-            text = seq.output_text.take()
-            if seq.status is _FINISHED:
-                text += seq.output_text.finish()
-        new, params = slice(before - seq.num_prompt_tokens, None), seq.params
-        delta = Delta(
-            request_id=seq.request_id,
-            sample_index=seq.sample_index,
-            token_ids=tuple(seq.token_ids[before:]),
-            logprobs=tuple(seq.output_logprobs[new]),
-            text=text,
-            top_logprobs=tuple(seq.output_top[new]) if params.top_logprobs else None,
-            raw_logprobs=tuple(seq.output_raw_logprobs[new]) if params.raw_logprobs else None,
-            cached_tokens=seq.cached_tokens,
-            queued=seq.queued,
-        )
-        self.streamed.append(delta)
+    def _stream(self, seq: Sequence, before: int) -> list[tuple[Sequence, Finish]]:
+        """Hand on a streaming sequence's tokens from place `before` on, and its text. Returns it if that ends it."""
+        text, failed = take_text(seq, ended=seq.status is _FINISHED)
+        self.streamed.append(next_delta(seq, before, text))
+        if failed is None:
+            return []
+        if seq.status is not _FINISHED:
+            retire(seq, self.sequences, self.cache)
+        return [(seq, failed)]
 
     def _count_admitted(self, decision: SchedulerOutput) -> None:
         for admission in decision.admitted:
             seq = self.sequences.by_id[admission.seq_id]
+            is_new, of_policy = seq.posted is not None, seq.weight_set in (POLICY, PREVIOUS)
             self._leave_queue(seq)
-            if seq.weight_set in (POLICY, PREVIOUS):
+            if of_policy:
+                self.num_prompt_tokens += seq.num_prompt_tokens if is_new else 0
+                self.num_queried_tokens += len(seq.token_ids) if self.config.enable_prefix_caching else 0
                 self.num_cached_tokens += admission.cached.cached_length
 
     def _leave_queue(self, seq: Sequence) -> None:

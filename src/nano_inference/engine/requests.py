@@ -90,8 +90,9 @@ class RequestChecks:
         ):
             if outside := [token_id for token_id in ids if token_id >= size]:
                 raise InvalidRequest(f"{name} {min(outside)} is outside the vocabulary: 0 to {size - 1}.")
-        if params.top_logprobs > size:
-            raise InvalidRequest(f"top_logprobs={params.top_logprobs} is more than the vocabulary has: {size}.")
+        for name, count in (("top_logprobs", params.top_logprobs), ("prompt_top_logprobs", params.prompt_top_logprobs)):
+            if count > size:
+                raise InvalidRequest(f"{name}={count} is more than the vocabulary has: {size}.")
 
     def _require_fit(self, prompt_len: int, max_tokens: int) -> None:
         longest = prompt_len + max_tokens

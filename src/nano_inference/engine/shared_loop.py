@@ -246,11 +246,18 @@ class SharedLoop:
             return self.loop.is_busy()
 
     def _deliver(self, samples: list[TrainingSample]) -> None:
-        """Hand deltas and samples to those who wait for them; the others wait for `step`."""
+        """Hand deltas and samples to those who wait for them; the others wait for `step`.
+
+        A request whose sink raises is aborted at the next step boundary.
+        """
+        self.loop.audit()
         streamed, self.loop.streamed = self.loop.streamed, []
         queue_times, self.loop.queue_times = self.loop.queue_times, []
         self.delivery.note(queue_times)
         self._unclaimed += self.delivery.hand_out(streamed, samples)
+        if self.delivery.broken:
+            self.post(Abort(frozenset(self.delivery.broken)))
+            self.delivery.broken.clear()
 
     def _guarded(self, run: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
         """Run part of the loop. What it raises leaves sequences and cache in an unknown state: the engine is dead."""

@@ -92,6 +92,7 @@ class SamplingBatch:
 
 Pairs = tuple[np.ndarray, np.ndarray]  # token ids int64, values float32
 _NO_ENTRIES = Entries(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+_MOST = 2**31  # as good as any larger number of tokens
 _RECORD = np.dtype(
     [
         ("seed", np.uint64),
@@ -158,7 +159,7 @@ class SamplingTable:
             seed,
             sample_index,
             params.temperature,
-            params.top_k,
+            min(params.top_k, _MOST),
             params.top_p,
             params.min_p,
             params.presence_penalty,

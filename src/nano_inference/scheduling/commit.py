@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.scheduling.decision import SchedulerOutput
+from nano_inference.scheduling.failure import failure, whole_text
 from nano_inference.scheduling.sequence import REFERENCE, Sequence, Sequences, SequenceStatus
-from nano_inference.scheduling.stopping import Finish, ends_by_id, finish_of, may_stop
+from nano_inference.scheduling.stopping import NOT_FINITE, Finish, ends_by_id, finish_of, may_stop
 from nano_inference.types import ContextVersions, SamplingMask, TopLogprobs, TrainingSample, VersionSpan
 
 
@@ -82,20 +83,24 @@ def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
 def commit(
     owners: Listed[Sequence], sampled: SampledTokens, sequences: Sequences, cache: KVCacheManager
 ) -> list[tuple[Sequence, Finish]]:
-    """Take in a step's tokens; returns the sequences that ended. Tokens of sequences that are gone are dropped."""
+    """Take in a step's tokens; returns the sequences that ended. Tokens of sequences that are gone are dropped.
+
+    A sequence whose text cannot be made ends with the tokens that it has; the others go on.
+    """
     finished: list[tuple[Sequence, Finish]] = []
     gone, size = SequenceStatus.FINISHED, cache.block_size
     for row, seq in enumerate(owners):
         if seq.status is gone:
             continue  # it ended or was aborted while this step was in flight
         if not math.isfinite(sampled.logprobs[row]):
-            finish: Finish | None = Finish("abort", "the model's logits are not finite")
+            finish: Finish | None = NOT_FINITE
         else:
             _append(seq, row, sampled, sequences.versions[seq.weight_set])
+            finish = _grow_text(seq) if seq.output_text is not None else None
             if len(seq.token_ids) % size == 0:  # another block has a name
                 seq.prefix.extend(seq.token_ids, size)
                 publish(seq, cache)
-            finish = finish_of(seq)
+            finish = finish or finish_of(seq)
         if finish is not None:
             retire(seq, sequences, cache)
             finished.append((seq, finish))
@@ -188,10 +193,8 @@ def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str)
     if seq.judged is not None:  # ended before it was scored
         return [seq.judged]
     prompt, completion = seq.token_ids[: seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens :]
-    text = None
-    if seq.output_text is not None:
-        seq.output_text.finish()
-        text = seq.output_text.text
+    text, failed = whole_text(seq)
+    finish = failed or finish
     loss_mask = (True,) * len(completion)
     for each in seq.appended:
         loss_mask = (*loss_mask[: each.start], *[False] * len(each), *loss_mask[each.stop :])
@@ -246,14 +249,25 @@ def _append(seq: Sequence, row: int, sampled: SampledTokens, version: int) -> No
     if not starts or starts[-1][0] != version:
         starts.append((version, seq.num_completion_tokens))
     seq.append_token(sampled.token_ids[row], sampled.logprobs[row], sampled.log_kept_mass[row])
-    if seq.output_text is not None and not ends_by_id(seq):  # the text ends before a stop id
-        seq.stop_string = seq.output_text.append(seq.token_ids[-1], may_stop(seq))
     if params.raw_logprobs:
         seq.output_raw_logprobs.append(sampled.raw_logprobs[row])
     if sampled.masks is not None and params.sampling_mask:
         seq.output_masks.append(sampled.masks[row])
     if sampled.top is not None and params.top_logprobs:
         seq.output_top.append(_top(*sampled.top[row], params.top_logprobs))
+
+
+def _grow_text(seq: Sequence) -> Finish | None:
+    """Feed the newest token to the text. Where that raises: how the sequence ends, without a text."""
+    text = seq.output_text
+    if text is None or ends_by_id(seq):  # the text ends before a stop id
+        return None
+    try:
+        seq.stop_string = text.append(seq.token_ids[-1], may_stop(seq))
+    except Exception as problem:
+        seq.output_text = None
+        return failure(seq, "the text", problem)
+    return None
 
 
 def _top(token_ids: Listed[int], logprobs: Listed[float], k: int) -> TopLogprobs:

@@ -13,6 +13,9 @@ class Finish(NamedTuple):
     stop_reason: int | str | None = None
 
 
+NOT_FINITE = Finish("abort", "error: the model's logits are not finite")
+
+
 def may_stop(seq: Sequence) -> bool:
     """Whether the newest known token may end this sequence by what it is."""
     return len(seq.token_ids) - seq.num_prompt_tokens > seq.params.min_tokens

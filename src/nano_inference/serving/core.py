@@ -99,6 +99,11 @@ class EngineCore:
         except NanoInferenceError as problem:
             log.info("stop strings will be refused: %s", problem)
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether somebody waits for anything."""
+        return bool(self._requests)
+
     # -- stepping -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:

@@ -28,7 +28,6 @@ from nano_inference.serving.messages import (
     Dead,
     Failed,
     FromEngine,
-    Heartbeat,
     Outputs,
     Ready,
     Refused,
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nano_inference.serving")
 
-BEAT = 1.0  # seconds between heartbeats while there is work
+BEAT = 1.0  # seconds between heartbeats while there are requests, also such as wait for the end of a pause
 IDLE_BEAT = 10.0  # and while nothing changes
 LAST_WORDS = 1.0  # seconds that messages get to leave before the process ends
 
@@ -187,18 +186,15 @@ class Outbox:
                 pass
             if (now := time.monotonic()) >= due and self._watched is not None:
                 due = now + BEAT
-                beat = _heartbeat(*self._watched)
-                if beat.busy or beat != last or now >= sent + IDLE_BEAT:
+                core, parent = self._watched
+                if os.getppid() != parent:  # the other end of stdin is open only in a process that was forked from it
+                    os._exit(1)
+                beat = core.heartbeat()
+                if core.has_requests or beat != last or now >= sent + IDLE_BEAT:
                     outbox.send(encoder.encode(beat))
                     last, sent = beat, now
         outbox.close(linger=int(LAST_WORDS * 1000))
         context.term()
-
-
-def _heartbeat(core: "EngineCore", parent: int) -> Heartbeat:
-    if os.getppid() != parent:  # the other end of stdin is open only in a process that was forked from it
-        os._exit(1)
-    return core.heartbeat()
 
 
 def _encoded(encoder: msgspec.msgpack.Encoder, message: FromEngine) -> list[bytes]:

@@ -14,6 +14,8 @@ from nano_inference.types import Delta
 
 log = logging.getLogger("nano_inference.serving")
 
+LARGE_ANSWER = 2048  # tokens, prompts' included; with logprobs such an answer takes a while, in which streams go on
+
 
 @dataclass
 class Generation:
@@ -25,6 +27,7 @@ class Generation:
         streams: one a prompt.
         choices: prompt by prompt.
         usage: tokens so far; the same object all the time.
+        queued: seconds that it waited in the engine before it was first worked at; the longest of its prompts.
     """
 
     builder: Builder
@@ -32,6 +35,7 @@ class Generation:
     streams: list[RequestStream] = field(default_factory=list[RequestStream])
     choices: list[Choice] = field(default_factory=list[Choice])
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
+    queued: float = 0.0
     _first: list[int] = field(default_factory=list[int])  # index of each stream's first choice
     _started: set[int] = field(default_factory=set[int])  # streams of which something has come
 
@@ -87,6 +91,7 @@ class Generation:
         if place not in self._started:
             self._started.add(place)
             usage.cached_tokens += deltas[0].cached_tokens
+            self.queued = max(self.queued, deltas[0].queued)
         first = self._first[place]
         if len(deltas) == 1:
             pieces = [self._push(first + deltas[0].sample_index, deltas)]
@@ -118,7 +123,10 @@ async def answer(generation: Generation) -> dict[str, object]:
     async with aclosing(generation.pieces()) as all_pieces:
         async for _ in all_pieces:
             pass
-    return dict(generation.builder.response(generation.choices, generation.usage))
+    builder, choices, usage = generation.builder, generation.choices, generation.usage
+    if usage.prompt_tokens + usage.completion_tokens > LARGE_ANSWER:
+        return dict(await asyncio.to_thread(builder.response, choices, usage))
+    return dict(builder.response(choices, usage))
 
 
 async def events(generation: Generation) -> AsyncGenerator[bytes]:

@@ -38,7 +38,7 @@ def types(message: Any) -> list[str]:
 
 
 def test_create(sdk: Anthropic, scripted: Scripted):
-    message = sdk.messages.create(model="m", max_tokens=20, messages=HELLO, system="Be short.")
+    message: Any = sdk.messages.create(model="m", max_tokens=20, messages=HELLO, system="Be short.")
     assert (message.type, message.role, message.model) == ("message", "assistant", "m")
     assert message.id.startswith("msg_")
     assert message._request_id
@@ -92,9 +92,9 @@ def test_tools_round_trip(sdk: Anthropic, scripted: Scripted, stream: bool, port
     asked: dict[str, Any] = {"model": "m", "max_tokens": 200, "tools": [WEATHER]}
     if stream:
         with sdk.messages.stream(**asked, messages=HELLO) as events:
-            message = events.get_final_message()
+            message: Any = events.get_final_message()
     else:
-        message = sdk.messages.create(**asked, messages=HELLO)
+        message: Any = sdk.messages.create(**asked, messages=HELLO)
     assert '"name": "weather"' in scripted.prompt()
     assert types(message) == ["text", "tool_use", "tool_use"]
     assert message.stop_reason == "tool_use"
@@ -127,9 +127,9 @@ def test_thinking(sdk: Anthropic, scripted: Scripted, stream: bool):
     asked["thinking"] = {"type": "enabled", "budget_tokens": 1024}
     if stream:
         with sdk.messages.stream(**asked) as events:
-            message = events.get_final_message()
+            message: Any = events.get_final_message()
     else:
-        message = sdk.messages.create(**asked)
+        message: Any = sdk.messages.create(**asked)
     assert scripted.prompt().endswith("<|im_start|>assistant\n")
     assert types(message) == ["thinking", "text"]
     thinking, text = message.content
@@ -145,14 +145,14 @@ def test_thinking(sdk: Anthropic, scripted: Scripted, stream: bool):
 
 
 def test_stop_sequence(sdk: Anthropic, scripted: Scripted):
-    message = sdk.messages.create(model="m", max_tokens=20, messages=HELLO, stop_sequences=["there", "zzz"])
+    message: Any = sdk.messages.create(model="m", max_tokens=20, messages=HELLO, stop_sequences=["there", "zzz"])
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "there")
     assert message.content[0].to_dict() == {"type": "text", "text": "Hello "}
 
 
 def test_prefill(sdk: Anthropic, scripted: Scripted):
     turns: Any = [*HELLO, {"role": "assistant", "content": "Well,"}]
-    message = sdk.messages.create(model="m", max_tokens=20, messages=turns)
+    message: Any = sdk.messages.create(model="m", max_tokens=20, messages=turns)
     assert scripted.prompt().endswith("<|im_start|>assistant\nWell,")
     assert message.content[0].to_dict() == {"type": "text", "text": "Hello there."}
 
@@ -190,6 +190,12 @@ def test_count_tokens_is_what_the_message_reports(sdk: Anthropic, scripted: Scri
     assert counted.to_dict() == {"input_tokens": usage.input_tokens + 7}
 
 
+def test_models(sdk: Anthropic):
+    (model,) = sdk.models.list()
+    assert sdk.models.retrieve("m") == model
+    assert (model.id, model.type) == ("m", "model")
+
+
 # -- what goes wrong ----------------------------------------------------------------------------------------------
 
 
@@ -222,6 +228,10 @@ def body_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> dict[str,
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "weather"}}, "no call can be forced"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"tools": [{"name": "t"}]}, "has no input_schema"),
+        ({"extra_body": {"output_config": {"format": {"type": "json_schema"}}}}, "structured output"),
+        ({"extra_body": {"guided_json": {}}}, "guided_json is not supported"),
+        ({"extra_body": {"chat_template": "x"}}, "chat_template is not supported"),
+        ({"extra_body": {"chat_template_kwargs": {"tokenize": True}}}, "tokenize"),
         ({"stop_sequences": ["a"] * 17}, "stop_sequences holds 17"),
         ({"stop_sequences": ["a" * 257]}, "stop_sequences holds a string of 257"),
         ({"extra_body": {"n": 2}}, "n: not supported here"),
@@ -230,7 +240,7 @@ def body_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> dict[str,
         ({"extra_body": {"logit_bias": {"x": 1}}}, "logit_bias has the key"),
         ({"extra_body": {"frequency_penalty": 3}}, "frequency_penalty"),
         ({"messages": HELLO * 51}, r"len\(messages\)=51 is more"),
-        ({"messages": [{"role": "user", "content": "many words " * 3000}]}, r"prompt is too long: \d+ tokens > 2047 m"),
+        ({"messages": [{"role": "user", "content": "many words " * 3000}]}, r"prompt is too long: \d+ tokens > 4095 m"),
     ],
 )
 def test_bad_requests(sdk: Anthropic, scripted: Scripted, fields: dict[str, Any], message: str, stream: bool):
@@ -305,3 +315,12 @@ def test_keys():
                 assert body_of(caught)["type"] == "authentication_error"
                 with pytest.raises(anthropic.AuthenticationError):
                     sdk.messages.count_tokens(model="scripted", messages=HELLO)
+
+
+def test_tools_need_a_model_that_can_call_them():
+    with running_server(ScriptedClient()) as url, Anthropic(base_url=url, api_key="k", max_retries=0) as sdk:
+        asked: dict[str, Any] = {"model": "scripted", "messages": HELLO, "tools": [WEATHER]}
+        with pytest.raises(anthropic.BadRequestError, match="cannot be given tools"):
+            sdk.messages.create(**asked, max_tokens=20)
+        with pytest.raises(anthropic.BadRequestError, match="cannot be given tools"):
+            sdk.messages.count_tokens(**asked)

@@ -12,13 +12,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from nano_inference.serving.edge.event_stream import EventStream
-from nano_inference.serving.edge.json_limits import check_json
 from nano_inference.serving.edge.logs import log_texts
 from nano_inference.serving.edge.record import RequestRecord, record_of
 from nano_inference.serving.edge.replies import error_reply, json_reply
 from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of
 from nano_inference.serving.handler import Generation, answer, events
-from nano_inference.serving.protocols.interface import Builder, Protocol_, Served
+from nano_inference.serving.protocols.interface import Builder, Protocol_
 from nano_inference.serving.server import Server
 
 log = logging.getLogger("nano_inference.serving")
@@ -61,11 +60,9 @@ async def read_body(request: Request, timeout: float) -> bytes:
 async def _prepared(server: Server, protocol: Protocol_, body: bytes, record: RequestRecord) -> Builder:
     served = server.require_served()
 
-    def prepare(served: Served) -> Builder:
-        check_json(body, server.config.max_depth)
-        return protocol.prepare(body, served, record.request_id)
-
-    return await asyncio.to_thread(prepare, served) if len(body) > LARGE else prepare(served)
+    if len(body) > LARGE:
+        return await asyncio.to_thread(protocol.prepare, body, served, record.request_id)
+    return protocol.prepare(body, served, record.request_id)
 
 
 def refusal(server: Server, problem: Exception, record: RequestRecord) -> Response:

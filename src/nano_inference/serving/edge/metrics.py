@@ -128,7 +128,7 @@ class RequestObserver:
         observe("request_generation_tokens", usage.completion_tokens)
         observe("request_params_n", max(ask.num_samples for ask in generation.builder.asks))
         observe("request_params_max_tokens", max(ask.params.max_tokens for ask in generation.builder.asks))
-        queued: float = getattr(generation, "queued", 0.0)
+        queued = generation.queued
         observe("request_queue_time_seconds", queued)
         observe("request_inference_time_seconds", max(0.0, seconds - queued))
         if self.first_token is not None:

@@ -264,7 +264,7 @@ def _text_of_part(part: object, where: str) -> str:
         raise bad_request(f"{where} is of type {shown(kind)}; this model reads text alone.", where)
     text = part.get(kind)
     if not isinstance(text, str):
-        raise bad_request(f"{where}.{kind} must be a string.", where)
+        raise bad_request(f"{where}.{kind} must be a string.", f"{where}.{kind}")
     return text
 
 

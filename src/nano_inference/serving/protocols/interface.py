@@ -1,15 +1,19 @@
 """What a protocol is: a `Builder` reads one request and writes its answer; a `Protocol` makes builders."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+from nano_inference.errors import InvalidRequest
 from nano_inference.serving.choices import Choice, Piece
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.messages import EngineInfo
 from nano_inference.serving.parsing import ChatFormat, OutputParser
+from nano_inference.text.chat import encode_chat
+from nano_inference.text.detokenize import Detokenizer
 from nano_inference.text.token_texts import TokenTexts
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import SamplingParams
@@ -42,6 +46,15 @@ class Served:
     tokenizer: Tokenizer | None
     chat_format: ChatFormat
     config: ServerConfig
+
+    def __post_init__(self) -> None:
+        # What takes a while at its first use has it here, where no request waits for it.
+        if self.tokenizer is None:
+            return
+        _ = self.token_texts
+        Detokenizer(self.tokenizer)
+        with suppress(InvalidRequest):  # it has no template, or one that wants another kind of chat
+            encode_chat(self.tokenizer, [{"role": "user", "content": ""}])
 
     @cached_property
     def token_texts(self) -> TokenTexts | None:

@@ -18,7 +18,18 @@ from nano_inference.types import SamplingParams, TopLogprobs, TrainingSample
 DONE = b"data: [DONE]\n\n"
 LOWEST = -9999.0  # JSON has no infinity
 
-encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder().encode
+# Some clients split a stream's text at these too, and not only at line feeds.
+_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+
+
+def encode(value: object) -> bytes:
+    """JSON of one line, whatever a client takes for a line's end."""
+    data = _encode(value)
+    if not data.isascii():
+        for character, escaped in _LINE_ENDS:
+            data = data.replace(character, escaped)
+    return data
 
 
 def fingerprint(served: Served) -> str:

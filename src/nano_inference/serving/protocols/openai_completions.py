@@ -59,6 +59,8 @@ class CompletionBuilder(OpenAIBuilder):
         self.echo = bool(request.echo)
         self.logprobs = request.logprobs
         checked_count(request.logprobs or 0, served.config.max_logprobs, "logprobs")
+        if self.logprobs is not None and self.texts is None:
+            raise bad_request("logprobs name tokens, and the model has no tokenizer.", "logprobs")
         # The engine draws at least one token; it is not shown where none is wanted.
         self._hides = request.max_tokens == 0
         scored = request.prompt_logprobs
@@ -227,8 +229,7 @@ class CompletionBuilder(OpenAIBuilder):
 
     def _begin(self, piece: Piece, rows: "_Rows") -> Offsets:
         """Offsets from the choice's beginning on; with `echo` the prompt's tokens are there already."""
-        if self.texts is None:
-            raise bad_request("logprobs need a tokenizer, which the model has not got.", "logprobs")
+        assert self.texts is not None
         sample = piece.finished
         if not self.echo or sample is None:
             return Offsets(self.texts)

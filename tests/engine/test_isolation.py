@@ -1,0 +1,283 @@
+"""One request's failure is its own: it ends and says so, and every other has the bits of a quiet run."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from nano_inference import Delta, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.sampling.sampling_batch import SamplingBatch, SamplingTable, TokenCounts
+from tests.engine.weight_cases import Build
+
+ODD = 0.777  # temperature of the request that fails: how a fault knows it in a batch
+LENGTH = 12
+FAILS = 1  # place of the request that fails, among `REQUESTS`
+
+
+class Broken(Exception):
+    """What a fault raises. Its message is nobody's business: /secret/path."""
+
+
+@dataclass
+class Text:
+    """A text without a tokenizer, one letter a token, that may break: in one of its methods, at some token."""
+
+    breaks: str | None = None
+    at: int = 0
+    pieces: str = ""
+    taken: int = 0
+
+    @property
+    def text(self) -> str:
+        self._use("text")
+        return self.pieces
+
+    def append(self, token_id: int, may_stop: bool = True) -> str | None:
+        self.pieces += chr(ord("a") + token_id % 26)
+        self._use("append")
+        return None
+
+    def take(self) -> str:
+        self._use("take")
+        new, self.taken = self.pieces[self.taken :], len(self.pieces)
+        return new
+
+    def finish(self) -> str:
+        self._use("finish")
+        return self.take()
+
+    def copy(self) -> "Text":
+        return copy.copy(self)
+
+    def _use(self, method: str) -> None:
+        if self.breaks == method and len(self.pieces) >= self.at:
+            raise Broken("/secret/path")
+
+
+REQUESTS: list[tuple[list[int], SamplingParams, int]] = [
+    ([1, 2, 3, 4, 5, 6], SamplingParams(0.9, max_tokens=LENGTH, seed=1, ignore_eos=True, raw_logprobs=True), 3),
+    ([1, 2, 3, 4, 9], SamplingParams(ODD, max_tokens=LENGTH, seed=2, ignore_eos=True, frequency_penalty=0.5), 2),
+    ([7], SamplingParams(1.0, max_tokens=LENGTH, seed=3, ignore_eos=True, top_k=9, top_logprobs=2), 1),
+    ([1, 2, 3, 4, 9, 8, 8, 8], SamplingParams(0, max_tokens=LENGTH, repetition_penalty=1.3, ignore_eos=True), 2),
+]
+
+
+@dataclass
+class Run:
+    """What came of the requests, by (place, sample index)."""
+
+    samples: dict[tuple[int, int], TrainingSample]
+    deltas: list[Delta]
+    engine: InferenceEngine
+
+    def others(self) -> dict[tuple[int, int], str]:
+        """All that is known of the requests that are to go on, bit by bit."""
+        mine = {key: sample for key, sample in self.samples.items() if key[0] != FAILS}
+        return {key: repr(replace(sample, cached_tokens=0, kv_versions=())) for key, sample in mine.items()}
+
+    def failed(self) -> list[TrainingSample]:
+        return [sample for key, sample in sorted(self.samples.items()) if key[0] == FAILS]
+
+    def streams(self) -> dict[tuple[int, int], tuple[tuple[int, ...], str]]:
+        """Tokens and text of the others as they were streamed."""
+        found: dict[tuple[int, int], tuple[tuple[int, ...], str]] = {}
+        for delta in self.deltas:
+            key = (delta.request_id, delta.sample_index)
+            tokens, text = found.get(key, ((), ""))
+            found[key] = (tokens + delta.token_ids, text + (delta.text or ""))
+        return {key: value for key, value in found.items() if key[0] != FAILS}
+
+
+def run(engine: InferenceEngine, *, stream: bool, text: Text | None = None, sink: Any = None) -> Run:
+    """Run all requests, each entering two steps after the one before. Text of the failing one is `text`."""
+    deltas: list[Delta] = []
+    for place, (prompt, params, num_samples) in enumerate(REQUESTS):
+        seq = engine.intake.sequence(prompt, params, num_samples, stream=stream)
+        seq.output_text = text if place == FAILS and text is not None else Text()
+        engine.shared.open([seq], sink if place == FAILS and sink is not None else deltas.append)
+        assert engine.shared.enqueue(seq) == place
+        for _ in range(2):
+            engine.step()
+            engine.loop.check()
+    while engine.has_pending():
+        assert engine.step() == []
+        engine.loop.check()
+    assert engine.cache.num_free_blocks() == engine.cache.num_blocks
+    assert not engine.loop.sequences.by_id
+    assert not engine.shared.delivery.open_requests()
+    samples = [delta.finished for delta in deltas if delta.finished is not None]
+    assert len({(s.request_id, s.sample_index) for s in samples}) == len(samples), "a sample came twice"
+    return Run({(s.request_id, s.sample_index): s for s in samples}, deltas, engine)
+
+
+def assert_failed(run: Run, what: str, *, kind: str = "Broken", num_samples: int = 2) -> None:
+    failed = run.failed()
+    assert [sample.sample_index for sample in failed] == list(range(num_samples))
+    for sample in failed:
+        assert (sample.finish_reason, sample.stop_reason) == ("abort", f"error: {what} raised {kind}")
+        length = len(sample.completion_tokens)
+        assert length < LENGTH or what == "the text"
+        assert len(sample.logprobs) == len(sample.log_kept_mass or ()) == len(sample.loss_mask) == length
+        assert not sample.weight_versions or sample.weight_versions[-1].end == length
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"lookahead": 0},
+    {"lookahead": 1},
+    {"lookahead": 1, "cache_type": "radix", "max_tokens_per_batch": 5, "max_chunk_tokens": 2},
+    {"lookahead": 0, "backend": "reference"},
+]
+
+
+@pytest.fixture(params=OPTIONS, ids=str)
+def make(request: pytest.FixtureRequest, build: Build) -> Callable[[], InferenceEngine]:
+    return lambda: build(**request.param)
+
+
+def assert_same_others(found: Run, quiet: Run) -> None:
+    assert len(quiet.others()) == 6
+    assert found.others() == quiet.others()
+    assert found.streams() == quiet.streams()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("steps", [0, 4, 9])
+def test_a_draw_that_raises(
+    make: Callable[[], InferenceEngine], monkeypatch: pytest.MonkeyPatch, steps: int, stream: bool
+) -> None:
+    quiet, engine = run(make(), stream=stream), make()
+    draw = engine.runner.sample
+
+    def sample(result: Any, batch: SamplingBatch) -> Any:
+        if engine.loop.num_steps > steps and bool((batch.temperature == ODD).any()):
+            raise Broken("/secret/path")
+        return draw(result, batch)
+
+    monkeypatch.setattr(engine.runner, "sample", sample)
+    found = run(engine, stream=stream)
+    assert_failed(found, "the draw")
+    assert_same_others(found, quiet)
+    assert (
+        found.failed()[0].completion_tokens
+        == (quiet.failed()[0].completion_tokens[: len(found.failed()[0].completion_tokens)])
+    )
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_sample_of_a_group_whose_draw_raises(
+    make: Callable[[], InferenceEngine], monkeypatch: pytest.MonkeyPatch, index: int
+) -> None:
+    """Also in the step that forks the group: its other samples go on."""
+    quiet, engine = run(make(), stream=False), make()
+    put = SamplingTable.put
+
+    def fail(table: Any, slot: int, params: SamplingParams, seed: int, sample_index: int, prompt: Any) -> None:
+        if params.temperature == ODD and sample_index == index:
+            raise Broken("/secret/path")
+        put(table, slot, params, seed, sample_index, prompt)
+
+    monkeypatch.setattr(SamplingTable, "put", fail)
+    found = run(engine, stream=False)
+    assert_same_others(found, quiet)
+    sick, well = found.failed()[index], found.failed()[1 - index]
+    assert (sick.stop_reason, sick.completion_tokens) == ("error: the draw raised Broken", ())
+    assert well.completion_tokens == quiet.failed()[1 - index].completion_tokens
+
+
+@pytest.mark.parametrize("length", [0, 1, 5])
+def test_penalties_that_cannot_be_counted(
+    make: Callable[[], InferenceEngine], monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    quiet, engine = run(make(), stream=True), make()
+    put, add, chosen = SamplingTable.put, TokenCounts.add, list[TokenCounts]()
+
+    def remember(table: Any, slot: int, params: SamplingParams, *more: Any) -> None:
+        put(table, slot, params, *more)
+        if params.temperature == ODD:
+            chosen.append(table._counts[slot])
+
+    def count(counts: TokenCounts, token_ids: Any) -> None:
+        if counts.length >= length and any(counts is each for each in chosen):
+            raise Broken("/secret/path")
+        add(counts, token_ids)
+
+    monkeypatch.setattr(SamplingTable, "put", remember)
+    monkeypatch.setattr(TokenCounts, "add", count)
+    found = run(engine, stream=True)
+    assert_failed(found, "the draw")
+    assert_same_others(found, quiet)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("at", [1, 4, LENGTH])
+@pytest.mark.parametrize("breaks", ["append", "take", "finish", "text"])
+def test_a_text_that_raises(make: Callable[[], InferenceEngine], breaks: str, at: int, stream: bool) -> None:
+    if breaks == "take" and not stream:
+        at = LENGTH  # nobody takes it before
+    quiet, found = run(make(), stream=stream), run(make(), stream=stream, text=Text(breaks, at))
+    assert_failed(found, "the text")
+    assert_same_others(found, quiet)
+    early = breaks == "append" or (breaks == "take" and stream)
+    for sample in found.failed():
+        assert len(sample.completion_tokens) == (at if early else LENGTH)
+        assert sample.text is None
+        streamed = [d for d in found.deltas if (d.request_id, d.sample_index) == (FAILS, sample.sample_index)]
+        if stream:
+            assert tuple(t for d in streamed for t in d.token_ids) == sample.completion_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_sink_that_raises(make: Callable[[], InferenceEngine], after: int, stream: bool) -> None:
+    quiet, engine = run(make(), stream=stream), make()
+    arrived: list[Delta] = []
+
+    def sink(delta: Delta) -> None:
+        arrived.append(delta)
+        if len(arrived) > after:
+            raise Broken("/secret/path")
+
+    found = run(engine, stream=stream, sink=sink)
+    assert_same_others(found, quiet)
+    assert len(arrived) == (min(after + 1, 2) if not stream else after + 1), "it is not called again"
+    if stream:
+        assert engine.stats().completion_tokens < quiet.engine.stats().completion_tokens, "it is aborted"
+
+
+def test_a_fault_of_nobody_is_the_end_of_none(
+    make: Callable[[], InferenceEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draw of the whole batch that raises, once, and none of its samples alone."""
+    quiet, engine = run(make(), stream=False), make()
+    draw, raised = engine.runner.sample, list[int]()
+
+    def sample(result: Any, batch: SamplingBatch) -> Any:
+        if engine.loop.num_steps > 6 and not raised:
+            raised.append(len(batch))
+            raise MemoryError
+        return draw(result, batch)
+
+    monkeypatch.setattr(engine.runner, "sample", sample)
+    found = run(engine, stream=False)
+    assert raised
+    assert_same_others(found, quiet)
+    assert [s.completion_tokens for s in found.failed()] == [s.completion_tokens for s in quiet.failed()]
+
+
+def test_a_top_k_that_no_machine_word_holds_keeps_all(build: Build) -> None:
+    engine = build()
+    huge = SamplingParams(max_tokens=3, seed=1, ignore_eos=True, top_k=2**70)
+    (sample,) = engine.generate([1, 2], huge)
+    plain = replace(huge, top_k=0)
+    assert sample.completion_tokens == engine.generate([1, 2], plain)[0].completion_tokens
+    assert sample.finish_reason == "length"
+
+
+def test_the_log_has_what_the_caller_is_not_told(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    found = run(build(), stream=False, text=Text("append", 2))
+    assert "/secret/path" not in repr([s.stop_reason for s in found.failed()])
+    (first, *_) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "Request 1, sample 0: the text raised Broken" in first.message
+    assert first.exc_info is not None

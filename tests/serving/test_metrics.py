@@ -1,0 +1,77 @@
+"""`/metrics`, `/stats` and `/flush_cache` over a real engine."""
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+STEMS = {
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "kv_leaked_blocks",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "prompt_tokens",
+    "generation_tokens",
+    "request_success",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+    "iteration_tokens_total",
+    "admission_rejections",
+}
+
+
+def read(server: str) -> dict[str, dict[str, float]]:
+    text = httpx.get(server + "/metrics").text
+    return {
+        family.name.removeprefix("nano_inference_"): {
+            sample.name.removeprefix("nano_inference_") + str(sample.labels.get("finished_reason", "")): sample.value
+            for sample in family.samples
+            if "le" not in sample.labels
+        }
+        for family in text_string_to_metric_families(text)
+    }
+
+
+def test_metrics_say_what_happened(server: str) -> None:
+    before = read(server)
+    assert set(before) >= STEMS
+    body = {"prompt": "The capital of France is", "max_tokens": 6, "ignore_eos": True, "temperature": 0, "n": 2}
+    assert httpx.post(server + "/v1/completions", json=body, timeout=60).status_code == 200
+    assert httpx.post(server + "/v1/completions", json=body | {"stream": True, "n": 1}, timeout=60).status_code == 200
+    after = read(server)
+
+    def grown(family: str, name: str) -> float:
+        return after[family][name] - before[family].get(name, 0)
+
+    assert grown("request_success", "request_success_totallength") == 3
+    assert grown("request_generation_tokens", "request_generation_tokens_sum") == 18
+    assert grown("request_params_n", "request_params_n_sum") == 3
+    assert grown("e2e_request_latency_seconds", "e2e_request_latency_seconds_count") == 2
+    assert grown("time_to_first_token_seconds", "time_to_first_token_seconds_count") == 1
+    assert grown("inter_token_latency_seconds", "inter_token_latency_seconds_count") >= 5
+
+
+def test_stats(server: str) -> None:
+    stats = httpx.get(server + "/stats").json()
+    assert stats["status"] == "ok"
+    assert stats["model"] == "smollm2"
+    assert stats["queue"]["num_samples"] == 0
+    assert stats["engine"]["kv_leaked_blocks"] == 0
+    assert stats["engine"]["num_blocks"] > 0
+
+
+@pytest.mark.parametrize("path", ["/version", "/health"])
+def test_small_routes(server: str, path: str) -> None:
+    assert httpx.get(server + path).status_code == 200
