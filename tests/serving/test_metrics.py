@@ -4,12 +4,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-STEMS = """num_requests_running num_requests_waiting kv_cache_usage_perc kv_leaked_blocks prefix_cache_queries
-prefix_cache_hits num_preemptions prompt_tokens generation_tokens request_success time_to_first_token_seconds
-inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds
-request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds request_inference_time_seconds
-request_prompt_tokens request_generation_tokens request_params_n request_params_max_tokens iteration_tokens_total
-admission_rejections""".split()
+STEMS = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_leaked_blocks", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds", "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens", "iteration_tokens_total", "admission_rejections"]
 
 
 def read(server: str) -> dict[str, dict[str, float]]:

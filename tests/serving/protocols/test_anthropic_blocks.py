@@ -2,12 +2,13 @@
 
 import json
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from nano_inference.serving.choices import Choice, Piece, ToolCall
 from nano_inference.serving.config import ServerConfig
@@ -46,8 +47,8 @@ def choice_of(pieces: list[Piece]) -> Choice:
     """What the server knows after these pieces."""
     choice = Choice(0, None, None, frozenset())
     for piece in pieces:
-        choice.content += piece.content
-        choice.reasoning += piece.reasoning
+        choice.contents.append(piece.content)
+        choice.reasonings.append(piece.reasoning)
         for call in piece.tool_calls:
             if call.id is not None:
                 choice.tool_calls.append(ToolCall(call.id, call.name or ""))
