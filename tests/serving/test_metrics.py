@@ -4,7 +4,32 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-STEMS = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_leaked_blocks", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds", "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens", "iteration_tokens_total", "admission_rejections"]
+STEMS = {
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "kv_leaked_blocks",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "prompt_tokens",
+    "generation_tokens",
+    "request_success",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+    "iteration_tokens_total",
+    "admission_rejections",
+}
 
 
 def read(server: str) -> dict[str, dict[str, float]]:
@@ -21,7 +46,7 @@ def read(server: str) -> dict[str, dict[str, float]]:
 
 def test_metrics_say_what_happened(server: str) -> None:
     before = read(server)
-    assert set(STEMS) <= set(before)
+    assert set(before) >= STEMS
     body = {"prompt": "The capital of France is", "max_tokens": 6, "ignore_eos": True, "temperature": 0, "n": 2}
     assert httpx.post(server + "/v1/completions", json=body, timeout=60).status_code == 200
     assert httpx.post(server + "/v1/completions", json=body | {"stream": True, "n": 1}, timeout=60).status_code == 200
