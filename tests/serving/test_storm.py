@@ -60,6 +60,7 @@ async def cancelled(http: httpx.AsyncClient, number: int) -> None:
 
 
 def idle_stats(url: str) -> dict[str, Any]:
+    stats: dict[str, Any] = {}
     for _ in range(400):
         stats = httpx.get(url + "/stats").json()
         if not (stats["queue"]["num_samples"] or stats["queue"]["num_exchanges"] or stats["engine"]["num_running"]):
@@ -112,8 +113,9 @@ VALID: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1, 2, 3]},
 }
 ODD: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**400, -0.0, 1e308, 0.5, "", "x", "\x00", "\ud800", "\U0010ffff",
-    "<|im_end|>", "../../etc/passwd", "{{7*7}}", [], {}, [[]], [None], [{}], {"": {}}, {"type": "image_url"}, "NaN", [1e308],
+    None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**400, -0.0, 1e308, 0.5, "", "x", "\x00", "\ud800",
+    "\U0010ffff", "<|im_end|>", "../../etc/passwd", "{{7*7}}", [], {}, [[]], [None], [{}], {"": {}},
+    {"type": "image_url"}, "NaN", [1e308],
 )  # fmt: skip
 NAMES = (
     "",
@@ -151,7 +153,7 @@ def fuzzed(number: int) -> tuple[str, bytes]:
     if chance.random() < 0.2:  # damage it as bytes
         damaged = bytearray(body)
         for _ in range(chance.randrange(1, 5)):
-            place = chance.randrange(len(damaged))
+            place = chance.randrange(len(damaged) + 1)
             damaged[place : place + chance.randrange(3)] = chance.randbytes(chance.randrange(3))
         body = bytes(damaged)
     if chance.random() < 0.05:
