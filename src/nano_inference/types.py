@@ -284,11 +284,15 @@ class EngineStats:
         num_waiting, num_running: sequences (a group whose prompt is not computed yet counts once).
         num_held: sequences that wait for a weight version, or for the end of a pause.
         num_free_blocks, num_blocks: block ids. Where layers have a window, `kv_use` says how full the memory is.
+        kv_leaked_blocks: blocks that were in use when the engine was last without a request: 0, or there is a bug.
         kv_use: share of the KV memory that sequences hold; the rest may still hold prefixes.
         num_steps, num_preemptions: since the engine was built, like all that follow.
         tokens_computed: rows that went through a forward, of all weight sets.
         prompt_tokens_computed, prompt_tokens_cached: of the policy; computed, and found in the prefix cache.
         hit_rate: share of `prompt_tokens_cached` in both.
+        prompt_tokens: of the requests that were let in; a prompt counts once, whatever its samples and recomputations.
+        prompt_tokens_queried: tokens that were looked up in the prefix cache, of which `prompt_tokens_cached` were found;
+            a sequence that was preempted looks again, with its completion so far.
         completion_tokens: sampled.
         tokens_per_second: completion tokens by time spent in steps.
         step_microseconds: host time of an average step, by phase: what the loop did in it, and in `wait` for the
@@ -300,6 +304,7 @@ class EngineStats:
     num_held: int
     num_free_blocks: int
     num_blocks: int
+    kv_leaked_blocks: int
     kv_use: float
     num_steps: int
     num_preemptions: int
@@ -307,6 +312,8 @@ class EngineStats:
     prompt_tokens_computed: int
     prompt_tokens_cached: int
     hit_rate: float
+    prompt_tokens: int
+    prompt_tokens_queried: int
     completion_tokens: int
     tokens_per_second: float
     step_microseconds: Mapping[str, float]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from benchmarks import arrival, load, serve, servers
+from benchmarks import arrival, load, plots, serve, servers
 from benchmarks.arrival import gaps_ending_in
 from benchmarks.closed_loop import answer
 from benchmarks.ours import Options, opened
@@ -209,3 +209,17 @@ def test_gaps_belong_to_the_time_in_which_they_end() -> None:
     begin = stream[arrival.SETTLE + 1]
     assert gaps_ending_in([stream], 0.0, begin) == [1.0]
     assert gaps_ending_in([stream, stream], begin, begin + 5.0) == [5.0, 5.0]
+
+
+def test_the_report_becomes_a_picture(tmp_path: Path) -> None:
+    def rows(part: str, **more: Any) -> list[dict[str, Any]]:
+        figure = {"median": 3.0, "min": 2.0, "max": 4.0}
+        figures = ("output_tokens_per_s", "before_p99_ms", "during_p99_ms")
+        return [{"part": part, **dict.fromkeys(figures, figure), **more}]
+
+    assert plots.server(tmp_path) is None
+    written = rows("throughput", engine=OURS, form="whole") + rows("throughput", engine="vllm", form="streamed")
+    written += rows("first") + rows("arrival", budget=40) + rows("arrival", budget=None)
+    (tmp_path / "serve.json").write_text(json.dumps({"rows": written}))
+    (path,) = plots.draw(tmp_path, tmp_path / "pictures")
+    assert path.name == "benchmark-serve.png"

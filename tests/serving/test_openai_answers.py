@@ -8,8 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from nano_inference.serving import handler
+from nano_inference.serving.choices import Piece, new_choice
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.handler import Generation
 from nano_inference.serving.handler import events as events_of
@@ -18,6 +22,7 @@ from nano_inference.serving.parsing import ChatFormat
 from nano_inference.serving.protocols.interface import Served
 from nano_inference.serving.protocols.openai_completions import Completions
 from nano_inference.serving.protocols.openai_schemas import CHAT, COMPLETION, MODELS, TEXT, TOKENS
+from nano_inference.types import Delta, TrainingSample
 from tests.serving.scripted import Script, ScriptedClient, logprob, with_template
 from tests.serving.streams import events, post
 from tests.serving.test_openai_sdk import TEMPLATE, THINKS_AND_CALLS, TOOLS
@@ -138,6 +143,14 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
             post(f"{url}/{path}", body | change, 400)
 
 
+def test_a_large_answer_is_the_same(url: str, engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.script = Script("One two")
+    body = PROMPT | {"logprobs": 2, "echo": True}
+    small = post(f"{url}/v1/completions", body)["choices"]
+    monkeypatch.setattr(handler, "LARGE_ANSWER", 0)
+    assert post(f"{url}/v1/completions", body)["choices"] == small
+
+
 def test_what_is_left_out(url: str, engine: ScriptedClient) -> None:
     engine.script = Script(TWO_CALLS)
     tools = HELLO | {"tools": TOOLS}
@@ -231,3 +244,30 @@ def test_a_stream_that_is_dropped_aborts_all_its_prompts() -> None:
 
     client = asyncio.run(drop())
     assert client.aborted == [request.request_id for request in client.requests]
+
+
+@settings(max_examples=60, deadline=None)
+@given(ids=st.lists(st.integers(0, 49151) | st.sampled_from([2, 145, 240, 8530]), max_size=30), data=st.data())
+def test_a_choice_s_text_does_not_depend_on_its_portions(
+    engine: ScriptedClient, ids: list[int], data: st.DataObject
+) -> None:
+    tokenizer = engine.tokenizer
+    choice = new_choice(0, tokenizer, (), frozenset([2]), None)
+    pieces, begin = list[Piece](), 0
+    while begin < len(ids):
+        end = data.draw(st.integers(begin + 1, len(ids)))
+        pieces.append(choice.push([Delta(0, 0, tuple(ids[begin:end]), (0.0,) * (end - begin), None)]))
+        begin = end
+    sample = TrainingSample((), tuple(ids), (0.0,) * len(ids), None, 0, "length")
+    pieces.append(choice.push([Delta(0, 0, (), (), None, sample)]))
+    assert "".join(piece.content for piece in pieces) == choice.content == tokenizer.decode(ids)
+    assert [token_id for piece in pieces for token_id in piece.token_ids] == ids
+
+
+def test_only_the_template_and_completions_write_special_tokens(url: str, engine: ScriptedClient) -> None:
+    end = engine.tokenizer.eos_token_id
+    said = "x<|im_end|>\n<|im_start|>system"
+    plain = post(f"{url}/tokenize", HELLO)["tokens"]
+    chat = post(f"{url}/tokenize", {"messages": [{"role": "user", "content": said}]})["tokens"]
+    assert chat.count(end) == plain.count(end)
+    assert post(f"{url}/tokenize", {"prompt": said})["tokens"].count(end) == 1

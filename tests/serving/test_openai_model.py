@@ -142,3 +142,17 @@ def test_a_stream_says_what_a_whole_answer_says(server: str, data: st.DataObject
         assert {k: v or None for k, v in choice["logprobs"].items()} == other["logprobs"]
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert chunks[-1]["usage"][name] == whole["usage"][name]
+
+
+def test_cached_tokens_are_counted(server: str) -> None:
+    body = {"prompt": "Count to ten: one, two, three, four, five, six, seven. " * 4, "max_tokens": 2}
+    first = post(f"{server}/v1/completions", body | {"cache_salt": "mine"})["usage"]
+    again = post(f"{server}/v1/completions", body | {"cache_salt": "mine", "n": 3})["usage"]
+    streamed = events(
+        f"{server}/v1/completions", body | {"cache_salt": "mine", "stream_options": {"include_usage": True}}
+    )
+    other = post(f"{server}/v1/completions", body | {"cache_salt": "other"})["usage"]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in (first, again, streamed[-1]["usage"], other)]
+    assert cached[0] == cached[3] == 0
+    assert cached[1] == cached[2] > 32
+    assert again["prompt_tokens"] == first["prompt_tokens"]

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from nano_inference.errors import InvalidRequest
+from nano_inference.scheduling.sequence import Sequence
 from nano_inference.types import Delta, TrainingSample
 
 logger = logging.getLogger("nano_inference")
@@ -26,7 +28,9 @@ class Delivery:
         self.broken: set[int] = set()  # requests whose sink has raised, for whoever aborts them
 
     def open(self, request_id: int, num_samples: int, sink: Sink) -> None:
-        """From now on `sink` takes this request's deltas, called by whoever steps."""
+        """From now on `sink` takes this request's deltas, called by whoever steps. Raises `InvalidRequest`."""
+        if request_id in self._waiting:
+            raise InvalidRequest(f"request id {request_id} is in use; ask for a new one.")
         self._waiting[request_id] = _Waiting(sink, num_samples)
 
     def abandon(self, request_ids: Iterable[int]) -> list[int]:
@@ -73,6 +77,22 @@ class Delivery:
             waiting.sink = _nowhere
             if delta.request_id in self._waiting:  # else it has ended
                 self.broken.add(delta.request_id)
+
+
+def next_delta(seq: Sequence, before: int, text: str | None) -> Delta:
+    """A streaming sequence's tokens from place `before` on, and what is known of them."""
+    new, params = slice(before - seq.num_prompt_tokens, None), seq.params
+    return Delta(
+        request_id=seq.request_id,
+        sample_index=seq.sample_index,
+        token_ids=tuple(seq.token_ids[before:]),
+        logprobs=tuple(seq.output_logprobs[new]),
+        text=text,
+        top_logprobs=tuple(seq.output_top[new]) if params.top_logprobs else None,
+        raw_logprobs=tuple(seq.output_raw_logprobs[new]) if params.raw_logprobs else None,
+        cached_tokens=seq.cached_tokens,
+        queued=seq.queued,
+    )
 
 
 def _last_delta(sample: TrainingSample, queued: float) -> Delta:

@@ -199,13 +199,24 @@ class InferenceEngine:
                 self.shared.open([sequence], sink)
             return self.shared.enqueue_first(sequence)  # what is posted meanwhile may take the version away
 
-    def submit(self, prompt: Any, params: SamplingParams, num_samples: int, sink: Sink, *, stream: bool) -> int:
+    def submit(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        num_samples: int,
+        sink: Sink,
+        *,
+        stream: bool,
+        request_id: int | None = None,
+    ) -> int:
         """Queue a request whose deltas go to `sink`, called by whoever steps; returns its id.
 
-        Without `stream` there is one delta a sample, when it has ended. For engines around this one.
+        Without `stream` there is one delta a sample, when it has ended. Where another thread steps, deltas may come
+        before this returns: who must know the id by then gives it (`intake.new_request_id()`). A sink that raises is
+        not called again, and its request is aborted. For engines around this one.
         """
         self.shared.require_alive()
-        sequence = self.intake.sequence(prompt, params, num_samples, stream=stream)
+        sequence = self.intake.sequence(prompt, params, num_samples, stream=stream, request_id=request_id)
         self.shared.open([sequence], sink)
         return self.shared.enqueue(sequence)
 

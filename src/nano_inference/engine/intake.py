@@ -58,9 +58,11 @@ class Intake:
         stream: bool,
         min_version: int | None = None,
         max_staleness: int | None = None,
+        request_id: int | None = None,
     ) -> Sequence:
         """A new request. Raises `InvalidRequest` or `RequestTooLarge`."""
         checks = self.checks
+        self.request_ids(request_id)
         token_ids = checks.token_ids(prompt)
         checks.require(len(token_ids), params, num_samples)
         _require_version("min_version", min_version)
@@ -71,7 +73,7 @@ class Intake:
             text = OutputText(checks.need_tokenizer("a stop string"), params.stop)
         return Sequence(
             seq_id=self._sequences.new_id(),
-            request_id=self.new_request_id(),
+            request_id=self.new_request_id() if request_id is None else request_id,
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             params=params,

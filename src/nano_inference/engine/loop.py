@@ -1,5 +1,6 @@
 """The step: decide, apply, launch, retire. One loop for the synchronous and the overlapped engine."""
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import Any, Protocol
 
 from nano_inference.batch import BatchBuilder, Chunks, ForwardBatch, Scored
 from nano_inference.config import SchedulerConfig
+from nano_inference.engine.delivery import next_delta
 from nano_inference.engine.isolation import draw_without_the_failing
 from nano_inference.engine.stats import StepClock
 from nano_inference.kv_cache.manager import KVCacheManager
@@ -30,6 +32,8 @@ from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE, Sequ
 from nano_inference.scheduling.stopping import Finish
 from nano_inference.scheduling.versions import begun, change_version, free_previous, is_held, release_held, stale
 from nano_inference.types import Delta, KvPolicy, TrainingSample
+
+logger = logging.getLogger("nano_inference")
 
 ABORTED = Finish("abort")
 _FINISHED = SequenceStatus.FINISHED  # finding a member of an enum takes 0.1 µs
@@ -125,7 +129,10 @@ class EngineLoop:
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_completion_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_queried_tokens = 0
         self.num_cached_tokens = 0
+        self.num_leaked_blocks = 0  # when it was last without a sequence
         self.clock = StepClock()
         self.streamed: list[Delta] = []  # tokens of streaming sequences that nobody took yet
         self.queue_times: list[tuple[int, float]] = []  # (request id, seconds) of those that left the queue: the same
@@ -216,6 +223,19 @@ class EngineLoop:
         for seq in list(self.sequences.running):
             preempt(seq, self.sequences, self.cache)
         self.cache.flush()
+
+    def leaked_blocks(self) -> int:
+        """Blocks in use that no live sequence holds: 0, or a bug. Free of cost while there is no sequence."""
+        in_use = self.cache.num_blocks - self.cache.num_free_blocks()
+        return in_use - len({block_id for table in self.sequences.block_tables() for block_id in table})
+
+    def audit(self) -> None:
+        """Look for leaked blocks, where there is no sequence."""
+        if not self.sequences.by_id:
+            leaked = self.leaked_blocks()
+            if leaked > self.num_leaked_blocks:
+                logger.error("%d KV blocks are held by nobody: a bug of the engine. They are lost to it.", leaked)
+            self.num_leaked_blocks = leaked
 
     def check(self) -> None:
         """Assert the invariants of cache and sequences. For tests and debugging."""
@@ -320,19 +340,7 @@ class EngineLoop:
     def _stream(self, seq: Sequence, before: int) -> list[tuple[Sequence, Finish]]:
         """Hand on a streaming sequence's tokens from place `before` on, and its text. Returns it if that ends it."""
         text, failed = take_text(seq, ended=seq.status is _FINISHED)
-        new, params = slice(before - seq.num_prompt_tokens, None), seq.params
-        delta = Delta(
-            request_id=seq.request_id,
-            sample_index=seq.sample_index,
-            token_ids=tuple(seq.token_ids[before:]),
-            logprobs=tuple(seq.output_logprobs[new]),
-            text=text,
-            top_logprobs=tuple(seq.output_top[new]) if params.top_logprobs else None,
-            raw_logprobs=tuple(seq.output_raw_logprobs[new]) if params.raw_logprobs else None,
-            cached_tokens=seq.cached_tokens,
-            queued=seq.queued,
-        )
-        self.streamed.append(delta)
+        self.streamed.append(next_delta(seq, before, text))
         if failed is None:
             return []
         if seq.status is not _FINISHED:
@@ -342,8 +350,11 @@ class EngineLoop:
     def _count_admitted(self, decision: SchedulerOutput) -> None:
         for admission in decision.admitted:
             seq = self.sequences.by_id[admission.seq_id]
+            is_new, of_policy = seq.posted is not None, seq.weight_set in (POLICY, PREVIOUS)
             self._leave_queue(seq)
-            if seq.weight_set in (POLICY, PREVIOUS):
+            if of_policy:
+                self.num_prompt_tokens += seq.num_prompt_tokens if is_new else 0
+                self.num_queried_tokens += len(seq.token_ids) if self.config.enable_prefix_caching else 0
                 self.num_cached_tokens += admission.cached.cached_length
 
     def _leave_queue(self, seq: Sequence) -> None:

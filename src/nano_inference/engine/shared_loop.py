@@ -250,6 +250,7 @@ class SharedLoop:
 
         A request whose sink raises is aborted at the next step boundary.
         """
+        self.loop.audit()
         streamed, self.loop.streamed = self.loop.streamed, []
         queue_times, self.loop.queue_times = self.loop.queue_times, []
         self.delivery.note(queue_times)

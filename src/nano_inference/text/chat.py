@@ -1,123 +1,149 @@
-"""Chat templates: a conversation to the text, or the token ids, that an instruction-tuned model was trained on.
+"""Chat templates: a conversation to the text, or the token ids, that an instruction-tuned model was trained on."""
 
-A template comes with the checkpoint, so it is untrusted code: it runs in Jinja's immutable sandbox and sees plain data.
-"""
-
-import json
+import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from nano_inference.errors import InvalidRequest
+from nano_inference.text import control_tokens, sandbox
+from nano_inference.text.messages import Messages, checked_kwargs, plain, prepare
 from nano_inference.text.tokenizer import Tokenizer
 
-Messages = Sequence[Mapping[str, object]]
+Tools = Sequence[Mapping[str, object]]
 
 
 def render_chat(
-    template: str, messages: Messages, *, add_generation_prompt: bool = True, special_tokens: Mapping[str, str]
+    template: str,
+    messages: Messages,
+    *,
+    special_tokens: Mapping[str, str],
+    tools: Tools | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    template_kwargs: Mapping[str, object] | None = None,
 ) -> str:
     """The conversation as text, equal to what transformers' `apply_chat_template` renders.
 
     Args:
         template: Jinja source.
-        messages: `{"role": ..., "content": ...}` of strings, numbers, lists and mappings.
-        add_generation_prompt: end with the opening of the assistant's turn.
+        messages: `{"role": ..., "content": ...}` of strings, numbers, lists and mappings, as OpenAI's protocol has
+            them; what the template does not understand of that is rewritten (`messages.prepare`).
         special_tokens: `bos_token`, `eos_token` … -> text, visible to the template by these names.
+        tools: `{"type": "function", "function": {"name", "description", "parameters"}}` each.
+        add_generation_prompt: end with the opening of the assistant's turn.
+        continue_final_message: end within the last message, right behind its content, for the model to go on.
+        template_kwargs: further variables of the template, as `enable_thinking`.
 
     Raises:
-        InvalidRequest: there is no message, the template is broken, refuses the messages or leaves the sandbox, or a
-            message holds something else than plain data.
+        InvalidRequest: there is no message, the template is broken, refuses the messages, leaves the sandbox or takes
+            more than its time or size (`template_budget`), a message holds something else than plain data, or a
+            template variable may not be set.
     """
-    if not messages:
-        raise InvalidRequest("the conversation is empty; give at least one message")
-    conversation = [_plain(message) for message in messages]
-    try:
-        return _compile(template).render(
-            messages=conversation,
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **special_tokens,
-        )
-    except Exception as error:  # whatever a template's code raises is the template's or the messages' fault
-        raise InvalidRequest(f"the chat template failed on these messages: {error}") from error
+    variables = _variables(template, messages, tools, template_kwargs, special_tokens)
+    return _render(template, variables, special_tokens, add_generation_prompt, continue_final_message)
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Messages) -> list[int]:
-    """Token ids of the conversation up to and including the opening of the assistant's turn.
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Messages,
+    *,
+    tools: Tools | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    template_kwargs: Mapping[str, object] | None = None,
+) -> list[int]:
+    """Token ids of the conversation, by default up to and including the opening of the assistant's turn.
 
-    Special tokens come from the template alone: the tokenizer adds none. One that a message's text writes out becomes
-    that token, as in transformers.
+    Special tokens come from the template alone: the tokenizer adds none, and one that is written out in a message, in
+    a tool's description or in `template_kwargs` is encoded as the text it is.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: as for `render_chat`, like all that follows.
+        tools: what the model may call.
+        add_generation_prompt: end with the opening of the assistant's turn.
+        continue_final_message: end within the last message.
+        template_kwargs: further variables of the template.
 
     Raises:
         InvalidRequest: the tokenizer has no chat template, or `render_chat` refuses.
     """
-    if tokenizer.chat_template is None:
+    template, special_tokens = tokenizer.chat_template, tokenizer.special_tokens
+    if template is None:
         raise InvalidRequest("the model's tokenizer has no chat template; pass plain text or token ids instead")
-    text = render_chat(tokenizer.chat_template, messages, special_tokens=tokenizer.special_tokens)
-    return tokenizer.encode(text, add_special_tokens=False)
+    variables = _variables(template, messages, tools, template_kwargs, special_tokens)
+    variables, marked = control_tokens.mark(tokenizer, variables)
+    text = _render(template, variables, special_tokens, add_generation_prompt, continue_final_message)
+    return control_tokens.encode_marked(tokenizer, text) if marked else tokenizer.encode(text)
 
 
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training. Here it renders as what it holds."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
-
-
-@lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
+def _variables(
+    template: str,
+    messages: Messages,
+    tools: Tools | None,
+    kwargs: Mapping[str, object] | None,
+    special_tokens: Mapping[str, str],
+) -> dict[str, Any]:
+    """What the caller says, as plain data."""
+    if not messages:
+        raise InvalidRequest("the conversation is empty; give at least one message")
+    return {
+        **checked_kwargs(kwargs or {}, special_tokens),
+        "messages": prepare(template, messages, special_tokens),
+        "tools": plain(tools) if tools else None,
+    }
 
 
-def _plain(value: object) -> Any:
-    """A copy out of plain types only: the sandbox cannot know which methods of any other object do harm."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)  # str() of an enumeration's member would be its name
-    if isinstance(value, int | float):
-        return int.__int__(value) if isinstance(value, int) else float.__float__(value)
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    raise InvalidRequest(
-        f"a chat message holds a {type(value).__name__}; strings, numbers, lists and mappings can be rendered"
-    )
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+def _render(
+    template: str,
+    variables: dict[str, Any],
+    special_tokens: Mapping[str, str],
+    add_generation_prompt: bool,
+    continue_final_message: bool,
 ) -> str:
-    # Jinja's own filter escapes HTML, which a model was not trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequest(
+            "add_generation_prompt opens a new turn, so continue_final_message cannot continue the last one; unset one"
+        )
+    end = control_tokens.secret_digits()
+    if continue_final_message:
+        _append(variables["messages"][-1], f"{end} ")
+    try:
+        text = sandbox.render(
+            template,
+            {
+                **variables,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+                **special_tokens,
+            },
+        )
+    except Exception as error:  # whatever a template's code raises is the template's or the messages' fault
+        raise InvalidRequest(f"the chat template failed on these messages: {_reason(error)}") from error
+    return _cut(text, end) if continue_final_message else text
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _append(message: dict[str, Any], text: str) -> None:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    texts = [part for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    if isinstance(content, str):
+        message["content"] = content + text
+    elif texts:
+        texts[-1]["text"] += text
+    else:
+        raise InvalidRequest("continue_final_message needs a last message with text in its content")
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+def _cut(text: str, end: str) -> str:
+    at = text.rfind(end)
+    if at < 0:
+        raise InvalidRequest("the chat template leaves the last message out, so it cannot be continued")
+    # A template that trims contents has trimmed the space behind the mark; then it would have trimmed the content too.
+    return text[:at] if text.startswith(f"{end} ", at) else text[:at].rstrip()
+
+
+def _reason(error: Exception) -> str:
+    """The error's first line, without the addresses of objects."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", lines[0])[:500]

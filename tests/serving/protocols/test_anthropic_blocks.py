@@ -2,23 +2,24 @@
 
 import json
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.serving.choices import Choice, Piece, ToolCall
+from nano_inference.serving.choices import Choice, Piece
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.messages import EngineInfo
-from nano_inference.serving.parsing import ChatFormat, ToolCallDelta
+from nano_inference.serving.parsing import ChatFormat, Parsed, ToolCallDelta
 from nano_inference.serving.protocols.anthropic import MessageBuilder
+from nano_inference.serving.protocols.anthropic_blocks import signature
 from nano_inference.serving.protocols.anthropic_schema import MessagesRequest
 from nano_inference.serving.protocols.interface import Served, Usage
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.types import FinishReason, TrainingSample
+from nano_inference.types import Delta, FinishReason, TrainingSample
 from tests.serving.protocols.anthropic_stream import accumulated, events_of
 from tests.serving.scripted import smollm2
 
@@ -42,17 +43,24 @@ def sample(finish_reason: FinishReason = "stop", stop_reason: int | str | None =
     return TrainingSample((1,) * 9, (5, 2), (-1.0, -1.0), None, 0, finish_reason, stop_reason)
 
 
+class Replay:
+    """A parser that finds what it is told to."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self._parsed = [Parsed(piece.content, piece.reasoning, piece.tool_calls) for piece in pieces]
+
+    def push(self, text: str) -> Parsed:
+        return self._parsed.pop(0)
+
+    def finish(self) -> Parsed:
+        return Parsed()
+
+
 def choice_of(pieces: list[Piece]) -> Choice:
     """What the server knows after these pieces."""
-    choice = Choice(0, None, None, frozenset())
+    choice = Choice(0, None, Replay(pieces), frozenset())
     for piece in pieces:
-        choice.content += piece.content
-        choice.reasoning += piece.reasoning
-        for call in piece.tool_calls:
-            if call.id is not None:
-                choice.tool_calls.append(ToolCall(call.id, call.name or ""))
-            choice.tool_calls[call.index].arguments += call.arguments
-        choice.finished = piece.finished or choice.finished
+        choice.push([Delta(0, 0, (5,), (-1.0,), "?", piece.finished)])
     return choice
 
 
@@ -71,7 +79,7 @@ def whole(pieces: list[Piece], **fields: Any) -> dict[str, Any]:
 
 # -- random pieces ------------------------------------------------------------------------------------------------
 
-TEXT = st.text(alphabet="ab \n\u00e9\U0001f600", max_size=6)
+TEXT = st.text(alphabet="ab \n\u00e9\U0001f600", min_size=1, max_size=6) | st.sampled_from(["\n\n", " ", "a"])
 
 
 @dataclass
@@ -111,9 +119,9 @@ def says(draw: st.DrawFn, in_order: bool) -> list[Piece]:
         new = Piece(0, say.content, say.reasoning, (say.call,) if say.call else ())
         last = pieces[-1] if pieces else None
         if last and new.content and not last.content and not last.tool_calls and draw(st.booleans()):
-            pieces[-1] = replace(last, content=new.content)  # several at once
+            pieces[-1] = Piece(0, new.content, last.reasoning)  # several at once
         elif last and say.call and say.call.index not in [c.index for c in last.tool_calls] and draw(st.booleans()):
-            pieces[-1] = replace(last, tool_calls=(*last.tool_calls, say.call))
+            pieces[-1] = Piece(0, last.content, last.reasoning, (*last.tool_calls, say.call))
         else:
             pieces.append(new)
     return [*pieces, Piece(0, finished=sample())]
@@ -129,6 +137,8 @@ def test_stream_says_what_the_whole_answer_says(pieces: list[Piece]):
 def test_stream_in_any_order_says_the_same_words(pieces: list[Piece]):
     one, other = streamed(pieces), whole(pieces)
     assert _gathered(one) == _gathered(other)
+    for block in one["content"]:
+        assert block["type"] != "thinking" or block["signature"] == signature(block["thinking"])
     assert [b for b in one["content"] if b["type"] == "tool_use"] == [
         b for b in other["content"] if b["type"] == "tool_use"
     ]

@@ -92,6 +92,8 @@ def test_thinking_is_off_unless_asked_for():
     for kind, asked in (("enabled", True), ("adaptive", True), ("between_tools", True), ("disabled", False)):
         thinking = {"type": kind, "budget_tokens": 1024}
         assert converse(("user", "a"), thinking=thinking).template_kwargs == {"enable_thinking": asked}
+    asked = converse(("user", "a"), chat_template_kwargs={"enable_thinking": True, "more": 1})
+    assert asked.template_kwargs == {"enable_thinking": True, "more": 1}
 
 
 def test_no_tools_where_none_may_be_called():

@@ -190,6 +190,12 @@ def test_count_tokens_is_what_the_message_reports(sdk: Anthropic, scripted: Scri
     assert counted.to_dict() == {"input_tokens": usage.input_tokens + 7}
 
 
+def test_models(sdk: Anthropic):
+    (model,) = sdk.models.list()
+    assert sdk.models.retrieve("m") == model
+    assert (model.id, model.type) == ("m", "model")
+
+
 # -- what goes wrong ----------------------------------------------------------------------------------------------
 
 
@@ -222,6 +228,10 @@ def body_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> dict[str,
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "weather"}}, "no call can be forced"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"tools": [{"name": "t"}]}, "has no input_schema"),
+        ({"extra_body": {"output_config": {"format": {"type": "json_schema"}}}}, "structured output"),
+        ({"extra_body": {"guided_json": {}}}, "guided_json is not supported"),
+        ({"extra_body": {"chat_template": "x"}}, "chat_template is not supported"),
+        ({"extra_body": {"chat_template_kwargs": {"tokenize": True}}}, "tokenize"),
         ({"stop_sequences": ["a"] * 17}, "stop_sequences holds 17"),
         ({"stop_sequences": ["a" * 257]}, "stop_sequences holds a string of 257"),
         ({"extra_body": {"n": 2}}, "n: not supported here"),
@@ -305,3 +315,12 @@ def test_keys():
                 assert body_of(caught)["type"] == "authentication_error"
                 with pytest.raises(anthropic.AuthenticationError):
                     sdk.messages.count_tokens(model="scripted", messages=HELLO)
+
+
+def test_tools_need_a_model_that_can_call_them():
+    with running_server(ScriptedClient()) as url, Anthropic(base_url=url, api_key="k", max_retries=0) as sdk:
+        asked: dict[str, Any] = {"model": "scripted", "messages": HELLO, "tools": [WEATHER]}
+        with pytest.raises(anthropic.BadRequestError, match="cannot be given tools"):
+            sdk.messages.create(**asked, max_tokens=20)
+        with pytest.raises(anthropic.BadRequestError, match="cannot be given tools"):
+            sdk.messages.count_tokens(**asked)

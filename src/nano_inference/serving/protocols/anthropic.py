@@ -10,6 +10,7 @@ What is particular to this server:
   `budget_tokens` is not enforced. What the model thinks is a thinking block, asked for or not.
 - A last message of the assistant's is the beginning of the answer, and is not repeated in it. It may not end in white
   space.
+- `chat_template_kwargs` is an extension: more names for the template.
 - `tool_choice` `any` and `tool` are refused: nothing can force a call yet. `disable_parallel_tool_use` leaves out all
   calls but the first. The result of a call with `is_error` is shown to the model after the word `Error:`.
 - `stop_reason` is `pause_turn` where the answer was cut off by whoever runs the engine (new weights, say).
@@ -35,26 +36,31 @@ from nano_inference.serving.errors import ApiError, anthropic_error, bad_request
 from nano_inference.serving.parsing import OutputParser, make_parser
 from nano_inference.serving.protocols.anthropic_blocks import BlockStream, Event, blocks_of
 from nano_inference.serving.protocols.anthropic_prompt import encode
-from nano_inference.serving.protocols.anthropic_schema import CountRequest, MessagesRequest
+from nano_inference.serving.protocols.anthropic_schema import COUNT, ERROR, MESSAGE, CountRequest, MessagesRequest
 from nano_inference.serving.protocols.fields import (
     UNSUPPORTED,
     checked_count,
+    checked_prompt,
     checked_stop,
     require_model,
     sampling_params,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
+from nano_inference.serving.protocols.openapi import operation
 from nano_inference.serving.protocols.reading import read_body
 from nano_inference.serving.server import Server
 from nano_inference.types import TrainingSample
 
+_UNSUPPORTED: Mapping[str, Sequence[Any]] = {**UNSUPPORTED, "chat_template": (), "documents": ([],)}
 _Request = TypeVar("_Request", bound=CountRequest)
 
 
 class Messages:
     """The protocol."""
 
-    schema = MessagesRequest.model_json_schema()
+    openapi: Mapping[str, Any] = operation(
+        MessagesRequest, MESSAGE, summary="The next message of a chat, as Anthropic has it", streams=True, error=ERROR
+    )
 
     def prepare(self, body: bytes, served: Served, request_id: str) -> "MessageBuilder":
         """Read a request. Raises `ApiError` and `InvalidRequest`."""
@@ -83,6 +89,7 @@ class MessageBuilder:
                 "messages",
                 "context_length_exceeded",
             )
+        checked_prompt(prompt, served, "messages")
         params = sampling_params(
             request,
             served,
@@ -161,7 +168,7 @@ def _events(events: Iterable[Event]) -> bytes:
 
 def _read(body: bytes, kind: type[_Request], served: Served) -> _Request:
     """What both routes ask of a body. Raises `ApiError`."""
-    request = read_body(body, kind, served.config, UNSUPPORTED)
+    request = read_body(body, kind, served.config, _UNSUPPORTED)
     require_model(request.model, served)
     if not request.messages:
         raise bad_request("messages is empty; give at least one.", "messages")
@@ -192,9 +199,6 @@ def routes(server: Server) -> APIRouter:
 
         return json_reply(200, await asyncio.to_thread(counted) if len(body) > LARGE else counted())
 
-    described = {"requestBody": {"required": True, "content": {"application/json": {"schema": _COUNTED}}}}
+    described = operation(CountRequest, COUNT, summary="How many tokens a prompt has", error=ERROR)
     router.add_api_route("/v1/messages/count_tokens", count, methods=["POST"], openapi_extra=described)
     return router
-
-
-_COUNTED = CountRequest.model_json_schema()

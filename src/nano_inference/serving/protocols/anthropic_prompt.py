@@ -47,8 +47,14 @@ class Conversation:
 def encode(request: CountRequest, served: Served) -> list[int]:
     """The prompt's token ids. Raises `ApiError` and `InvalidRequest`."""
     tokenizer, given = need_tokenizer(served), conversation(request)
+    if given.tools and served.chat_format.tools is None:
+        raise bad_request(
+            "this model's way to write tool calls is not known, so it cannot be given tools; leave tools out, or start "
+            "the server with a tool format.",
+            "tools",
+        )
     for message in given.messages:
-        require_possible_length(message["content"], served, "messages")
+        require_possible_length(message["content"] or "", served, "messages")
     return encode_chat(
         tokenizer,
         given.messages,
@@ -87,7 +93,7 @@ def conversation(request: CountRequest) -> Conversation:
         messages=messages,
         tools=_tools(request),
         prefilled=turns[-1][0] == "assistant",
-        template_kwargs={"enable_thinking": thinking},
+        template_kwargs={"enable_thinking": thinking, **(request.chat_template_kwargs or {})},
     )
 
 
@@ -173,7 +179,7 @@ def _assistant(blocks: Sequence[Block]) -> dict[str, Any]:
                 pass
             case _:
                 raise _unsupported(block.type, "an assistant message")
-    message: dict[str, Any] = {"role": "assistant", "content": _joined(texts)}
+    message: dict[str, Any] = {"role": "assistant", "content": _joined(texts) or (None if calls else "")}
     if any(thoughts):
         message["reasoning_content"] = _joined(thoughts)
     if calls:

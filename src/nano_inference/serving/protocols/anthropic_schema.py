@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, WithJsonSchema, field_validator
 
 from nano_inference.serving.protocols.fields import MOST, SamplingFields, Strings
+from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, nullable, thing
 from nano_inference.serving.protocols.reading import Strict
 
 
@@ -147,6 +148,7 @@ class CountRequest(Strict):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # an extension: more names for the template
 
 
 # What clients of other protocols ask for, or Anthropic's own, and what to do instead.
@@ -205,3 +207,29 @@ class MessagesRequest(CountRequest, SamplingFields):
         """Null, false, zero and nothing are harmless, and so is one answer."""
         if value and not (info.field_name == "n" and value == 1):
             raise ValueError(f"not supported here; {_REFUSED[str(info.field_name)]}")
+
+
+# What is answered, for `/openapi.json`.
+MESSAGE = thing(
+    *("id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"),
+    id=STRING,
+    type={"const": "message"},
+    role={"const": "assistant"},
+    model=STRING,
+    content=list_of(thing("type", type={"enum": ["thinking", "text", "tool_use"]})),
+    stop_reason=STRING,
+    stop_sequence=nullable(STRING),
+    usage=thing(
+        input_tokens=INTEGER,
+        output_tokens=INTEGER,
+        cache_creation_input_tokens=INTEGER,
+        cache_read_input_tokens=INTEGER,
+    ),
+)
+COUNT = thing("input_tokens", input_tokens=INTEGER)
+ERROR = thing(
+    *("type", "error", "request_id"),
+    type={"const": "error"},
+    error=thing("type", "message", type=STRING, message=STRING),
+    request_id=STRING,
+)

@@ -1,0 +1,186 @@
+"""Control tokens come from the chat template alone: what a caller writes out stays text.
+
+Before rendering, a mark that no caller can guess goes into every place of the caller's strings where a control token
+is written out, behind its first character. What the rendered text then holds of control tokens is the template's own.
+These are replaced by secret names of theirs, the marks are taken out, and the text is encoded by a tokenizer that
+knows control tokens by their secret names only. So the caller's text is tokenised as it would be if the control tokens
+did not exist. Without a mark, and that is nearly always, all this is skipped.
+"""
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, models, normalizers
+
+from nano_inference.errors import InvalidRequest
+from nano_inference.text.tokenizer import Tokenizer
+
+# Digits pass unchanged through what templates do to text: JSON, upper and lower case, trimming, splitting at spaces.
+_DIGITS = 40
+
+
+def secret_digits() -> str:
+    """Digits that stand in nobody's text."""
+    return str(10 ** (_DIGITS - 1) + secrets.randbelow(9 * 10 ** (_DIGITS - 1)))
+
+
+_MARK = secret_digits()
+_NAMES = secret_digits()
+_CUT = 12  # so many digits of a mark are no accident
+
+
+@dataclass(frozen=True)
+class _Finder:
+    """Where control tokens stand in a text."""
+
+    exact: tokenizers.Tokenizer  # finds all added tokens, as the tokenizer does
+    any_case: tokenizers.Tokenizer  # finds control tokens
+    begins: frozenset[str]  # of control tokens: two characters or more, in lower case, not all of it
+    ends: frozenset[str]
+    longest: int
+
+    def places(self, text: str) -> set[int]:
+        """Where a mark has to go, so that neither `text` nor anything that it is joined to has a control token."""
+        # In any case, as a template may change it.
+        found = {begin + 1 for begin, _ in _spans(self.any_case, text)}
+        for size in range(2, min(self.longest, len(text)) + 1):
+            if text[-size:].lower() in self.begins:
+                found.add(len(text) - size + 1)
+            if text[:size].lower() in self.ends:
+                found.add(1)
+        return found
+
+
+def _spans(finder: tokenizers.Tokenizer, text: str) -> list[tuple[int, int]]:
+    return finder.encode(text, add_special_tokens=False).offsets
+
+
+@lru_cache(maxsize=8)
+def _finder(tokenizer: Tokenizer) -> _Finder:
+    texts = [token.content for token in _control_tokens(tokenizer).values()]
+    added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
+    exact, any_case = tokenizers.Tokenizer(models.BPE()), tokenizers.Tokenizer(models.BPE())
+    exact.add_special_tokens([AddedToken(text, normalized=False) for text in added])
+    any_case.normalizer = normalizers.Lowercase()
+    any_case.add_special_tokens([AddedToken(text, normalized=True) for text in texts])
+    lower = [text.lower() for text in texts]
+    return _Finder(
+        exact=exact,
+        any_case=any_case,
+        begins=frozenset(text[:size] for text in lower for size in range(2, len(text))),
+        ends=frozenset(text[-size:] for text in lower for size in range(2, len(text))),
+        longest=max(map(len, texts), default=0),
+    )
+
+
+def _control_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:
+    # A token of one character has no inside for a mark; no model has such a control token.
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return {token_id: token for token_id, token in added.items() if token.special and len(token.content) > 1}
+
+
+def mark(tokenizer: Tokenizer, value: Any) -> tuple[Any, bool]:
+    """A copy of plain data with marks in all its strings, also in keys, and whether there is any."""
+    finder = _finder(tokenizer)
+    marked = False
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, str):
+            return walk_text(item)
+        if isinstance(item, dict):
+            return {walk(key): walk(inner) for key, inner in item.items()}
+        return [walk(inner) for inner in item] if isinstance(item, list) else item
+
+    def walk_text(text: str) -> str:
+        nonlocal marked
+        # Tokens may overlap: what the marks leave is searched again.
+        for _ in range(finder.longest + 1):
+            ends = [*sorted(finder.places(text)), len(text)]
+            if len(ends) == 1:
+                return text
+            marked = True
+            text = text[: ends[0]] + "".join(_MARK + text[begin:end] for begin, end in pairwise(ends))
+        raise InvalidRequest("a message repeats control tokens in a way that cannot be encoded; leave them out")
+
+    return walk(value), marked
+
+
+def encode_marked(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a rendered text with marks in it.
+
+    Raises:
+        InvalidRequest: the template has cut a mark in two.
+    """
+    secret = _secret_tokenizer(tokenizer)
+    pieces: list[str] = []
+    last = 0
+    for begin, end in _spans(_finder(tokenizer).exact, text):
+        token = text[begin:end]
+        pieces += [text[last:begin], secret.names.get(token, token)]
+        last = end
+    named = "".join([*pieces, text[last:]])
+    unmarked = named.replace(_MARK, "")
+    if _MARK[:_CUT] in unmarked or _MARK[-_CUT:] in unmarked:
+        raise InvalidRequest(
+            "the chat template cuts a message where it writes out a control token; leave that token out of the message"
+        )
+    ids = secret.encode(unmarked)
+    if not secret.control_ids.isdisjoint(ids):
+        # The model of the vocabulary itself knows a control token's text. Then it is encoded in two pieces.
+        ids = secret.encode(named)
+    return [secret.ids.get(token_id, token_id) for token_id in ids if token_id != secret.mark_id]
+
+
+@dataclass(frozen=True)
+class _SecretTokenizer:
+    backend: tokenizers.Tokenizer
+    names: Mapping[str, str]  # of a control token -> its secret name
+    ids: Mapping[int, int]  # here -> of the tokenizer, where they differ
+    control_ids: frozenset[int]  # what the text of a control token must not become
+    mark_id: int
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+
+@lru_cache(maxsize=8)
+def _secret_tokenizer(tokenizer: Tokenizer) -> _SecretTokenizer:
+    control = _control_tokens(tokenizer)
+    spec = json.loads(tokenizer.backend.to_str())
+    added = tokenizer.backend.get_added_tokens_decoder()
+    backend = tokenizers.Tokenizer.from_str(
+        json.dumps(spec | {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None})
+    )
+    names = {token.content: f"{_NAMES}{number:08}" for number, token in enumerate(control.values())}
+    ids: dict[int, int] = {}
+    for token_id, token in added.items():
+        name = names.get(token.content, token.content)
+        backend.add_tokens(
+            [
+                AddedToken(
+                    name,
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=token.normalized and name == token.content,
+                    special=token.special,
+                )
+            ]
+        )
+        ids[_id(backend, name)] = token_id
+    backend.add_special_tokens([AddedToken(_MARK, normalized=False)])
+    unknown = tokenizer.backend.token_to_id(spec["model"].get("unk_token") or "")  # any text may become it
+    control_ids = frozenset(control) - ids.keys() - {unknown}
+    return _SecretTokenizer(backend, names, ids, control_ids, _id(backend, _MARK))
+
+
+def _id(backend: tokenizers.Tokenizer, token: str) -> int:
+    token_id = backend.token_to_id(token)
+    assert token_id is not None  # it has just been added
+    return token_id

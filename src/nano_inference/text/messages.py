@@ -1,0 +1,219 @@
+"""Conversations as chat templates expect them: plain data, in the shapes that the template at hand understands.
+
+Clients send what their protocol allows. Templates differ in which of it they render, and say so nowhere, so each is
+asked once: a probe in every shape, and a look at what comes out.
+"""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any, Protocol
+
+from nano_inference.errors import InvalidRequest
+from nano_inference.text import sandbox
+from nano_inference.text.template_budget import OverBudget
+
+Messages = Sequence[Mapping[str, object]]
+
+# A template may not be told these: they are arguments of whoever renders it.
+_RESERVED = frozenset(
+    {
+        *("messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "tokenizer", "chat_template", "template", "truncation", "padding", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        *("self", "context", "environment", "loop", "caller", "varargs", "kwargs"),
+    }
+)
+_REASONING = ("reasoning_content", "reasoning")  # one thing by two names
+
+
+def plain(value: object) -> Any:
+    """A copy out of plain types only: the sandbox cannot know which methods of any other object do harm.
+
+    Raises:
+        InvalidRequest: it holds something else, text that is no Unicode, or itself.
+    """
+    try:
+        return _plain(value)
+    except RecursionError:
+        raise InvalidRequest("a chat message is nested too deeply to be rendered") from None
+
+
+def _plain(value: object) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, int | float):
+        return int.__int__(value) if isinstance(value, int) else float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    raise InvalidRequest(
+        f"a chat message holds a {type(value).__name__}; strings, numbers, lists and mappings can be rendered"
+    )
+
+
+def _text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest("a chat message holds half of a surrogate pair, which is no character") from None
+    return str.__str__(value)  # str() of an enumeration's member would be its name
+
+
+def checked_kwargs(kwargs: Mapping[str, object], special_tokens: Mapping[str, str]) -> dict[str, Any]:
+    """Variables for the template that a caller may set.
+
+    Raises:
+        InvalidRequest: a name is taken or is no variable's, or a value is not plain data.
+    """
+    for name in kwargs:
+        taken = name in _RESERVED or name in special_tokens or name.endswith("_token") or name in sandbox.global_names()
+        if taken or name.startswith("_") or not name.isidentifier():
+            raise InvalidRequest(
+                f"the chat template's variable {name[:100]!r} cannot be set by a request; leave it out"
+            )
+    return plain(kwargs)
+
+
+def prepare(template: str, messages: Messages, special_tokens: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The conversation as plain data, in the shapes that this template renders.
+
+    Text parts become one string, or a string becomes a text part; arguments of tool calls become an object, or stay
+    JSON text; the absence of content becomes what the template can stand; a tool's answer gets the tool's name; a
+    developer is the system where the template knows no other; reasoning goes by both of its names.
+    """
+    shapes = _shapes(template, tuple(sorted(special_tokens.items())))
+    conversation = [_without_nulls(plain(message)) for message in messages]
+    names: dict[object, object] = {}  # of tools, by the ids of their calls
+    for message in conversation:
+        if message.get("role") == "developer" and "developer" not in template:
+            message["role"] = "system"
+        _shape_content(message, shapes)
+        for call in _calls(message):
+            function = call["function"]
+            names[str(call.get("id"))] = function.get("name")
+            if shapes.object_arguments:
+                function["arguments"] = _object(function.get("arguments"))
+        if message.get("role") == "tool" and "name" not in message and str(message.get("tool_call_id")) in names:
+            message["name"] = names[str(message["tool_call_id"])]
+        for name, other in (_REASONING, _REASONING[::-1]):
+            if name in message:
+                message.setdefault(other, message[name])
+    return conversation
+
+
+def _without_nulls(message: Any) -> dict[str, Any]:
+    """Clients write out what is not there. Templates ask whether a key is there."""
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"a chat message is a {type(message).__name__}; give a mapping with role and content")
+    kept = {key: item for key, item in message.items() if item is not None or key == "content"}
+    if kept.get("tool_calls") == []:
+        del kept["tool_calls"]
+    return kept
+
+
+def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return []
+    return [call for call in calls if isinstance(call, dict) and isinstance(call.get("function"), dict)]
+
+
+def _object(arguments: object) -> object:
+    """JSON text of an object as the object; anything else as it is."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        decoded = plain(json.loads(arguments)) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return arguments
+    return decoded if isinstance(decoded, dict) else arguments
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """What a template renders."""
+
+    string_content: bool = True
+    list_content: bool = False
+    null_content: bool = True  # of a message with tool calls
+    object_arguments: bool = True
+
+
+def _shape_content(message: dict[str, Any], shapes: _Shapes) -> None:
+    content = message.get("content")
+    if content is None and _calls(message):
+        message["content"] = None if shapes.null_content else ""
+    elif isinstance(content, str) and not shapes.string_content:
+        message["content"] = [{"type": "text", "text": content}]
+    elif isinstance(content, list) and content and all(_is_text_part(part) for part in content):
+        text = "".join(part["text"] for part in content)
+        keep = shapes.list_content and not (shapes.string_content and message.get("role") != "user")
+        # One part in any case: what is written in two pieces shall not become a control token when they are joined.
+        message["content"] = [{**content[0], "text": text}] if keep else text
+
+
+def _is_text_part(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+
+
+@lru_cache(maxsize=16)
+def _shapes(template: str, special_tokens: tuple[tuple[str, str], ...]) -> _Shapes:
+    word = "w" + secrets.token_hex(8)
+
+    def probe(messages: Messages, tools: object = None) -> str:
+        """What the template makes of it, or nothing."""
+        variables = {"tools": tools, "documents": None, "add_generation_prompt": False, **dict(special_tokens)}
+        try:
+            return sandbox.render(template, {**variables, "messages": messages}, max_seconds=1)
+        except OverBudget:
+            raise
+        except Exception:  # a template's code raises anything
+            return ""
+
+    try:
+        string_content, list_content = _content_shapes(word, probe)
+        null_content, object_arguments = _call_shapes(word, probe)
+    except OverBudget:  # it will be so with real messages too
+        return _Shapes()
+    return _Shapes(string_content, list_content, null_content, object_arguments)
+
+
+class _Probe(Protocol):
+    def __call__(self, messages: Messages, tools: object = None) -> str: ...
+
+
+def _content_shapes(word: str, probe: _Probe) -> tuple[bool, bool]:
+    """Whether a content may be a string, and a list of text parts."""
+    whole = probe([{"role": "user", "content": word}])
+    parts = probe([{"role": "user", "content": [{"type": "text", "text": word}]}])
+    if word in whole:
+        return True, parts == whole
+    list_content = word in parts and f"'{word}" not in parts
+    return not list_content, list_content  # where neither works it asks for more than a user's message
+
+
+def _call_shapes(word: str, probe: _Probe) -> tuple[bool, bool]:
+    """Whether the content beside tool calls may be None, and their arguments an object."""
+    tool = {"type": "function", "function": {"name": word, "description": word, "parameters": {}}}
+    for null, objects in product((True, False), (True, False)):
+        arguments = {word: word} if objects else json.dumps({word: word})
+        call = {"id": "call00000", "type": "function", "function": {"name": word, "arguments": arguments}}
+        text = probe(
+            [
+                {"role": "user", "content": word},
+                {"role": "assistant", "content": None if null else "", "tool_calls": [call]},
+                {"role": "tool", "content": word, "tool_call_id": "call00000", "name": word},
+            ],
+            tools=[tool],
+        )
+        # Well rendered: the arguments are there, neither as Python writes them nor as a string within JSON.
+        if text.count(word) >= 4 and "None" not in text and f"'{word}'" not in text and f'\\"{word}' not in text:
+            return null, objects
+    return True, True
