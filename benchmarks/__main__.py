@@ -198,7 +198,7 @@ def settings(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
 @app.command()
 def serve(
     model: Model = "smollm2-135m",
-    parts: Annotated[str, typer.Option(help="separated by commas")] = "throughput,first,arrival",
+    parts: Annotated[str, typer.Option(help="separated by commas")] = "throughput,first,arrival,idle",
     repeats: Annotated[int, typer.Option("--repeats", "--rounds", help="rounds of each engine once", min=1)] = 3,
     threads: Threads = None,
     backend: Backend = "auto",
@@ -210,7 +210,7 @@ def serve(
     cache: Annotated[Path | None, typer.Option(help="where `make peers` put them")] = None,
     out: Out = None,
 ) -> None:
-    """Our server against the engine without one and against vLLM's; single requests; a long prompt that arrives."""
+    """Our server against the engine without one and against vLLM's; single requests; a long prompt; nothing."""
     from benchmarks.peers import install
     from benchmarks.serve import PARTS, Choice, measure
 

@@ -7,12 +7,14 @@ throughput   a closed loop of completions, answered whole and streamed; the same
 first        one request at a time: milliseconds to the first token, of the server and of the engine alone.
 arrival      streams that run, and a long prompt that arrives: the time between tokens before and meanwhile, with
              prompts computed in pieces of several sizes, and at once.
+idle         what the server's processes cost while nobody asks anything.
 """
 
 import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +24,7 @@ from typing import Any
 import psutil
 
 from benchmarks import arrival, servers
-from benchmarks.cpu_time import server_parts
+from benchmarks.cpu_time import CpuMeter, server_parts
 from benchmarks.load import Load, Target, drive, run, token_requests
 from benchmarks.machine import handover_ns, placement
 from benchmarks.measure import Row, console, show, spread
@@ -33,7 +35,8 @@ from benchmarks.peers.process import PeerFailed, Worker
 from benchmarks.servers import Running
 
 ALONE = f"{OURS}, no server"
-PARTS = ("throughput", "first", "arrival")
+PARTS = ("throughput", "first", "arrival", "idle")
+IDLE = 10.0  # seconds
 SINGLES_OUTPUT = 8  # tokens of each request, where only the first one's time counts
 
 
@@ -62,7 +65,7 @@ class Choice:
 
 def measure(options: Options, parts: Sequence[str], choice: Choice) -> list[Row]:
     options = replace(options, threads=options.threads or psutil.cpu_count(logical=False) or 1)
-    measured = {"throughput": throughput, "first": first, "arrival": arriving}
+    measured = {"throughput": throughput, "first": first, "arrival": arriving, "idle": idle}
     return [row for part in parts for row in measured[part](options, choice)]
 
 
@@ -273,6 +276,27 @@ def arrive(target: Target, choice: Choice, number: int) -> arrival.Arrival:
     return run(arrival.arrive(target, choice.long_prompt, seed=number))
 
 
+def idle(options: Options, choice: Choice) -> list[Row]:
+    """Percent of a core, after a load, in each round."""
+    seen: dict[str, list[float]] = {}
+    with servers.ours(options, log_of(choice, "ours")) as server:
+        under_load(server, token_prompts(choice, -1, choice.warm_up, True), choice)
+        meter = CpuMeter(server_parts(server.pid))
+        for _ in range(options.repeats):
+            before = meter.read()
+            time.sleep(IDLE)
+            for name, seconds in meter.read().items():
+                seen.setdefault(name, []).append((seconds - before[name]) / IDLE * 100)
+    del seen["client"]
+    rows: list[Row] = [{"name": f"idle: {name}", "part": "idle", "percent": spread(seen[name])} for name in seen]
+    show(f"an idle server, {options.model}", IDLE_COLUMNS, rows)
+    return rows
+
+
+IDLE_COLUMNS: dict[str, Callable[[Row], Any]] = {
+    "process": lambda row: row["name"].removeprefix("idle: "),
+    "% of a core": lambda row: row["percent"],
+}
 THROUGHPUT_COLUMNS: dict[str, Callable[[Row], Any]] = {
     "engine": lambda row: row["engine"],
     "answers": lambda row: row["form"],

@@ -225,6 +225,32 @@ def test_the_engine_ends_with_a_killed_parent(slow_model: Path, length: int) -> 
             time.sleep(0.01)
 
 
+FORK = """
+def fork():
+    import os, time
+    if os.fork() == 0:
+        time.sleep(20)
+        os._exit(0)
+"""
+FORKED = FORK + PARENT.replace("print(", "fork() or print(")
+
+
+def test_the_engine_ends_although_a_fork_of_its_parent_lives_on(slow_model: Path) -> None:
+    """The fork holds the other end of stdin open; that the parent is gone is seen within a heartbeat."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, str(slow_model), "4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid, folder = parent.stdout.readline().split()
+        forks = [each for each in psutil.Process(parent.pid).children() if each.pid != int(pid)]
+        parent.kill()
+        began = time.monotonic()
+        while is_alive(int(pid)) or Path(folder).exists():
+            assert time.monotonic() - began < 4.0
+            time.sleep(0.01)
+        assert len(forks) == 1
+        forks[0].kill()
+
+
 # -- a step of seconds -------------------------------------------------------------------------------------------------
 
 

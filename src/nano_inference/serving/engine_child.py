@@ -108,6 +108,7 @@ class EngineChild:
             inbox=f"ipc://{self.folder}/engine",
             outbox=f"ipc://{self.folder}/api",
             log_level=log.getEffectiveLevel(),
+            parent=os.getpid(),
         )
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended already, and we shall hear of it

@@ -51,12 +51,11 @@ def main() -> None:
     faulthandler.enable()
     begin = msgspec.json.decode(sys.stdin.buffer.readline(), type=Begin)
     folder = Path(begin.inbox.removeprefix("ipc://")).parent
-    parent = os.getppid()
     threading.Thread(target=_end_with_parent, args=(folder,), name="end with parent", daemon=True).start()
     logging.basicConfig(level=begin.log_level, format="%(asctime)s %(levelname)s engine: %(message)s")
     outbox = Outbox(begin.outbox)
     try:
-        failed = _serve(begin, outbox, parent)
+        failed = _serve(begin, outbox)
     except Exception as problem:
         if not isinstance(problem, NanoInferenceError):
             log.exception("the engine cannot be built")
@@ -68,7 +67,7 @@ def main() -> None:
     os._exit(int(failed))  # at once: threads may wait for a step, or in a call
 
 
-def _serve(begin: Begin, outbox: "Outbox", parent: int) -> bool:
+def _serve(begin: Begin, outbox: "Outbox") -> bool:
     """Build the engine and step it until the end; returns whether it failed. Raises what keeps it from being built."""
     from nano_inference.engine.engine import InferenceEngine  # seconds, for torch; whoever starts us may end meanwhile
     from nano_inference.serving.core import EngineCore
@@ -80,7 +79,7 @@ def _serve(begin: Begin, outbox: "Outbox", parent: int) -> bool:
     threading.Thread(target=_take_in, args=(inbox, core, outbox.put), name="input", daemon=True).start()
     _on_sigterm(lambda: (outbox.put(Dead("the engine process was told to end, by SIGTERM.")), core.stop()))
     outbox.put(Ready(core.info()))
-    outbox.watch(core, parent)
+    outbox.watch(core, begin.parent)
     try:
         core.run()
     except Exception:
@@ -94,6 +93,11 @@ def _end_with_parent(folder: Path) -> None:
     """Wait until the other end of stdin is closed, by whatever; then leave nothing behind, also amid a step."""
     while os.read(0, 4096):
         pass
+    _leave(folder)
+
+
+def _leave(folder: Path) -> None:
+    """End now, with nothing left behind."""
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
@@ -151,6 +155,7 @@ class Outbox:
     def __init__(self, address: str) -> None:
         self._queue: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
         self._address = address
+        self._folder = Path(address.removeprefix("ipc://")).parent
         self._watched: tuple[EngineCore, int] | None = None
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
@@ -188,7 +193,7 @@ class Outbox:
                 due = now + BEAT
                 core, parent = self._watched
                 if os.getppid() != parent:  # the other end of stdin is open only in a process that was forked from it
-                    os._exit(1)
+                    _leave(self._folder)
                 beat = core.heartbeat()
                 if core.has_requests or beat != last or now >= sent + IDLE_BEAT:
                     outbox.send(encoder.encode(beat))

@@ -17,12 +17,14 @@ class Begin(msgspec.Struct, frozen=True):
         inbox: ZMQ address at which the engine process is to listen.
         outbox: where the API process listens.
         log_level: of the engine process.
+        parent: process id of the API process.
     """
 
     config: EngineConfig
     inbox: str
     outbox: str
     log_level: int
+    parent: int
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
