@@ -123,7 +123,7 @@ class Server:
         if self.lifecycle.is_draining:
             return
         self.lost = self.client.why_dead
-        log.error("the engine has died: %s The server ends in %g seconds.", self.lost, self.linger)
+        log.error("there is no engine any more; the server ends in %g seconds: %s", self.linger, self.lost)
         await asyncio.sleep(self.linger)
         if self.stop is not None:
             self.stop()
