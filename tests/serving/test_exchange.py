@@ -3,17 +3,25 @@
 import asyncio
 import json
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from unittest.mock import MagicMock
 
 import httpx
 import psutil
 import pytest
+import uvicorn
 from starlette.responses import PlainTextResponse, Response
+from uvicorn.server import ServerState
 
+from nano_inference.errors import ConfigError
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.edge import connection
 from nano_inference.serving.edge.event_stream import EventStream
 from nano_inference.serving.main import running_server
 from tests.serving.scripted import Script, ScriptedClient
@@ -58,11 +66,11 @@ def connected(url: str, body: dict, **options) -> socket.socket:
 @pytest.mark.parametrize("when", ["queued", "running"])
 def test_a_client_that_goes_away_ends_its_request_at_once(stream: bool, when: str) -> None:
     with serving(SLOW) as (url, client):
-        connection = connected(url, {"prompt": "Hi", "max_tokens": 1000, "stream": stream})
+        reader = connected(url, {"prompt": "Hi", "max_tokens": 1000, "stream": stream})
         assert eventually(lambda: client.requests)
         if when == "running":
             time.sleep(0.2)
-        connection.close()
+        reader.close()
         assert eventually(lambda: client.aborted == [client.requests[0].request_id], 1.0)
         assert client.num_samples == 0
         assert httpx.get(url + "/health").status_code == 200
@@ -106,19 +114,19 @@ def test_a_client_that_does_not_read_is_ended_with_its_connection() -> None:
     script = Script("word " * 50, ends=False, portion=8)
     with serving(script, max_backlog=2000) as (url, client):
         before = psutil.Process().memory_info().rss
-        connection = connected(url, {"prompt": "Hi", "max_tokens": 200_000, "stream": True}, SO_RCVBUF=4096)
+        reader = connected(url, {"prompt": "Hi", "max_tokens": 200_000, "stream": True}, SO_RCVBUF=4096)
         try:
             assert eventually(lambda: client.aborted, 20.0)
             assert client.num_samples == 0
             assert psutil.Process().memory_info().rss - before < 50 << 20
             total = 0
             with pytest.raises(ConnectionResetError):  # noqa: PT012 - the end comes after what was sent before
-                while more := connection.recv(1 << 20):
+                while more := reader.recv(1 << 20):
                     total += len(more)
                 raise ConnectionResetError
             assert total < 20 << 20
         finally:
-            connection.close()
+            reader.close()
 
 
 def test_a_full_queue_is_429_with_a_time_to_come_again() -> None:
@@ -133,8 +141,8 @@ def test_a_full_queue_is_429_with_a_time_to_come_again() -> None:
         assert 'admission_rejections_total{model_name="scripted",reason="queue_full"} 1' in httpx.get(
             url + "/metrics"
         ).text.replace("nano_inference_", "")
-        for connection in busy:
-            connection.close()
+        for reader in busy:
+            reader.close()
         assert eventually(lambda: client.num_samples == 0)
 
 
@@ -225,9 +233,9 @@ def test_many_clients_at_once() -> None:
     with serving(Script("a " * 20, ends=False, delay=0.005)) as (url, client):
 
         def visit(number: int) -> None:
-            connection = connected(url, {"prompt": "Hi", "max_tokens": 40, "stream": number % 2 == 0})
+            reader = connected(url, {"prompt": "Hi", "max_tokens": 40, "stream": number % 2 == 0})
             time.sleep(number % 7 * 0.02)
-            connection.close()
+            reader.close()
 
         threads = [threading.Thread(target=visit, args=(number,)) for number in range(60)]
         for thread in threads:
@@ -236,3 +244,79 @@ def test_many_clients_at_once() -> None:
             thread.join()
         assert eventually(lambda: client.num_samples == 0)
         assert eventually(lambda: httpx.get(url + "/metrics").status_code == 200)
+
+
+def hung_up(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(100)
+    except ConnectionResetError:
+        return True
+
+
+def test_a_client_that_never_finishes_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT", 0.3)
+    with serving(Script()) as (url, _):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as slow_one:
+            slow_one.sendall(b"GET /health HTTP/1.1\r\na: ")
+            assert eventually(lambda: hung_up(slow_one), 3.0)
+        with httpx.Client(base_url=url) as http:  # a connection that waits for its next request may wait longer
+            assert http.get("/health").status_code == 200
+            time.sleep(0.5)
+            assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("reads_again", [False, True])
+def test_a_client_that_stops_reading_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, reads_again: bool) -> None:
+    """Also where the backlog has room for all that is to be said."""
+    monkeypatch.setattr(connection, "STALL_TIMEOUT", 0.05)
+
+    async def app(scope: object, receive: object, send: object) -> None: ...
+
+    async def play() -> int:
+        transport = MagicMock(**{"get_extra_info.return_value": None, "is_closing.return_value": False})
+        it = connection.Connection(uvicorn.Config(app, log_config=None), ServerState(), {})
+        it.connection_made(transport)
+        it.pause_writing()
+        await asyncio.sleep(0.02)
+        if reads_again:
+            it.resume_writing()
+        await asyncio.sleep(0.1)
+        it.connection_lost(None)
+        return transport.abort.call_count
+
+    assert asyncio.run(play()) == (0 if reads_again else 1)
+
+
+def test_a_long_body_that_is_refused_is_not_listened_to() -> None:
+    with serving(Script(), api_keys=("k",)) as (url, _):
+        reply = httpx.post(url + "/v1/completions", json={"prompt": "x" * 200_000})
+        assert (reply.status_code, reply.headers["connection"]) == (401, "close")
+        assert "connection" not in httpx.post(url + "/v1/completions", json={"prompt": "x"}).headers
+        metrics = httpx.get(url + "/metrics", headers={"x-api-key": "k"}).text
+        assert 'admission_rejections_total{model_name="scripted",reason="key"} 2' in metrics
+
+
+def test_tls(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    made += ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    try:
+        subprocess.run([*made, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no openssl")
+    with serving(Script(), tls_cert=str(cert), tls_key=str(key)) as (url, _):
+        assert url.startswith("https://")
+        assert httpx.get(url + "/health", verify=ssl.create_default_context(cafile=str(cert))).status_code == 200
+    with pytest.raises(ConfigError, match="tls_cert"), serving(Script(), tls_cert=str(key), tls_key=str(cert)):
+        pass
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with (
+            pytest.raises(ConfigError, match="cannot listen"),
+            running_server(ScriptedClient(), ServerConfig(port=port)),
+        ):
+            pass

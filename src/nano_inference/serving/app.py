@@ -12,7 +12,6 @@ from starlette.types import ASGIApp
 from nano_inference.errors import NanoInferenceError
 from nano_inference.serving.edge.exchange import generation_route
 from nano_inference.serving.edge.layers import in_layers
-from nano_inference.serving.edge.logs import log_access
 from nano_inference.serving.edge.replies import error_reply_to
 from nano_inference.serving.edge.routes import server_routes
 from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of
@@ -30,7 +29,9 @@ def build_app(server: Server, protocols: Mapping[str, Protocol_], routes: Sequen
         protocols: path -> the protocol that a POST to it speaks.
         routes: other routes; what they raise is answered in the shape of the protocol that the path speaks.
     """
-    return in_layers(build_routes(server, protocols, routes), server.config, server.lifecycle.require_ready, log_access)
+    return in_layers(
+        build_routes(server, protocols, routes), server.config, server.lifecycle.require_ready, server.answered
+    )
 
 
 def build_routes(server: Server, protocols: Mapping[str, Protocol_], routes: Sequence[Routes] = ()) -> FastAPI:

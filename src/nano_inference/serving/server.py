@@ -14,8 +14,9 @@ from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.edge.admission import Admission
 from nano_inference.serving.edge.lifecycle import Lifecycle
-from nano_inference.serving.edge.logs import log_ready
+from nano_inference.serving.edge.logs import log_access, log_ready
 from nano_inference.serving.edge.metrics import Metrics
+from nano_inference.serving.edge.record import RequestRecord
 from nano_inference.serving.errors import ApiError, retry_after
 from nano_inference.serving.parsing import chat_format
 from nano_inference.serving.protocols.interface import Served
@@ -70,6 +71,12 @@ class Server:
         assert self.served is not None
         return self.served
 
+    def answered(self, record: RequestRecord) -> None:
+        """A request has been answered: for the log and the metrics."""
+        log_access(record)
+        if record.status >= 400:
+            self.metrics.refused(record.status, record.problem)
+
     def drain(self) -> None:
         """Take nothing new; what runs gets `drain_timeout` seconds. Called on the server's loop."""
         if self.lifecycle.is_draining:
@@ -116,7 +123,7 @@ class Server:
         if self.lifecycle.is_draining:
             return
         self.lost = self.client.why_dead
-        log.error("the engine has died: %s The server ends in %g seconds.", self.lost, self.linger)
+        log.error("there is no engine any more; the server ends in %g seconds: %s", self.linger, self.lost)
         await asyncio.sleep(self.linger)
         if self.stop is not None:
             self.stop()

@@ -40,7 +40,7 @@ def generation_route(server: Server, protocol: Protocol_) -> Callable[[Request],
             server.admission.require_room(num_samples)
             exchange = Exchange(server, builder, record, request.scope)
         except Exception as problem:
-            return refusal(server, problem, record)
+            return refusal(problem, record)
         if builder.stream:
             return exchange.stream(request.receive)
         return await exchange.whole(request.receive)
@@ -65,14 +65,13 @@ async def _prepared(server: Server, protocol: Protocol_, body: bytes, record: Re
     return protocol.prepare(body, served, record.request_id)
 
 
-def refusal(server: Server, problem: Exception, record: RequestRecord) -> Response:
+def refusal(problem: Exception, record: RequestRecord) -> Response:
     """The answer to what was raised before an answer began."""
     if isinstance(problem, ClientDisconnect):
         problem = ApiError(499, "the client went away.")
     error = api_error_of(problem)
     if error.status == 500 and not isinstance(problem, ApiError):
         log.error("request %s failed", record.request_id, exc_info=problem)
-    server.metrics.refused(error)
     return error_reply(error, record)
 
 
@@ -111,13 +110,13 @@ class Exchange:
             with self._watched(receive):
                 return json_reply(200, await answer(self._generation))
         except Exception as problem:
-            return refusal(self._server, problem, self._record)
+            return refusal(problem, self._record)
 
     def stream(self, receive: Receive) -> Response:
         """The events as they come."""
         return EventStream(
             cast(AsyncGenerator[bytes, None], events(self._generation)),
-            refuse=lambda problem: refusal(self._server, problem, self._record),
+            refuse=lambda problem: refusal(problem, self._record),
             failure=lambda problem: self._builder.failure(api_error_of(problem)),
             around=self._watched(receive),
             on_event=self._observer.sent,

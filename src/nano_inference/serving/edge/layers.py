@@ -86,7 +86,10 @@ class Gate:
         try:
             self._check(scope)
         except ApiError as problem:
-            await error_reply(problem, record_of(scope))(scope, receive, send)
+            refusal = error_reply(problem, record_of(scope))
+            if _is_long(scope["headers"]):  # it would be read and thrown away
+                refusal.headers["connection"] = "close"
+            await refusal(scope, receive, send)
             return
         await self._app(scope, self._bounded(receive), send)
 
@@ -119,6 +122,13 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._config.max_body_bytes} bytes (max_body_bytes).")
+
+
+def _is_long(headers: Headers) -> bool:
+    """Whether a body follows that is not small, or may be anything."""
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and len(value) > 5) for name, value in headers
+    )
 
 
 def _require_json(headers: Headers) -> None:

@@ -15,6 +15,7 @@ access = logging.getLogger("nano_inference.access")
 log = logging.getLogger("nano_inference.serving")
 prompts = logging.getLogger("nano_inference.prompts")
 
+_WATCHED = ("/health", "/metrics")
 _LONGEST = 256  # characters of what a client sent
 
 
@@ -70,8 +71,9 @@ class JsonLines(logging.Formatter):
 
 
 def log_access(record: RequestRecord) -> None:
-    """A request has been answered."""
-    if not access.isEnabledFor(logging.INFO):
+    """A request has been answered. What watches the server all the time is only told to those who want to know all."""
+    level = logging.DEBUG if record.path in _WATCHED and record.status == 200 else logging.INFO
+    if not access.isEnabledFor(level):
         return
     fields: dict[str, Any] = {
         "request_id": record.request_id,
@@ -93,7 +95,7 @@ def log_access(record: RequestRecord) -> None:
     if record.problem is not None:
         fields["problem"] = record.problem[:_LONGEST]
     words = " ".join(f"{name}={_quoted(value)}" for name, value in fields.items())
-    access.info("%s", words, extra={"fields": fields})
+    access.log(level, "%s", words, extra={"fields": fields})
 
 
 def _quoted(value: object) -> str:

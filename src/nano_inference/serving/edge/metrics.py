@@ -12,7 +12,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from nano_inference.serving.client import EngineClient
-from nano_inference.serving.errors import ApiError
 from nano_inference.serving.handler import Generation
 from nano_inference.types import EngineStats
 
@@ -44,7 +43,9 @@ _COUNTERS = {
     "request_errors": ("Requests that were answered with an error, by HTTP status.", "status"),
     "admission_rejections": ("Requests that were not let in, by reason.", "reason"),
 }
-_REASONS = {429: "queue_full", 413: "body_too_large", 408: "timeout", 503: "not_serving"}
+# status -> reason of `admission_rejections`; where a 503 says why, that
+_REASONS = {401: "key", 403: "key", 408: "timeout", 413: "body_too_large", 429: "queue_full", 503: "not_serving"}
+_NOT_SERVING = frozenset(("starting", "draining", "engine_dead", "engine_restarting"))
 
 
 class Metrics:
@@ -82,12 +83,11 @@ class Metrics:
         """Add to a counter."""
         self._counters[name].labels(self.model_name, label).inc(amount)
 
-    def refused(self, problem: ApiError) -> None:
-        """A request was answered with an error."""
-        self.count("request_errors", str(problem.status))
-        if problem.status in _REASONS:
-            reason = problem.code if problem.status == 503 and problem.code else _REASONS[problem.status]
-            self.count("admission_rejections", reason)
+    def refused(self, status: int, problem: str | None) -> None:
+        """A request was answered with an error status. `problem` is the error's code, if it has one."""
+        self.count("request_errors", str(status))
+        if status in _REASONS:
+            self.count("admission_rejections", problem if problem in _NOT_SERVING else _REASONS[status])
 
     def observer(self, started: float) -> "RequestObserver":
         """For one request that arrived at this `time.perf_counter()`."""

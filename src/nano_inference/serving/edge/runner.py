@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from nano_inference.errors import ConfigError
 from nano_inference.serving.edge.connection import connection_class
 from nano_inference.serving.edge.logs import log_start
 from nano_inference.serving.server import Server
@@ -24,27 +25,33 @@ _RUSH = 2.0  # seconds that the engine gets to end after a second signal
 
 
 class Runner(uvicorn.Server):
-    """A uvicorn that ends as `Server` says. `url` is known once `started`."""
+    """A uvicorn that ends as `Server` says. `url` is known once `started`.
+
+    Raises `ConfigError` for TLS files that cannot be read.
+    """
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         config = server.config
-        super().__init__(
-            uvicorn.Config(
-                app,
-                host=config.host,
-                port=config.port,
-                http=connection_class(config.max_header_bytes),
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=math.ceil(config.drain_timeout + _GRACE),
-                ssl_certfile=config.tls_cert,
-                ssl_keyfile=config.tls_key,
-            )
+        options = uvicorn.Config(
+            app,
+            host=config.host,
+            port=config.port,
+            http=connection_class(config.max_header_bytes),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=math.ceil(config.drain_timeout + _GRACE),
+            ssl_certfile=config.tls_cert,
+            ssl_keyfile=config.tls_key,
         )
+        try:
+            options.load()
+        except OSError as problem:  # ssl's errors are among them
+            raise ConfigError(f"tls_cert={config.tls_cert!r} and tls_key={config.tls_key!r}: {problem}") from problem
+        super().__init__(options)
         self._server = server
         server.stop = self._stop
         self.url = ""
@@ -54,7 +61,12 @@ class Runner(uvicorn.Server):
 
     async def startup(self, sockets: Any = None) -> None:
         """Listen. The engine is still being built then."""
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except SystemExit:  # it has logged why
+            config = self._server.config
+            self._server.lost = ConfigError(f"host={config.host!r}, port={config.port}: cannot listen there.")
+            self.should_exit = True
         if self.started:
             config = self._server.config
             port = self.servers[0].sockets[0].getsockname()[1]
