@@ -124,7 +124,7 @@ class BatchBuilder:
         self._prompts = np.zeros(0, dtype=np.int64)  # [slots] prompt tokens
         self._least = np.zeros(0, dtype=np.int64)  # [slots] tokens that a sequence has before it may stop
         self._draws = SamplingTable()
-        self._undrawn: set[int] = set()  # slots that it does not know yet
+        self._undrawn = np.zeros(0, dtype=np.bool_)  # [slots] it does not know this one yet
 
     def chunks(self, decision: SchedulerOutput, sampled: Listed[Sequence], sequences: Sequences) -> "Chunks":
         """The chunks of a step as arrays.
@@ -174,12 +174,10 @@ class BatchBuilder:
 
         Parameters of a sequence are read here, so that one whose own cannot be read harms no forward.
         """
-        if self._undrawn:
-            for seq, slot in zip(chunks.sampled, chunks.slots.tolist(), strict=True):
-                if slot in self._undrawn:
-                    prompt = seq.token_ids[: seq.num_prompt_tokens]
-                    self._draws.put(slot, seq.params, seq.seed, seq.sample_index, prompt)
-                    self._undrawn.remove(slot)
+        for place in np.flatnonzero(self._undrawn[chunks.slots]).tolist():
+            seq, slot = chunks.sampled[place], int(chunks.slots[place])
+            self._draws.put(slot, seq.params, seq.seed, seq.sample_index, seq.token_ids[: seq.num_prompt_tokens])
+            self._undrawn[slot] = False
         for place, counts in self._draws.penalized(chunks.slots):
             seq = chunks.sampled[place]
             counts.add(seq.token_ids[seq.num_prompt_tokens + counts.length :])
@@ -255,7 +253,7 @@ class BatchBuilder:
                 slot = slots[seq.seq_id] = self._free.pop()
                 self._prompts[slot] = seq.num_prompt_tokens
                 self._least[slot] = seq.num_prompt_tokens + seq.params.min_tokens
-                self._undrawn.add(slot)
+                self._undrawn[slot] = True
                 self._write_table(slot, seq.block_ids, 0)
         return np.fromiter(map(slots.__getitem__, seq_ids), dtype=np.int64, count=len(seq_ids))
 
@@ -265,13 +263,13 @@ class BatchBuilder:
             return
         for seq_id in self._slots.keys() - live:
             self._free.append(self._slots.pop(seq_id))
-            self._undrawn.discard(self._free[-1])
         if len(self._free) < wanted + len(self._slots):  # more than half would be held: the next search is far off
             old = len(self._prompts)
             more = max(old, 2 * wanted)
             self._free += range(old, old + more)
             self._tables = np.pad(self._tables, ((0, more), (0, 0)))
-            self._prompts, self._least = (np.pad(column, (0, more)) for column in (self._prompts, self._least))
+            columns = (self._prompts, self._least, self._undrawn)
+            self._prompts, self._least, self._undrawn = (np.pad(column, (0, more)) for column in columns)
 
 
 class _Columns(NamedTuple):

@@ -291,8 +291,8 @@ class EngineStats:
         prompt_tokens_computed, prompt_tokens_cached: of the policy; computed, and found in the prefix cache.
         hit_rate: share of `prompt_tokens_cached` in both.
         prompt_tokens: of the requests that were let in; a prompt counts once, whatever its samples and recomputations.
-        prompt_tokens_queried: tokens that were looked up in the prefix cache, of which `prompt_tokens_cached` were found;
-            a sequence that was preempted looks again, with its completion so far.
+        prompt_tokens_queried: tokens looked up in the prefix cache; `prompt_tokens_cached` of them were found there.
+            A sequence that was preempted looks again, with its completion so far.
         completion_tokens: sampled.
         tokens_per_second: completion tokens by time spent in steps.
         step_microseconds: host time of an average step, by phase: what the loop did in it, and in `wait` for the

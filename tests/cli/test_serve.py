@@ -43,6 +43,7 @@ def other(value: Any, kind: str) -> Any:
 
 
 CHOICES = {"cache_type": "radix", "dtype": "float32", "backend": "reference", "device": "cpu"}
+CHOICES |= {"admin_key": "third"}  # a user's key is refused
 CHOICES |= {"log_level": "error", "log_format": "json", "tool_format": "llama", "reasoning_format": "none"}
 OPTION = {"tokenizer_path": "tokenizer", "ref_model_path": "ref-model", "num_threads": "threads"}
 OPTION |= {"enable_prefix_caching": "prefix-caching", "enable_chunked_prefill": "chunked-prefill"}

@@ -95,7 +95,7 @@ def breaks(operation: str, layer: int | None = None) -> Break:
         (breaks("gate"), 0, "gate"),
         (breaks("embed"), None, "embed (embed)"),
     ],
-    ids=str,
+    ids=lambda value: "" if callable(value) else str(value),
 )
 def test_the_first_operation_that_differs_is_named(
     build: Callable[..., InferenceEngine], broken: Break, layer: int | None, operation: str

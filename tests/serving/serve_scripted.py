@@ -26,11 +26,13 @@ class Slow(ScriptedClient):
 
 
 def main(options: dict) -> None:
+    options = {"config": {}, **options}
     client = Slow(Script(**options.get("script", {})), max_model_len=1_000_000)
     client.seconds = options.get("start", 0.0)
     server.LINGER = options.get("linger", server.LINGER)
     try:
-        serve(client, ServerConfig(port=0, **options.get("config", {})))
+        config = {name: tuple(value) if isinstance(value, list) else value for name, value in options["config"].items()}
+        serve(client, ServerConfig(port=0, **config))
     except NanoInferenceError as problem:
         print(f"error: {problem}", file=sys.stderr)
         raise SystemExit(1) from None

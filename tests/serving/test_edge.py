@@ -4,12 +4,14 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nano_inference.errors import ConfigError
 from nano_inference.serving.app import build_routes
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.edge.access import LEVELS, Level
@@ -249,3 +251,24 @@ def test_without_cors_nothing_is_allowed(keyed: str) -> None:
     reply = httpx.options(keyed + "/v1/completions", headers=asks)
     check_error(reply, 401)
     assert "access-control-allow-origin" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"api_keys": "secret"},
+        {"api_keys": ("",)},
+        {"api_keys": ("se cret",)},
+        {"admin_key": ""},
+        {"api_keys": ("secret",), "admin_key": "secret"},
+        {"max_queued_samples": -1},
+        {"max_body_bytes": 0},
+        {"request_timeout": float("nan")},
+        {"tls_cert": "cert.pem"},
+        {"port": 65536},
+    ],
+)
+def test_a_configuration_that_makes_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        ServerConfig(**wrong)
+    assert "secret" not in str(raised.value)

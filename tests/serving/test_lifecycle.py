@@ -28,6 +28,9 @@ class Process:
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        self.url = ""
+
+    def listening(self) -> None:
         self.url = self.said(r"(http://\S+?), ")[1]
 
     def _read(self) -> None:
@@ -56,6 +59,7 @@ class Process:
 def process(**options) -> Iterator[Process]:
     server = Process(**options)
     try:
+        server.listening()
         yield server
     finally:
         server.child.kill()

@@ -25,7 +25,7 @@ from nano_inference.serving.log_lines import JsonLines, Rarely, TextLines, escap
 )
 def test_a_warning_where_anybody_may_come(caplog, host: str, keys: tuple[str, ...], warns: bool) -> None:
     with caplog.at_level("INFO", "nano_inference.serving"):
-        log_start(ServerConfig(host=host, api_keys=keys, admin_key="secret"), f"http://{host}:1")
+        log_start(ServerConfig(host=host, api_keys=keys, admin_key="secret-too"), f"http://{host}:1")
     assert ("anybody" in caplog.text) == warns
     assert "secret" not in caplog.text
     assert f"http://{host}:1" in caplog.text

@@ -17,6 +17,7 @@ KEPT = """{% set ns = namespace(l=[]) %}{% set b = 'x ' * 4000000 %}
 {% for i in range(99999) %}{% set ns.l = ns.l + [BODY] %}{% endfor %}"""
 
 SLOW = [
+    "{% set b = 'x' * 8000000 %}{% for i in range(100000) if 'y' in b %}{% endfor %}",
     "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
     "{% for i in range(100000) %}{% for j in range(100000) if false %}{% endfor %}{% endfor %}",
     "{% set l = range(100000) | list %}{{ range(100000) | reject('in', l) | list }}",

@@ -88,10 +88,24 @@ class ServerConfig:
             value: Any = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a positive integer.")
+        queued: Any = self.max_queued_samples
+        if not isinstance(queued, int) or isinstance(queued, bool) or queued < 0:
+            raise ConfigError(f"max_queued_samples={queued!r} must be an integer of at least 0.")
+        self._check_keys()
         for name in ("request_timeout", "drain_timeout"):
             seconds: Any = getattr(self, name)
             if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < float("inf"):
                 raise ConfigError(f"{name}={seconds!r} must be a positive number of seconds.")
+
+    def _check_keys(self) -> None:
+        keys: Any = self.api_keys
+        if not isinstance(keys, tuple):
+            raise ConfigError("api_keys must be a tuple of strings.")  # without the value: it may be a key
+        for key in (*keys, *(() if self.admin_key is None else (self.admin_key,))):
+            if not (isinstance(key, str) and key.isascii() and key.isprintable() and key and " " not in key):
+                raise ConfigError("api_keys and admin_key must be printable ASCII without spaces, and not empty.")
+        if self.admin_key in keys:
+            raise ConfigError("admin_key is among api_keys; users would be administrators.")
 
 
 _COUNTS = (

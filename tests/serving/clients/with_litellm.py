@@ -29,7 +29,7 @@ def whole(route: dict) -> dict:
 
 def streamed(route: dict) -> dict:
     chunks = list(litellm.completion(**route, **ASK, stream=True, stream_options={"include_usage": True}))
-    usage = next((chunk.usage for chunk in chunks if getattr(chunk, "usage", None)), None)
+    usage = next(chunk.usage for chunk in chunks if getattr(chunk, "usage", None))
     return {
         "text": "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices),
         "finish": [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason][-1],
