@@ -8,7 +8,6 @@ from nano_inference.config import EngineConfig
 from nano_inference.serving.log_lines import LogFormat
 from nano_inference.types import Delta, EngineStats, SamplingParams, TrainingSample
 
-
 # A log line: bytes, problem, how many others there were since the last such line.
 NOT_UNDERSTOOD = "a message of %d bytes was not understood: %.500r; %d more since the last such line"
 
