@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -141,10 +142,16 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
     with process(script=ENDLESS, config={"drain_timeout": 0.5}) as server:
         ready(server)
         thread = stream_of(server, 100_000, found)
-        server.signal()
-        thread.join()
-        assert "shutting down" in found[0].rstrip().rsplit("data: ", 1)[1]
-        assert server.ended(5) == 0
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as upload:
+            upload.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n{")
+            time.sleep(0.1)
+            server.signal()
+            thread.join()
+            assert "shutting down" in found[0].rstrip().rsplit("data: ", 1)[1]
+            assert b"503 Service Unavailable" in upload.recv(1000)  # it does not come to its end
+        assert server.ended(2) == 0
+        assert "Traceback" not in "".join(server.lines)
 
 
 def test_a_second_signal_ends_it_at_once() -> None:

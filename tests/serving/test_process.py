@@ -15,16 +15,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import zmq
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import EngineDead, InvalidRequest
+from nano_inference.serving import client as client_module
 from nano_inference.serving import engine_child, process_client
+from nano_inference.serving.engine_process import _encoded
 from nano_inference.serving.errors import ApiError
+from nano_inference.serving.messages import FromEngine, Outputs, Refused
 from nano_inference.serving.process_client import ProcessClient
-from nano_inference.types import SamplingParams
+from nano_inference.types import Delta, SamplingParams
 from tests.models.tiny import tiny_llama
 from tests.serving.engines import (
     LONG,
@@ -325,6 +329,33 @@ def test_an_engine_that_hangs_is_seen_and_can_be_closed(model: Path, monkeypatch
             monkeypatch.setattr(engine_child, "HANG_UP_PATIENCE", 0.5)
 
     play(test())
+
+
+def test_an_idle_engine_that_hangs_is_seen_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has nothing to do, but heartbeats are due all the same."""
+    monkeypatch.setattr(client_module, "SILENCE", 0.3)
+
+    async def test() -> None:
+        async with running(config_of(model)) as client:
+            await finished(client.submit([1, 2], params_of(0), stream=True))
+            await until(lambda: client._heard is not None)
+            pid = child_of(client).pid
+            os.kill(pid, signal.SIGSTOP)
+            await until(lambda: client.stalled(0.2), 5.0)
+            assert client.why_dead is None
+            os.kill(pid, signal.SIGCONT)
+            client._heard = None  # the next one may be seconds away
+
+    play(test())
+
+
+def test_what_cannot_be_told_fails_its_own_request(caplog: pytest.LogCaptureFixture) -> None:
+    good, bad = (Delta(0, 0, (1,), (-0.5,), text) for text in ("fine", "\ud800"))
+    encoded = _encoded(msgspec.msgpack.Encoder(), Outputs([good, bad], [4, 7]))
+    told = [msgspec.msgpack.decode(data, type=FromEngine) for data in encoded]
+    assert told[0] == Outputs([good], [4])
+    assert isinstance(told[1], Refused)
+    assert told[1].request_id == 7
 
 
 # -- strangers on the sockets ------------------------------------------------------------------------------------------

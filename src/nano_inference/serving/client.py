@@ -31,6 +31,8 @@ from nano_inference.serving.messages import (
 )
 from nano_inference.types import Delta, EngineStats, SamplingParams
 
+SILENCE = 20.0  # seconds without a heartbeat; also an engine that has nothing to do tells one every ten
+
 
 class RequestStream:
     """Deltas of one request on their way to whoever answers it."""
@@ -107,6 +109,7 @@ class EngineClient(ABC):
         self._busy = False  # as the last heartbeat said
         self._num_steps = 0  # the same
         self._progress = time.monotonic()  # when something last moved
+        self._heard: float | None = None  # when the last heartbeat came
         self._info: EngineInfo | None = None
         self._max_backlog = max_backlog
         self._ids = itertools.count()
@@ -154,11 +157,14 @@ class EngineClient(ABC):
 
     def stalled(self, seconds: float) -> bool:
         """Whether the engine has something to do and nothing has moved for so long: no step has begun, none brought a
-        token. It may be hung, or its process stopped.
+        token. Or it has been silent for longer still. It may be hung, or its process stopped.
         """
-        if self.why_dead is not None or not (self._streams or self._busy):
+        if self.why_dead is not None:
             return False
-        return time.monotonic() - self._progress >= seconds
+        now = time.monotonic()
+        if self._heard is not None and now - self._heard >= SILENCE + seconds:
+            return True
+        return bool(self._streams or self._busy) and now - self._progress >= seconds
 
     async def call(self, name: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
         """Call one of the engine's methods. Raises what it raised, `TimeoutError`, and what `submit` raises."""
@@ -201,6 +207,7 @@ class EngineClient(ABC):
                 self._beat(message)
             case Ready(info):
                 self._info, self._dead, self.restarting = info, None, False
+                self._heard = None
             case CannotStart(error, text):
                 self._dead = f"the engine cannot be built: {error}: {text}"
                 self._die(self._dead)
@@ -210,6 +217,7 @@ class EngineClient(ABC):
     def _beat(self, beat: Heartbeat) -> None:
         if beat.num_steps != self._num_steps or not beat.busy:  # paused, it has nothing to do
             self._progress = time.monotonic()
+        self._heard = time.monotonic()
         self.stats, self._num_steps, self._busy = beat.stats, beat.num_steps, beat.busy
 
     def _die(self, reason: str) -> None:

@@ -222,13 +222,13 @@ class EngineCore:
 
     def _run_call(self, message: Call) -> None:
         try:
-            value = self._called(message)
-            self._flush()  # what the call has ended comes before its answer
-            self._emit(Returned(message.call_id, value))
+            answer = Returned(message.call_id, self._called(message))
         except Exception as problem:
-            self._emit(Failed(message.call_id, *_told(problem, f"the call {message.name!r} failed")))
+            answer = Failed(message.call_id, *_told(problem, f"the call {message.name!r} failed"))
         finally:
             self._calls_left.release()
+        self._flush()  # what the call has ended comes before its answer
+        self._emit(answer)
 
     def _called(self, message: Call) -> object:
         method = METHODS.get(message.name)

@@ -210,8 +210,11 @@ def _encoded(encoder: msgspec.msgpack.Encoder, message: FromEngine) -> list[byte
         match message:
             case Returned(call_id):
                 return [encoder.encode(Failed(call_id, error, text))]
-            case Outputs(_, request_ids):
-                return [encoder.encode(Refused(each, error, text)) for each in sorted(set(request_ids))]
+            case Outputs([_], [request_id]):
+                return [encoder.encode(Refused(request_id, error, text))]
+            case Outputs(deltas, request_ids):  # it is one request's
+                each = [Outputs([delta], [request_id]) for delta, request_id in zip(deltas, request_ids, strict=True)]
+                return [data for one in each for data in _encoded(encoder, one)]
             case _:
                 return []
 

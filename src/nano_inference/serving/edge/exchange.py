@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 from starlette.requests import ClientDisconnect, Request
@@ -18,7 +19,7 @@ from nano_inference.serving.edge.replies import error_reply, json_reply
 from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of
 from nano_inference.serving.handler import Generation, answer, events
 from nano_inference.serving.protocols.interface import Builder, Protocol_
-from nano_inference.serving.server import Server
+from nano_inference.serving.server import Ends, Server
 
 log = logging.getLogger("nano_inference.serving")
 
@@ -33,7 +34,7 @@ def generation_route(server: Server, protocol: Protocol_) -> Callable[[Request],
         try:
             server.lifecycle.require_open()
             server.admission.require_room()  # before anything is read
-            body = await read_body(request, server.config.request_timeout)
+            body = await read_body(request, server.config.request_timeout, server.exchanges)
             builder = await _prepared(server, protocol, body, record)
             num_samples = sum(ask.num_samples for ask in builder.asks)
             server.lifecycle.require_open()  # it may have changed while the body came
@@ -48,13 +49,32 @@ def generation_route(server: Server, protocol: Protocol_) -> Callable[[Request],
     return generate
 
 
-async def read_body(request: Request, timeout: float) -> bytes:
-    """All of it. Raises `ApiError` 408 if it takes too long."""
+@dataclass(eq=False)
+class _Upload:
+    """A body that is being read, and why it ends early."""
+
+    limit: asyncio.Timeout
+    problem: ApiError
+
+    def end(self, problem: ApiError) -> None:
+        """The client gets `problem`."""
+        self.problem = problem
+        self.limit.reschedule(0.0)
+
+
+async def read_body(request: Request, timeout: float, running: set[Ends] | None = None) -> bytes:
+    """All of it; meanwhile it is in `running`. Raises `ApiError` 408 if it takes too long, and what it is ended by."""
+    late = ApiError(408, f"the body did not arrive within {timeout:g} seconds.", headers=NO_RETRY)
+    upload = _Upload(asyncio.timeout(timeout), late)
+    running = set[Ends]() if running is None else running
+    running.add(upload)
     try:
-        async with asyncio.timeout(timeout):
+        async with upload.limit:
             return await request.body()
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {timeout:g} seconds.", headers=NO_RETRY) from None
+        raise upload.problem from None
+    finally:
+        running.discard(upload)
 
 
 async def _prepared(server: Server, protocol: Protocol_, body: bytes, record: RequestRecord) -> Builder:

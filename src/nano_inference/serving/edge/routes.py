@@ -1,5 +1,6 @@
 """Routes about the server itself: health, numbers, version, and the first one of an administrator."""
 
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -9,6 +10,8 @@ import nano_inference
 from nano_inference.serving.edge.metrics import CONTENT_TYPE, leaked_blocks
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.server import Server
+
+STATS_PATIENCE = 5.0  # seconds; the engine answers also amid a step
 
 
 def server_routes(server: Server) -> APIRouter:
@@ -47,9 +50,12 @@ def server_routes(server: Server) -> APIRouter:
 
 
 async def _stats(server: Server) -> dict[str, Any]:
-    """Fresh from the engine; what it last reported if it has died."""
+    """Fresh from the engine; what it last reported if it has died, or hangs."""
     client = server.client
-    latest = client.stats if client.why_dead is not None else await client.call("stats")
+    latest = client.stats
+    if client.why_dead is None:
+        with suppress(TimeoutError):  # it hangs; what it last said is better than nothing
+            latest = await client.call("stats", timeout=STATS_PATIENCE)
     queue = {
         "num_samples": client.num_samples,
         "num_exchanges": len(server.exchanges),
