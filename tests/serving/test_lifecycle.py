@@ -167,7 +167,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
 
 
 def test_it_ends_with_its_engine() -> None:
-    with process(script={"die_after": 2}, linger=2.0) as server:
+    with process(script={"die_after": 2}, linger=1.0) as server:
         ready(server)
         httpx.post(server.url + "/v1/completions", json={"prompt": "Hi"})
         assert httpx.get(server.url + "/health").json()["status"] == "dead"

@@ -11,7 +11,7 @@ import msgspec
 
 from nano_inference import errors
 from nano_inference.errors import EngineDead, NanoInferenceError
-from nano_inference.serving.errors import ApiError
+from nano_inference.serving.errors import ApiError, EngineReplaced
 from nano_inference.serving.messages import (
     RESULTS,
     Abort,
@@ -102,7 +102,7 @@ class EngineClient(ABC):
         num_restarts: how often one was started in the place of one that had died.
     """
 
-    def __init__(self, max_backlog: int) -> None:
+    def __init__(self, max_backlog: int, *, restart: bool = False) -> None:
         self.stats: EngineStats | None = None
         self.restarting = False
         self.num_restarts = 0
@@ -112,6 +112,7 @@ class EngineClient(ABC):
         self._heard: float | None = None  # when the last heartbeat came
         self._info: EngineInfo | None = None
         self._max_backlog = max_backlog
+        self._restart = restart  # a new engine is started in the place of one that has died
         self._ids = itertools.count()
         self._streams: dict[int, RequestStream] = {}
         self._widths: dict[int, int] = {}  # samples of each stream
@@ -225,10 +226,11 @@ class EngineClient(ABC):
         if self._dead is None:
             self._dead = reason
         self._busy = False
+        lost = EngineReplaced if self._restart else EngineDead
         for request_id in list(self._streams):
-            self._end(request_id, EngineDead(reason))
+            self._end(request_id, lost(reason))
         for call_id in list(self._calls):
-            self._answer(call_id, lambda future: future.set_exception(EngineDead(reason)))
+            self._answer(call_id, lambda future: future.set_exception(lost(reason)))
 
     def _require_alive(self) -> None:
         if self.restarting:

@@ -13,6 +13,11 @@ from nano_inference.errors import (
     RequestTooLarge,
 )
 
+
+class EngineReplaced(EngineDead):
+    """The engine has died with what it was doing, and another one is being started."""
+
+
 _NONE: Mapping[str, str] = MappingProxyType({})
 NO_RETRY: Mapping[str, str] = MappingProxyType({"x-should-retry": "false"})  # both SDKs obey it
 
@@ -56,6 +61,9 @@ def api_error_of(problem: BaseException) -> ApiError:
             return ApiError(400, str(problem), code="context_length_exceeded")
         case InvalidRequest():
             return ApiError(400, str(problem))
+        case EngineReplaced():
+            text = "the engine has died, and is being started again."
+            return ApiError(503, text, code="engine_restarting", headers=retry_after(5.0))
         case EngineDead():
             return ApiError(503, "the engine is not running.", code="engine_dead", headers=NO_RETRY)
         case RequestAborted():

@@ -31,9 +31,8 @@ class ProcessClient(EngineClient):
     def __init__(
         self, config: EngineConfig, max_backlog: int, *, restart: bool = False, log_format: LogFormat = "text"
     ) -> None:
-        super().__init__(max_backlog)
+        super().__init__(max_backlog, restart=restart)
         self._config = config
-        self._restart = restart
         self._log_format: LogFormat = log_format
         self._child: EngineChild | None = None
         self._started: asyncio.Future[None] | None = None
