@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from nano_inference.serving.choices import Choice, Piece
-from nano_inference.serving.errors import ApiError, bad_request, openai_error
+from nano_inference.serving.errors import bad_request
 from nano_inference.serving.protocols.fields import (
-    checked_count,
     checked_prompt,
     need_tokenizer,
+    require_at_most,
     require_possible_length,
     room,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least, encode
+from nano_inference.serving.protocols.lines import encode_line
+from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least
 from nano_inference.serving.protocols.openai_requests import COMPLETION_UNSUPPORTED, CompletionRequest
 from nano_inference.serving.protocols.openai_schemas import COMPLETION
 from nano_inference.serving.protocols.openapi import operation
@@ -37,10 +38,6 @@ class Completions:
             read_body(body, CompletionRequest, served.config, COMPLETION_UNSUPPORTED), served, request_id
         )
 
-    def error(self, problem: ApiError, request_id: str) -> Mapping[str, Any]:
-        """An error's body."""
-        return openai_error(problem)
-
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
@@ -58,7 +55,7 @@ class CompletionBuilder(OpenAIBuilder):
         self.request: CompletionRequest = request
         self.echo = bool(request.echo)
         self.logprobs = request.logprobs
-        checked_count(request.logprobs or 0, served.config.max_logprobs, "logprobs")
+        require_at_most(request.logprobs or 0, served.config.max_logprobs, "logprobs")
         if self.logprobs is not None and self.texts is None:
             raise bad_request("logprobs name tokens, and the model has no tokenizer.", "logprobs")
         # The engine draws at least one token; it is not shown where none is wanted.
@@ -78,7 +75,9 @@ class CompletionBuilder(OpenAIBuilder):
 
     def _read_prompts(self, prompt: object) -> list[_Prompt]:
         given = self._prompt_list(prompt)
-        checked_count(len(given) * self.num_samples, self.served.config.max_samples, "n times the number of prompts")
+        require_at_most(
+            len(given) * self.num_samples, self.served.config.max_samples, "prompt", "n times the number of prompts"
+        )
         return [self._read_prompt(each) for each in given]
 
     @staticmethod
@@ -132,7 +131,7 @@ class CompletionBuilder(OpenAIBuilder):
                 parts = self._parts[piece.index] = self.event_parts(
                     piece.index, b'"text":', b',"logprobs":null,"finish_reason":null}'
                 )
-            return parts[0] + encode(piece.content) + parts[1]
+            return parts[0] + encode_line(piece.content) + parts[1]
         if not piece.token_ids and piece.finished is None:
             return b""
         text = "" if self._hides else piece.content

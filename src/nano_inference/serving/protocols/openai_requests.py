@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from nano_inference.serving.protocols import fields
+from nano_inference.serving.protocols import chats, fields
 from nano_inference.serving.protocols.fields import MOST, OneOrMany, PromptLogprobs, SamplingFields
 from nano_inference.serving.protocols.reading import Strict
 
@@ -153,7 +153,6 @@ class ChatRequest(OpenAIFields, ChatTemplateFields):
     verbosity: Hint = None
 
 
-TEMPLATE_UNSUPPORTED: Mapping[str, Sequence[Any]] = {"chat_template": (), "documents": ([],)}
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     **fields.UNSUPPORTED,
     "response_format": ({"type": "text"},),
@@ -169,7 +168,7 @@ CHAT_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "web_search_options": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    **TEMPLATE_UNSUPPORTED,
+    **chats.UNSUPPORTED,
     "echo": (False,),
     "add_special_tokens": (False,),
 }
