@@ -39,8 +39,9 @@ grpo: $(INSTALLED) ## four minutes of GRPO on two cores; curves in out/grpo/
 same-hash: $(INSTALLED) ## two GRPO runs under other batch sizes, chunks, caches, threads: the same checkpoint
 	$(BIN)/python -m examples.same_hash
 
+# Two workers: most tests keep one core busy, and more of them would disturb those that keep deadlines.
 test: $(INSTALLED) ## all tests but the slow ones
-	$(BIN)/python -m pytest -m "not slow" tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests
 
 test-slow: $(INSTALLED) $(GEMMA) $(LITELLM) ## the slow tests, then parity, simulate and mutants
 	$(BIN)/python -m pytest -m slow tests

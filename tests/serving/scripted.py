@@ -87,8 +87,8 @@ class ScriptedClient(EngineClient):
     ) -> None:
         super().__init__(max_backlog)
         self.script: Script | Callable[[Generate, int], Script] = script if script is not None else Script()
-        self.folder = tokenizer_folder if tokenizer_folder is not None else smollm2()
-        self.tokenizer: Tokenizer = load_tokenizer(self.folder)
+        self.folder: Path | None = tokenizer_folder if tokenizer_folder is not None else smollm2()
+        self.tokenizer: Tokenizer = load_tokenizer(tokenizer_folder or smollm2())
         self.max_model_len = max_model_len
         self.requests: list[Generate] = []
         self.aborted: list[int] = []
@@ -114,7 +114,7 @@ class ScriptedClient(EngineClient):
         eos = self.tokenizer.eos_token_id
         return EngineInfo(
             model_path="scripted",
-            tokenizer_folder=str(self.folder),
+            tokenizer_folder=None if self.folder is None else str(self.folder),
             max_model_len=self.max_model_len,
             vocab_size=self.tokenizer.vocab_size,
             eos_token_ids=() if eos is None else (eos,),

@@ -53,7 +53,7 @@ def check_error(reply: httpx.Response, status: int) -> str:
     assert reply.status_code == status, reply.text
     assert reply.headers["x-request-id"] == reply.headers["request-id"]
     body = reply.json()
-    if reply.url.path.startswith("/v1/messages"):
+    if reply.url.path.startswith("/v1/messages") or "anthropic-version" in reply.request.headers:
         assert body["type"] == "error"
         assert body["request_id"] == reply.headers["request-id"]
         assert set(body["error"]) == {"type", "message"}
@@ -61,6 +61,15 @@ def check_error(reply: httpx.Response, status: int) -> str:
         assert set(body) == {"error"}
         assert set(body["error"]) == {"message", "type", "param", "code"}
     return body["error"]["message"]
+
+
+def test_models_speak_the_protocol_of_who_asks(keyed: str) -> None:
+    version = {"anthropic-version": "2023-06-01"}
+    check_error(httpx.get(f"{keyed}/v1/models", headers=version), 401)
+    check_error(httpx.get(f"{keyed}/v1/models"), 401)
+    check_error(httpx.get(f"{keyed}/v1/models/none", headers=version | {"x-api-key": KEY}), 404)
+    check_error(httpx.get(f"{keyed}/v1/models/none", headers={"x-api-key": KEY}), 404)
+    check_error(httpx.post(f"{keyed}/v1/models", json={}, headers=version | {"x-api-key": KEY}), 405)
 
 
 @pytest.mark.parametrize(("method", "path"), all_routes())

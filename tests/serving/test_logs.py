@@ -2,14 +2,16 @@
 
 import json
 import logging
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.edge.logs import JsonLines, TextLines, escaped, is_loopback, log_access, log_start
+from nano_inference.serving.edge.logs import is_loopback, log_access, log_start
 from nano_inference.serving.edge.record import RequestRecord
+from nano_inference.serving.log_lines import JsonLines, Rarely, TextLines, escaped
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,29 @@ def entry(message: str, *args: object, **more) -> logging.LogRecord:
     for name, value in more.items():
         setattr(record, name, value)
     return record
+
+
+def test_what_others_could_say_without_end_is_counted() -> None:
+    rarely = Rarely(0.05)
+    assert [rarely.due() for _ in range(4)] == [0, None, None, None]
+    time.sleep(0.06)
+    assert rarely.due() == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "level"),
+    [
+        ("/health", 200, "DEBUG"),
+        ("/metrics", 200, "DEBUG"),
+        ("/health", 503, "INFO"),
+        ("/metrics", 401, "INFO"),
+        ("/stats", 200, "INFO"),
+    ],
+)
+def test_what_machines_ask_all_the_time_is_for_debug(caplog, path: str, status: int, level: str) -> None:
+    with caplog.at_level("DEBUG", "nano_inference.access"):
+        log_access(RequestRecord("id", "GET", path, status=status))
+    assert [record.levelname for record in caplog.records] == [level]
 
 
 @given(text=st.text())

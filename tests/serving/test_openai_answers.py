@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from nano_inference.errors import ModelLoadError
 from nano_inference.serving import handler
 from nano_inference.serving.choices import Piece, new_choice
 from nano_inference.serving.config import ServerConfig
@@ -120,9 +121,22 @@ def test_an_event_is_one_line_for_all(url: str, engine: ScriptedClient) -> None:
     assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == said
 
 
-def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_read_keeps_the_server_from_starting(tmp_path: Path) -> None:
+    folder = with_template(tmp_path / "tokenizer", None)
+    (folder / "tokenizer_config.json").unlink()
+    engine = ScriptedClient()
+    engine.folder = folder
+    with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json"), running_server(engine):
+        pass
+
+
+def test_a_model_without_a_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
     engine = ScriptedClient(Script([5, 6]))
-    engine.folder = tmp_path  # empty
+    engine.folder = None
+    with caplog.at_level("INFO", "nano_inference.serving"), running_server(engine):
+        assert "has no tokenizer: token ids alone" in caplog.text
+    engine = ScriptedClient(Script([5, 6]))
+    engine.folder = None
     with running_server(engine) as url:
         body = {"prompt": [1, 2], "max_tokens": 9, "return_token_ids": True}
         (choice,) = post(f"{url}/v1/completions", body)["choices"]

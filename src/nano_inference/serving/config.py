@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from nano_inference.errors import ConfigError
 from nano_inference.options import strict_options
+from nano_inference.serving.log_lines import LogFormat
 
 MIB = 1 << 20
 
@@ -75,7 +76,7 @@ class ServerConfig:
     tool_format: str | None = None
     reasoning_format: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["text", "json"] = "text"
+    log_format: LogFormat = "text"
     log_prompts: bool = False
 
     def __post_init__(self) -> None:

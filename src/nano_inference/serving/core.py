@@ -10,6 +10,7 @@ from inspect import signature
 
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
+from nano_inference.models.loading import resolve_model
 from nano_inference.serving.messages import (
     Abort,
     Call,
@@ -79,10 +80,9 @@ class EngineCore:
     def info(self) -> EngineInfo:
         """What the other side must know."""
         engine = self.engine
-        folder = engine.config.tokenizer_path or engine.model_folder
         return EngineInfo(
             model_path=engine.config.model_path,
-            tokenizer_folder=str(folder),
+            tokenizer_folder=_tokenizer_folder(engine),
             max_model_len=engine.max_model_len,
             vocab_size=engine.spec.vocab_size,
             eos_token_ids=tuple(engine.spec.eos_token_ids),
@@ -239,6 +239,14 @@ class EngineCore:
         except TypeError as problem:
             raise InvalidRequest(f"{message.name}: {problem}.") from problem
         return method(self.engine, **message.arguments)
+
+
+def _tokenizer_folder(engine: InferenceEngine) -> str | None:
+    """None where the model has none. One that was asked for must be there, and is looked for by whoever reads it."""
+    other = engine.config.tokenizer_path
+    if other is not None:
+        return str(resolve_model(other))
+    return str(engine.model_folder) if (engine.model_folder / "tokenizer.json").is_file() else None
 
 
 def _told(problem: Exception, what: str) -> tuple[str, str]:

@@ -7,24 +7,23 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 import zmq
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import InvalidRequest
-from nano_inference.serving.messages import Begin, FromEngine, Stop, ToEngine
+from nano_inference.serving.log_lines import LogFormat, Rarely
+from nano_inference.serving.messages import NOT_UNDERSTOOD, Begin, FromEngine, Stop, ToEngine
+from nano_inference.serving.socket_folder import private_folder
 
 log = logging.getLogger("nano_inference.serving")
 
 STOP_PATIENCE = 5.0  # seconds that it gets to end by itself
-TERMINATE_PATIENCE = 2.0  # and after a SIGTERM
-MAX_ADDRESS = 100  # bytes of a socket's path; the system's limit is a little more
+HANG_UP_PATIENCE = 2.0  # and when its stdin has ended, which it obeys also amid a step
 AT_ONCE = 64  # messages taken in before others get their turn on the event loop
 
 _DECODER = msgspec.msgpack.Decoder(FromEngine)
@@ -39,17 +38,23 @@ class EngineChild:
         config: of the engine.
         receive: takes each message.
         ended: called when the process has ended, after its last message, with a sentence on why.
+        log_format: of its log lines.
     """
 
     def __init__(
-        self, config: EngineConfig, receive: Callable[[FromEngine], None], ended: Callable[[str], None]
+        self,
+        config: EngineConfig,
+        receive: Callable[[FromEngine], None],
+        ended: Callable[[str], None],
+        log_format: LogFormat = "text",
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._receive = receive
         self._ended = ended
+        self._rarely = Rarely()
         self._exited = asyncio.Event()
         self._closed = False
-        self.folder = _private_folder()
+        self.folder = private_folder()
         self._context = zmq.Context()
         try:
             # Whoever receives binds: a stranger on the socket can send, and take nothing away.
@@ -58,7 +63,7 @@ class EngineChild:
             self._outbox = self._context.socket(zmq.PUSH)
             self._outbox.set_hwm(0)  # sending never waits
             self._outbox.connect(f"ipc://{self.folder}/engine")
-            self._process = self._started(config)
+            self._process = self._started(config, log_format)
         except BaseException:
             self._context.destroy(linger=0)
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -85,29 +90,37 @@ class EngineChild:
             self._outbox.send(data, zmq.NOBLOCK)
 
     async def close(self, patience: float = STOP_PATIENCE) -> None:
-        """Let the process end, or make it; then nothing of it is left."""
+        """Let the process end, within `patience` seconds (0: at once), or make it; then nothing of it is left."""
         if not self._closed and not self._exited.is_set():
+            if not patience:  # it does not listen yet, and has nothing to put away
+                self._process.kill()
             self.send(Stop())
-            if not await self._has_exited(patience):
-                self._process.terminate()
-                if not await self._has_exited(TERMINATE_PATIENCE):
+            if not await self._has_exited(patience or HANG_UP_PATIENCE):
+                self._hang_up()
+                if not await self._has_exited(HANG_UP_PATIENCE):
                     log.warning("the engine process does not end, and is killed")
                     self._process.kill()
-                    await self._has_exited(TERMINATE_PATIENCE)
+                    await self._has_exited(HANG_UP_PATIENCE)
         self._discard()
 
-    def _started(self, config: EngineConfig) -> "subprocess.Popen[bytes]":
-        process = subprocess.Popen(
-            # -P: a module in the current folder is not taken for one of ours
-            [sys.executable, "-P", "-m", "nano_inference.serving.engine_process"],
-            stdin=subprocess.PIPE,
-            stdout=2,
-        )
+    def _started(self, config: EngineConfig, log_format: LogFormat) -> "subprocess.Popen[bytes]":
+        # What is not for it must not end it before it can say so: it inherits the mask, and lifts it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            process = subprocess.Popen(
+                # -P: a module in the current folder is not taken for one of ours
+                [sys.executable, "-P", "-m", "nano_inference.serving.engine_process"],
+                stdin=subprocess.PIPE,
+                stdout=2,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         begin = Begin(
             config=config,
             inbox=f"ipc://{self.folder}/engine",
             outbox=f"ipc://{self.folder}/api",
             log_level=log.getEffectiveLevel(),
+            log_format=log_format,
             parent=os.getpid(),
         )
         assert process.stdin is not None
@@ -150,8 +163,11 @@ class EngineChild:
             self._loop.remove_reader(self._fd)
             self._context.destroy(linger=0)
             shutil.rmtree(self.folder, ignore_errors=True)
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
     def _read(self) -> None:
         if not self._closed and self._read_some():
@@ -167,7 +183,8 @@ class EngineChild:
             try:
                 message = _DECODER.decode(data)
             except Exception as problem:
-                log.warning("a message of %d bytes was not understood: %.500r", len(data), str(problem))
+                if (more := self._rarely.due()) is not None:
+                    log.warning(NOT_UNDERSTOOD, len(data), str(problem), more)
                 continue
             try:
                 self._receive(message)
@@ -176,15 +193,6 @@ class EngineChild:
             if self._closed:
                 return False
         return True
-
-
-def _private_folder() -> Path:
-    """A fresh folder that is ours alone, with a path short enough for a socket."""
-    folder = Path(tempfile.mkdtemp(prefix="nano-inference-"))  # mode 0700
-    if len(os.fsencode(f"{folder}/engine")) > MAX_ADDRESS:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="nano-inference-", dir="/tmp"))
-    return folder
 
 
 def _epitaph(code: int) -> str:

@@ -1,7 +1,7 @@
 """The engine process: `python -m nano_inference.serving.engine_process`, started by `EngineChild`.
 
 An input thread takes messages in, the main thread steps, an output thread tells what came of it. The process ends when
-it is told to, when a step fails, on SIGTERM, and with the process that started it, however that ends.
+it is told to, when a step fails, and with the process that started it, however that ends.
 """
 
 import faulthandler
@@ -10,7 +10,6 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,10 +21,11 @@ import msgspec
 import zmq
 
 from nano_inference.errors import InvalidRequest, NanoInferenceError
+from nano_inference.serving.log_lines import Rarely, send_to_stderr
 from nano_inference.serving.messages import (
+    NOT_UNDERSTOOD,
     Begin,
     CannotStart,
-    Dead,
     Failed,
     FromEngine,
     Outputs,
@@ -42,17 +42,22 @@ log = logging.getLogger("nano_inference.serving")
 
 BEAT = 1.0  # seconds between heartbeats while there are requests, also such as wait for the end of a pause
 IDLE_BEAT = 10.0  # and while nothing changes
+NOT_FOR_US = (signal.SIGINT, signal.SIGTERM)
 LAST_WORDS = 1.0  # seconds that messages get to leave before the process ends
 
 
 def main() -> None:
     """Run until the end; never returns."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches both processes: the other one decides
+    # Ctrl-C in a terminal, and the SIGTERM of a service manager, reach both processes: the other one decides, and lets
+    # what runs end first. When it has gone, so does this one.
+    for number in NOT_FOR_US:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_US)  # blocked by `EngineChild` until here
     faulthandler.enable()
     begin = msgspec.json.decode(sys.stdin.buffer.readline(), type=Begin)
     folder = Path(begin.inbox.removeprefix("ipc://")).parent
     threading.Thread(target=_end_with_parent, args=(folder,), name="end with parent", daemon=True).start()
-    logging.basicConfig(level=begin.log_level, format="%(asctime)s %(levelname)s engine: %(message)s")
+    _set_up_logs(begin)
     outbox = Outbox(begin.outbox)
     try:
         failed = _serve(begin, outbox)
@@ -77,7 +82,6 @@ def _serve(begin: Begin, outbox: "Outbox") -> bool:
     inbox = zmq.Context().socket(zmq.PULL)
     inbox.bind(begin.inbox)
     threading.Thread(target=_take_in, args=(inbox, core, outbox.put), name="input", daemon=True).start()
-    _on_sigterm(lambda: (outbox.put(Dead("the engine process was told to end, by SIGTERM.")), core.stop()))
     outbox.put(Ready(core.info()))
     outbox.watch(core, begin.parent)
     try:
@@ -87,6 +91,13 @@ def _serve(begin: Begin, outbox: "Outbox") -> bool:
         return True
     core.engine.shutdown()
     return False
+
+
+def _set_up_logs(begin: Begin) -> None:
+    """Lines like the other process's, with `engine` in them; of libraries, and of Python's warnings, what matters."""
+    send_to_stderr(logging.getLogger(), begin.log_format, "engine")
+    logging.captureWarnings(True)
+    logging.getLogger("nano_inference").setLevel(begin.log_level)
 
 
 def _end_with_parent(folder: Path) -> None:
@@ -102,29 +113,16 @@ def _leave(folder: Path) -> None:
     os._exit(1)
 
 
-def _on_sigterm(stop: Callable[[], object]) -> None:
-    """Call `stop` on a thread when SIGTERM comes: in a handler it could wait for a lock of the code it interrupted."""
-    ours, pythons = socket.socketpair()
-    pythons.setblocking(False)
-    signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-
-    def wait(_: socket.socket = pythons) -> None:  # held, or it would be closed
-        ours.recv(1)
-        stop()
-
-    threading.Thread(target=wait, name="SIGTERM", daemon=True).start()
-
-
 def _take_in(inbox: "zmq.Socket[bytes]", core: "EngineCore", tell: Callable[[FromEngine], None]) -> None:
     """The input thread. Nothing that arrives ends it."""
-    decoder = msgspec.msgpack.Decoder(ToEngine)
+    decoder, rarely = msgspec.msgpack.Decoder(ToEngine), Rarely()
     while True:
         data = inbox.recv()
         try:
             message = decoder.decode(data)
         except Exception as problem:
-            log.warning("a message of %d bytes was not understood: %.500r", len(data), str(problem))
+            if (more := rarely.due()) is not None:
+                log.warning(NOT_UNDERSTOOD, len(data), str(problem), more)
             if answer := _refusal(data, problem):
                 tell(answer)
             continue

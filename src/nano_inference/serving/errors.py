@@ -99,8 +99,12 @@ def anthropic_error(problem: ApiError, request_id: str | None = None) -> dict[st
     return body if request_id is None else body | {"request_id": request_id}
 
 
-def error_body(path: str, problem: ApiError, request_id: str) -> dict[str, Any]:
-    """In the shape of the protocol that a path speaks: Anthropic's below `/v1/messages`, elsewhere OpenAI's."""
-    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+def error_body(path: str, problem: ApiError, request_id: str, *, has_version: bool = False) -> dict[str, Any]:
+    """In the shape of the protocol that a path speaks: Anthropic's below `/v1/messages`, elsewhere OpenAI's.
+
+    `/v1/models` speaks both: Anthropic's where there is an `anthropic-version` header (`has_version`).
+    """
+    route = "/".join(path.split("/", 3)[:3])
+    if route == "/v1/messages" or (route == "/v1/models" and has_version):
         return anthropic_error(problem, request_id)
     return openai_error(problem)

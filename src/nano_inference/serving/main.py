@@ -89,7 +89,7 @@ def engine_client(engine: EngineConfig, config: ServerConfig) -> EngineClient:
     """A client of an engine that is not started yet, in this process or in one of its own."""
     if config.in_process:
         return InProcessClient(engine, config.max_backlog)
-    return ProcessClient(engine, config.max_backlog, restart=config.restart_engine)
+    return ProcessClient(engine, config.max_backlog, restart=config.restart_engine, log_format=config.log_format)
 
 
 def _client(engine: EngineConfig | EngineClient, config: ServerConfig) -> EngineClient:

@@ -5,7 +5,11 @@ from typing import Any
 import msgspec
 
 from nano_inference.config import EngineConfig
+from nano_inference.serving.log_lines import LogFormat
 from nano_inference.types import Delta, EngineStats, SamplingParams, TrainingSample
+
+# A log line: bytes, problem, how many others there were since the last such line.
+NOT_UNDERSTOOD = "a message of %d bytes was not understood: %.500r; %d more since the last such line"
 
 
 class Begin(msgspec.Struct, frozen=True):
@@ -17,6 +21,7 @@ class Begin(msgspec.Struct, frozen=True):
         inbox: ZMQ address at which the engine process is to listen.
         outbox: where the API process listens.
         log_level: of the engine process.
+        log_format: its log lines, `"text"` or `"json"`.
         parent: process id of the API process.
     """
 
@@ -24,6 +29,7 @@ class Begin(msgspec.Struct, frozen=True):
     inbox: str
     outbox: str
     log_level: int
+    log_format: LogFormat
     parent: int
 
 

@@ -8,6 +8,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.errors import EngineDead, NanoInferenceError
 from nano_inference.serving.client import EngineClient, error_named
 from nano_inference.serving.engine_child import STOP_PATIENCE, EngineChild
+from nano_inference.serving.log_lines import LogFormat
 from nano_inference.serving.messages import CannotStart, Dead, FromEngine, Ready, ToEngine
 
 log = logging.getLogger("nano_inference.serving")
@@ -24,12 +25,16 @@ class ProcessClient(EngineClient):
         config: of the engine.
         max_backlog: tokens that a stream may hold for somebody who does not read.
         restart: start a new engine when the old one has died. What the old one was doing fails all the same.
+        log_format: of the engine process's log lines; their level is that of this process.
     """
 
-    def __init__(self, config: EngineConfig, max_backlog: int, *, restart: bool = False) -> None:
+    def __init__(
+        self, config: EngineConfig, max_backlog: int, *, restart: bool = False, log_format: LogFormat = "text"
+    ) -> None:
         super().__init__(max_backlog)
         self._config = config
         self._restart = restart
+        self._log_format: LogFormat = log_format
         self._child: EngineChild | None = None
         self._started: asyncio.Future[None] | None = None
         self._again: asyncio.TimerHandle | None = None
@@ -65,7 +70,7 @@ class ProcessClient(EngineClient):
         self._child.send(message)
 
     def _launch(self) -> None:
-        self._child = EngineChild(self._config, self._hear, self._bury)
+        self._child = EngineChild(self._config, self._hear, self._bury, self._log_format)
 
     def _hear(self, message: FromEngine) -> None:
         self._receive(message)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from nano_inference.errors import ModelLoadError
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.edge.admission import Admission
@@ -117,7 +116,7 @@ class Server:
         self.started = time.time()
         self.metrics.serve(self.served.name)
         self.lifecycle.is_ready = True
-        log_ready(self.config, self.client.info, self.served.name)
+        log_ready(self.config, self.served)
         while not self.lifecycle.is_lost:
             await asyncio.sleep(_GLANCE)
         if self.lifecycle.is_draining:
@@ -144,8 +143,5 @@ def serve_what(config: ServerConfig, client: EngineClient) -> Served:
 
 
 def _tokenizer(folder: str | None) -> Tokenizer | None:
-    if folder is None:
-        return None
-    with suppress(ModelLoadError):
-        return load_tokenizer(Path(folder))
-    return None
+    """None where there is none: token ids are served then. Raises `ModelLoadError` for one that cannot be read."""
+    return None if folder is None else load_tokenizer(Path(folder))

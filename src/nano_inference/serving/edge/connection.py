@@ -1,12 +1,18 @@
-"""`Connection`: uvicorn's HTTP/1.1 protocol with bounds that it lacks, on headers and on clients that stall.
+"""`Connection`: uvicorn's HTTP/1.1 protocol with bounds that it lacks, and for clients that it does not know.
 
 httptools keeps whatever arrives of a header line until the line ends (CVE-2025-48956 was that, in another server).
 Here bytes and header lines are counted while they come, and a connection that brings too many is answered 431. A
 line that does not end may exceed the bound by what one read of the socket brings (256 KiB).
+
+The end of a client is told to the request that runs, also where others wait behind it on the same connection. A wish
+for another protocol is ignored as HTTP allows (Java's clients ask for HTTP/2 with every first request, and would lose
+its body), HTTP/1.0 gets no chunks, and trailers are no headers.
 """
 
+import sys
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -14,6 +20,7 @@ from nano_inference.serving.edge.record import request_id_of
 from nano_inference.serving.errors import ApiError, error_body
 
 MAX_HEADERS = 128  # lines
+MAX_PIPELINE = 100  # requests that wait on one connection
 HEAD_TIMEOUT = 30.0  # seconds from a connection's start, or a request's first byte, to the end of its headers
 STALL_TIMEOUT = 60.0  # seconds that a client may leave an answer unread
 
@@ -34,6 +41,10 @@ class Connection(HttpToolsProtocol):
         self._silent = 0  # bytes since the parser has last said something
         self._deadline: Any = None  # of the headers
         self._stall: Any = None
+        self._running: Any = None  # uvicorn's cycle of the request that is being answered; the others wait behind it
+        self._method = b""
+        self._has_head = False  # the headers of this request are complete
+        self._wants_upgrade = False  # and ask for another protocol
 
     def connection_made(self, transport: Any) -> None:
         """A client has come."""
@@ -44,7 +55,8 @@ class Connection(HttpToolsProtocol):
         """It has gone."""
         self._clear_deadline()
         self.resume_writing()
-        super().connection_lost(exc)
+        self._leave(self._running)
+        super().connection_lost(exc)  # knows the last request alone
 
     def abort(self) -> None:
         """End the connection at once, whatever is still to be sent."""
@@ -56,7 +68,8 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Bytes have come."""
         self._silent += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._silent > self.max_header_bytes and not self.transport.is_closing():
             self._refusal = self._too_large()
             self.send_400_response("")
@@ -65,6 +78,7 @@ class Connection(HttpToolsProtocol):
         """A request begins."""
         super().on_message_begin()
         self._silent = self._size = self._lines = 0
+        self._has_head = self._wants_upgrade = False
         self.scope.setdefault("state", {})["connection"] = self
         if self._deadline is None:
             self._set_deadline()
@@ -78,13 +92,23 @@ class Connection(HttpToolsProtocol):
         """A header, or, after the body, a trailer."""
         self._lines += 1
         self._count(len(name) + len(value) + 4)
-        super().on_header(name, value)
+        if not self._has_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """All headers are there."""
         self._silent = 0
+        self._has_head = True
+        self._method = self.parser.get_method()
+        self._wants_upgrade = self.parser.should_upgrade() and self._method != b"CONNECT"
+        if self._wants_upgrade:
+            return  # it is parsed once more, without this wish
         self._clear_deadline()
         super().on_headers_complete()
+        if len(self.pipeline) > MAX_PIPELINE:
+            self.abort()
+        elif self.pipeline:
+            self.flow.resume_reading()  # else the end of the client would not be seen
 
     def on_chunk_header(self) -> None:
         """A chunk of the body begins."""
@@ -98,16 +122,19 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request is complete."""
         self._silent = 0
-        super().on_message_complete()
+        if not self._wants_upgrade:
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what cannot be parsed, in JSON, and hang up."""
         problem = self._refusal or ApiError(400, "the request is not HTTP/1.1.")
         if self.transport.is_closing():
             return
-        if self.cycle is not None and not self.cycle.response_complete:  # its answer may have begun
-            self.transport.abort()
-            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            if self.cycle is not self._running or self.cycle.response_started:  # an answer is on its way
+                self.transport.abort()
+                return
+            self._leave(self.cycle)
         request_id = request_id_of(None)
         path = bytes(getattr(self, "url", b"")[:64]).decode("latin-1").partition("?")[0]
         body = msgspec.json.encode(error_body(path, problem, request_id))
@@ -115,6 +142,23 @@ class Connection(HttpToolsProtocol):
         ids = b"x-request-id: %b\r\nrequest-id: %b\r\n\r\n" % (request_id.encode(), request_id.encode())
         self.transport.write(STATUS_LINE[problem.status] + head + ids + body)
         self.transport.close()
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            (length,) = upgrade.args
+            self._parse_again(data[length:])
+        except httptools.HttpParserError:
+            self.logger.debug("a request could not be parsed")
+            self.send_400_response("")
+
+    def _parse_again(self, rest: bytes) -> None:
+        """Parse a request's headers once more, without those about another protocol; then what follows them."""
+        others = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"connection")]
+        lines = b"".join(b"%b: %b\r\n" % header for header in others)
+        self.parser = httptools.HttpRequestParser(self)
+        self._parse(b"%b %b HTTP/1.1\r\n%b\r\n" % (self._method, self.url, lines) + rest)
 
     def _count(self, size: int) -> None:
         self._silent = 0
@@ -134,6 +178,27 @@ class Connection(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    # -- answers --------------------------------------------------------------------------------------------------
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _leave(self, cycle: Any) -> None:
+        """Tell a request that its client has gone."""
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def begin_without_length(self) -> None:
+        """Send what follows as it is: the connection's end is its end. For HTTP/1.0, which knows no chunks."""
+        self._running.chunked_encoding = False
+        self._running.expected_content_length = sys.maxsize
+
+    def end_without_length(self, last: bytes) -> None:
+        """`last` is about to be sent."""
+        self._running.expected_content_length = len(last)
 
     # -- clients that do not read ---------------------------------------------------------------------------------
 

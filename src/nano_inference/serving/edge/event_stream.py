@@ -51,24 +51,29 @@ class EventStream(Response):
         self._keep_alive = keep_alive
         self._begun = False
         self._last = 0.0  # when something was sent
-        self._sending = False
+        self._sending = self._ended = False
         self._comments: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         self._send = send
+        # HTTP/1.0 knows no chunks; proxies speak it too.
+        self._unsized = scope["state"].get("connection") if scope.get("http_version") == "1.0" else None
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
         self._timer = self._loop.call_later(self._keep_alive, self._tick)
         try:
             with self._around:
                 problem = await self._events_sent()
+                self._ended = True
                 self._timer.cancel()
                 if problem is not None and not self._begun:
                     await self._refuse(problem)(scope, receive, send)
                     return
                 last = b"" if problem is None else self._failure(problem)
                 await self._begin()
+                if self._unsized is not None:
+                    self._unsized.end_without_length(last)
                 await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self._timer.cancel()
@@ -87,6 +92,8 @@ class EventStream(Response):
     async def _begin(self) -> None:
         if not self._begun:
             self._begun = True
+            if self._unsized is not None:
+                self._unsized.begin_without_length()
             await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
 
     async def _write(self, data: bytes) -> None:
@@ -97,11 +104,15 @@ class EventStream(Response):
         self._sending = False
         self._last = self._loop.time()
 
+    async def _comment(self) -> None:
+        if not self._sending and not self._ended:  # since it was time for one
+            await self._write(_COMMENT)
+
     def _tick(self) -> None:
         """Once in a while: a comment if there was nothing, unless the client does not even read what there was."""
         quiet = self._loop.time() - self._last
         if quiet >= self._keep_alive and not self._sending:
-            task = self._loop.create_task(self._write(_COMMENT))
+            task = self._loop.create_task(self._comment())
             self._comments.add(task)
             task.add_done_callback(self._comments.discard)
             quiet = 0.0

@@ -39,7 +39,8 @@ class Outermost:
                 await self._app(scope, receive, send)
             return
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), None)
-        record = RequestRecord(request_id_of(given), scope["method"], scope["path"])
+        has_version = any(name == b"anthropic-version" for name, _ in scope["headers"])
+        record = RequestRecord(request_id_of(given), scope["method"], scope["path"], has_version)
         scope.setdefault("state", {})["record"] = record
         ids = record.request_id.encode("ascii")
 

@@ -1,4 +1,4 @@
-"""Log lines, as text or as JSON. Whatever a client sent is escaped in them; keys are never in them."""
+"""What is logged of requests and of the server itself. Keys are never in it."""
 
 import ipaddress
 import json
@@ -9,7 +9,8 @@ from typing import Any
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.edge.record import RequestRecord
 from nano_inference.serving.handler import Generation
-from nano_inference.serving.messages import EngineInfo
+from nano_inference.serving.log_lines import send_to_stderr
+from nano_inference.serving.protocols.interface import Served
 
 access = logging.getLogger("nano_inference.access")
 log = logging.getLogger("nano_inference.serving")
@@ -17,57 +18,15 @@ prompts = logging.getLogger("nano_inference.prompts")
 
 _WATCHED = ("/health", "/metrics")
 _LONGEST = 256  # characters of what a client sent
+_ROUTINE = frozenset(("/health", "/metrics"))
 
 
 def set_up_logs(config: ServerConfig) -> None:
     """Send what this package and uvicorn log to stderr. For the command; a library leaves logging as it is."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if config.log_format == "json" else TextLines())
     for name in ("nano_inference", "uvicorn"):
-        logger = logging.getLogger(name)
-        logger.handlers[:] = [handler]
-        logger.propagate = False
+        send_to_stderr(logging.getLogger(name), config.log_format)
     logging.getLogger("nano_inference").setLevel(config.log_level.upper())
     logging.getLogger("uvicorn").setLevel("WARNING")
-
-
-def escaped(text: str) -> str:
-    """On one line, and without what a terminal would obey: no line feeds, no ANSI sequences."""
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
-
-
-class TextLines(logging.Formatter):
-    """`time level logger message`. Lines of tracebacks are indented, so that none looks like an entry."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """The line without the traceback."""
-        return escaped(super().formatMessage(record))
-
-    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
-        """Indented and escaped."""
-        return "\n".join("    " + escaped(line) for line in super().formatException(ei).splitlines())
-
-
-class JsonLines(logging.Formatter):
-    """One object a line; `extra={"fields": ...}` of a record becomes its fields."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        entry: dict[str, Any] = {
-            "time": self.formatTime(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-        }
-        fields: dict[str, Any] | None = getattr(record, "fields", None)
-        entry |= fields if fields is not None else {"message": record.getMessage()}
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry)  # escapes control characters, and all that is not ASCII
 
 
 def log_access(record: RequestRecord) -> None:
@@ -125,12 +84,14 @@ def log_start(config: ServerConfig, url: str) -> None:
         )
 
 
-def log_ready(config: ServerConfig, info: EngineInfo, name: str) -> None:
+def log_ready(config: ServerConfig, served: Served) -> None:
     """The engine is ready."""
+    info = served.engine
     log.info(
-        "serving %s (%s): max_model_len=%d, max_batch_size=%d, max_queued_samples=%d, request_timeout=%g s.",
-        name,
+        "serving %s (%s)%s: max_model_len=%d, max_batch_size=%d, max_queued_samples=%d, request_timeout=%g s.",
+        served.name,
         info.numerics,
+        ", which has no tokenizer: token ids alone, by /v1/completions" if served.tokenizer is None else "",
         info.max_model_len,
         info.max_batch_size,
         config.max_queued_samples,

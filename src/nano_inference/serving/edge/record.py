@@ -18,6 +18,7 @@ class RequestRecord:
         request_id: the client's `x-request-id`, or one made here.
         method, path: of the request line, the path decoded; not to be trusted.
         status: of the answer; 0: none has begun.
+        has_version: it has an `anthropic-version` header.
         model: that was asked for, where the body could be read.
         num_samples, prompt_tokens, cached_tokens, completion_tokens: of a generation.
         first_token: seconds from its arrival to its first tokens; None: it had none, or did not stream.
@@ -29,6 +30,7 @@ class RequestRecord:
     request_id: str
     method: str
     path: str
+    has_version: bool = False
     status: int = 0
     model: str | None = None
     num_samples: int = 0

@@ -21,6 +21,10 @@ def server_routes(server: Server) -> APIRouter:
         body = {"status": status, "model_loaded": server.lifecycle.is_ready and status != "dead"}
         return json_reply(200 if status == "ok" else 503, body)
 
+    @router.head("/health", include_in_schema=False)  # what some load balancers ask
+    async def health_alone() -> Response:
+        return await health()
+
     @router.get("/version", summary="Version of the server")
     async def version() -> Response:
         return json_reply(200, {"version": nano_inference.__version__})
