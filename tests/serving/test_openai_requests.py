@@ -133,6 +133,8 @@ OF_TEXT = [
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"suffix": "x"}, "suffix"),
+    ({"max_completion_tokens": 5}, "max_completion_tokens"),
+    ({"top_logprobs": 2}, "top_logprobs"),
 ]
 OF_CHAT = [
     ({"messages": []}, "messages"),
@@ -182,8 +184,8 @@ OF_CHAT = [
         ({"n": 9}, "n is 9; this server takes at most 8."),
         (
             {"max_tokens": 999},
-            "This model's maximum context length is 256 tokens, and the request is longer: 31 in the prompt and 999 for "
-            "the completion; lower max_tokens to 225.",
+            "This model's maximum context length is 256 tokens, and the request is longer: 31 in the prompt and 999 "
+            "for the completion; lower max_tokens to 225.",
         ),
     ],
 )

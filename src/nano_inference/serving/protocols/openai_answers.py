@@ -36,6 +36,7 @@ class OpenAIBuilder:
         prefix: of the answer's id.
     """
 
+    around_text: tuple[bytes, bytes]  # what stands around a new text in its choice, behind the index
     make_parser: Callable[[], OutputParser] | None = None
     asks: Sequence[Ask] = ()
 
@@ -68,6 +69,7 @@ class OpenAIBuilder:
         head = encode_line(self.head | {"object": chunk_kind})[:-1]
         self._open = b"data: " + head + b',"choices":['
         self.close = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+        self._around: dict[int, tuple[bytes, bytes]] = {}
         self._no_choice = b"data: " + head + b',"choices":[],"usage":'
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -113,9 +115,13 @@ class OpenAIBuilder:
             close = b"]," + encode_line(beside)[1:] + b"\n\n"
         return self._open + encode_line(choice) + close
 
-    def event_parts(self, index: int, key: bytes, rest: bytes) -> tuple[bytes, bytes]:
-        """What stands before and after the text in an event that tells nothing else."""
-        return self._open + b'{"index":%d,%b' % (index, key), rest + self.close
+    def text_event(self, index: int, text: str) -> bytes:
+        """One choice's new text as an event that tells nothing else."""
+        around = self._around.get(index)
+        if around is None:
+            before, after = self.around_text
+            around = self._around[index] = (self._open + b'{"index":%d,%b' % (index, before), after + self.close)
+        return around[0] + encode_line(text) + around[1]
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The usage, if it is wanted, and the end's mark."""

@@ -15,7 +15,6 @@ from nano_inference.serving.protocols.fields import (
     text_of,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.lines import encode_line
 from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least
 from nano_inference.serving.protocols.openai_requests import CHAT_UNSUPPORTED, ChatRequest, ChatTemplateFields, Message
 from nano_inference.serving.protocols.openai_schemas import CHAT
@@ -113,6 +112,8 @@ def _plain(message: Message, place: int, served: Served) -> dict[str, Any]:
 class ChatBuilder(OpenAIBuilder):
     """One request."""
 
+    around_text = (b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}')
+
     def __init__(self, request: ChatRequest, served: Served, request_id: str) -> None:
         super().__init__(
             request,
@@ -138,7 +139,6 @@ class ChatBuilder(OpenAIBuilder):
         self._extras = bool(request.logprobs or request.return_token_ids or request.raw_logprobs)
         self._plain = not (self._extras or self.continuous_usage)
         self._shows_reasoning = request.include_reasoning is not False
-        self._parts: dict[int, tuple[bytes, bytes]] = {}
         self._called: set[int] = set()  # choices with tool calls
 
     # -- a stream -----------------------------------------------------------------------------------------------------
@@ -156,12 +156,7 @@ class ChatBuilder(OpenAIBuilder):
         if self._plain and piece.finished is None and not piece.reasoning and not piece.tool_calls:
             if not piece.content:
                 return b""
-            parts = self._parts.get(piece.index)
-            if parts is None:
-                parts = self._parts[piece.index] = self.event_parts(
-                    piece.index, b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
-                )
-            return parts[0] + encode_line(piece.content) + parts[1]
+            return self.text_event(piece.index, piece.content)
         events = [_choice(piece.index, delta) for delta in self._deltas(piece)]
         if self._extras and piece.token_ids:
             if not events:  # the text lags behind the tokens

@@ -15,7 +15,6 @@ from nano_inference.serving.protocols.fields import (
     room,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.lines import encode_line
 from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least
 from nano_inference.serving.protocols.openai_requests import COMPLETION_UNSUPPORTED, CompletionRequest
 from nano_inference.serving.protocols.openai_schemas import COMPLETION
@@ -48,6 +47,8 @@ class _Prompt:
 class CompletionBuilder(OpenAIBuilder):
     """One request."""
 
+    around_text = (b'"text":', b',"logprobs":null,"finish_reason":null}')
+
     def __init__(self, request: CompletionRequest, served: Served, request_id: str) -> None:
         super().__init__(
             request, served, request_id, kind="text_completion", chunk_kind="text_completion", prefix="cmpl-"
@@ -68,7 +69,6 @@ class CompletionBuilder(OpenAIBuilder):
         self._plain = not (
             self.logprobs is not None or request.return_token_ids or request.raw_logprobs or self.continuous_usage
         )
-        self._parts: dict[int, tuple[bytes, bytes]] = {}
         self._offsets: dict[int, Offsets] = {}  # of each choice
 
     # -- the request --------------------------------------------------------------------------------------------------
@@ -126,12 +126,7 @@ class CompletionBuilder(OpenAIBuilder):
         if self._plain and piece.finished is None:
             if not piece.content:
                 return b""
-            parts = self._parts.get(piece.index)
-            if parts is None:
-                parts = self._parts[piece.index] = self.event_parts(
-                    piece.index, b'"text":', b',"logprobs":null,"finish_reason":null}'
-                )
-            return parts[0] + encode_line(piece.content) + parts[1]
+            return self.text_event(piece.index, piece.content)
         if not piece.token_ids and piece.finished is None:
             return b""
         text = "" if self._hides else piece.content

@@ -159,7 +159,12 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "store": (False,),
     "moderation": (),
 }
-COMPLETION_UNSUPPORTED: Mapping[str, Sequence[Any]] = {**UNSUPPORTED, "suffix": ("",)}
+COMPLETION_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
+    **UNSUPPORTED,
+    "suffix": ("",),
+    "max_completion_tokens": (),  # these two are a chat's: without them the answer would be another than was meant
+    "top_logprobs": (0,),
+}
 CHAT_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     **UNSUPPORTED,
     "audio": (),
