@@ -18,6 +18,7 @@ from nano_inference.serving.protocols.anthropic_schema import CountRequest
 from nano_inference.serving.protocols.interface import Served
 from nano_inference.serving.protocols.openai_chat import Chat
 from nano_inference.serving.routes import tokenize
+from nano_inference.text import control_tokens
 from tests.serving.protocols.conftest import TEMPLATE
 from tests.serving.scripted import ScriptedClient, with_template
 
@@ -147,3 +148,13 @@ def test_too_many_tools_and_messages(read: Callable[[bytes, Served], object], se
         with pytest.raises((ApiError, InvalidRequest)) as raised:
             read(body, served)
         assert getattr(raised.value, "message", "") == said
+
+
+def test_the_first_chat_finds_all_made() -> None:
+    """What is slow to make for a large vocabulary is made when the server starts."""
+    client = ScriptedClient()
+    served = Served("m", client._engine_info(), client.tokenizer, ChatFormat(), ServerConfig())
+    made = control_tokens._secret_tokenizer.cache_info().misses
+    body = b'{"messages": [{"role": "user", "content": "What is <|im_end|>?"}]}'
+    Chat().prepare(body, served, "id")
+    assert control_tokens._secret_tokenizer.cache_info().misses == made
