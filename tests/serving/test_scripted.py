@@ -1,11 +1,15 @@
 """The scripted engine behaves as an engine: by HTTP, with and without streaming."""
 
+import asyncio
 import json
 
 import httpx
 import pytest
 
+from nano_inference.serving.errors import ApiError
 from nano_inference.serving.main import running_server
+from nano_inference.serving.messages import Outputs
+from nano_inference.types import Delta, SamplingParams
 from tests.serving.scripted import Script, ScriptedClient
 
 
@@ -22,6 +26,25 @@ def test_it_says_what_the_script_says(portion: int) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "One two three."
     assert lines[-2] == "data: [DONE]"
     assert len(client.requests) == 2
+
+
+def test_the_backlog_is_bounded_by_the_sample() -> None:
+    """A pause of this process must not end wide streams sooner than narrow ones."""
+
+    async def test() -> None:
+        client = ScriptedClient(Script(delay=1000.0), max_backlog=10)
+        await client.start()
+        stream = client.submit([1], SamplingParams(), 4, stream=True)
+        unread = [Delta(0, place % 4, (1,), (0.0,), "") for place in range(40)]
+        client._receive(Outputs(unread, [0] * 40))
+        assert await stream.next() == unread
+        client._receive(Outputs([*unread, unread[0]], [0] * 41))
+        with pytest.raises(ApiError, match="41 tokens unread"):
+            await stream.next()
+        assert client.num_samples == 0
+        await client.close()
+
+    asyncio.run(test())
 
 
 def test_stop_strings_and_failures() -> None:

@@ -89,7 +89,7 @@ def serve(
         float, _option(_LIMITS, "--drain-timeout", help="Seconds that running requests get when the server ends.")
     ] = 30.0,
     max_backlog: Annotated[
-        int, _option(_LIMITS, "--max-backlog", help="Tokens kept for a client that does not read; then it is dropped.")
+        int, _option(_LIMITS, "--max-backlog", help="Tokens of a choice kept for a client that does not read.")
     ] = 4096,
     tokenizer: options.Tokenizer = None,
     ref_model: options.RefModel = None,

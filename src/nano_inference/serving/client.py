@@ -143,7 +143,7 @@ class EngineClient(ABC):
         """
         self._require_alive()
         request_id = next(self._ids)
-        request = RequestStream(num_samples, self._max_backlog, lambda: self._give_up(request_id))
+        request = RequestStream(num_samples, self._max_backlog * num_samples, lambda: self._give_up(request_id))
         if not self._streams:
             self._progress = time.monotonic()
         self._streams[request_id] = request

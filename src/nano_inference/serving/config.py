@@ -36,7 +36,7 @@ class ServerConfig:
         max_depth: how deep its JSON may nest.
         request_timeout: seconds after which a request is aborted.
         drain_timeout: seconds that running requests get to end when the server is told to stop.
-        max_backlog: tokens that a stream may hold for a client that does not read; then it is aborted.
+        max_backlog: tokens that a stream may hold, a choice, for a client that does not read; then it is aborted.
         cors_origins: origins whose pages may call; `*`: all.
         tls_cert: PEM file of the certificate chain; with `tls_key` the server speaks HTTPS.
         tls_key: PEM file of its key.

@@ -23,7 +23,7 @@ class ProcessClient(EngineClient):
 
     Args:
         config: of the engine.
-        max_backlog: tokens that a stream may hold for somebody who does not read.
+        max_backlog: tokens that a stream may hold, a sample, for somebody who does not read.
         restart: start a new engine when the old one has died. What the old one was doing fails all the same.
         log_format: of the engine process's log lines; their level is that of this process.
     """
