@@ -127,17 +127,19 @@ OF_TEXT = [
     ({"prompt": [[1], 2]}, "prompt"),
     ({"prompt": {}}, "prompt"),
     ({"prompt": [1] * 256}, "prompt"),
-    ({"prompt": ["a"] * 9}, "n times the number of prompts"),
-    ({"prompt": ["a"] * 3, "n": 3}, "n times the number of prompts"),
+    ({"prompt": ["a"] * 9}, "prompt"),
+    ({"prompt": ["a"] * 3, "n": 3}, "prompt"),
     ({"prompt": "word " * 100_000}, "prompt"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"suffix": "x"}, "suffix"),
+    ({"max_completion_tokens": 5}, "max_completion_tokens"),
+    ({"top_logprobs": 2}, "top_logprobs"),
 ]
 OF_CHAT = [
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),
-    ({"messages": CHAT["messages"] * 5}, "the number of messages"),
+    ({"messages": CHAT["messages"] * 5}, "messages"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
@@ -161,6 +163,34 @@ OF_CHAT = [
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"messages": []}, "messages must be a list of 1 or more, not a list of 0."),
+        ({"messages": "hi"}, 'messages must be a list, not "hi".'),
+        ({"messages": [5]}, "messages.0 must be an object, not 5."),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages.0.content must be a string or a list of parts, not 5.",
+        ),
+        ({"temperature": "1"}, 'temperature must be a number, not "1".'),
+        ({"max_tokens": 4.5}, "max_tokens must be an integer, not 4.5."),
+        ({"stream": "yes"}, 'stream must be true or false, not "yes".'),
+        ({"stop": 5}, "stop must be a string or a list of strings, not 5."),
+        ({"cache_salt": ""}, 'cache_salt must be a string of 1 characters or more, not "".'),
+        ({"stream": True, "stream_options": 5}, "stream_options must be an object, not 5."),
+        ({"n": 9}, "n is 9; this server takes at most 8."),
+        (
+            {"max_tokens": 999},
+            "This model's maximum context length is 256 tokens, and the request is longer: 31 in the prompt and 999 "
+            "for the completion; lower max_tokens to 225.",
+        ),
+    ],
+)
+def test_a_refusal_is_one_sentence_for_people(served: Served, change: dict[str, Any], said: str) -> None:
+    assert refusal(CHAT | change, served, chat=True).message == said
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -45,21 +44,13 @@ def build_routes(server: Server, protocols: Mapping[str, Protocol_], routes: Seq
     app = FastAPI(title="nano-inference", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     for path, protocol in protocols.items():
         app.add_api_route(
-            path, generation_route(server, protocol), methods=["POST"], openapi_extra=_described(protocol)
+            path, generation_route(server, protocol), methods=["POST"], openapi_extra=dict(protocol.openapi)
         )
     for make in (server_routes, *routes):
         app.include_router(make(server))
     for kind in (ApiError, NanoInferenceError, TimeoutError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer_to)
     return app
-
-
-def _described(protocol: Protocol_) -> dict[str, Any]:
-    """What `/openapi.json` says of it: the protocol's `openapi`, or of the body alone its `schema`, if it has one."""
-    if (described := getattr(protocol, "openapi", None)) is not None:
-        return dict(described)
-    schema: Any = getattr(protocol, "schema", None) or {"type": "object"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 async def _answer_to(request: Request, problem: Exception) -> Response:

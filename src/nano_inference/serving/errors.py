@@ -81,12 +81,10 @@ _WORDS: Mapping[int, tuple[str, str | None, str]] = {
     405: ("invalid_request_error", "method_not_allowed", "invalid_request_error"),
     408: ("timeout_error", "request_timeout", "timeout_error"),
     413: ("invalid_request_error", "request_too_large", "request_too_large"),
-    414: ("invalid_request_error", "request_too_large", "request_too_large"),
     415: ("invalid_request_error", "unsupported_media_type", "invalid_request_error"),
     429: ("rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
     431: ("invalid_request_error", "headers_too_large", "request_too_large"),
     500: ("server_error", None, "api_error"),
-    501: ("not_implemented_error", None, "api_error"),
     503: ("service_unavailable_error", None, "overloaded_error"),
     504: ("timeout_error", "request_timeout", "timeout_error"),
 }

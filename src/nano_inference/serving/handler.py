@@ -148,6 +148,6 @@ async def events(generation: Generation) -> AsyncGenerator[bytes]:
         if not started:
             raise
         error = api_error_of(problem)
-        if error.status == 500:  # a bug; others have said what they are
+        if error.status == 500 and not isinstance(problem, ApiError):  # a bug; others have said what they are
             log.exception("a stream failed")
         yield builder.failure(error)

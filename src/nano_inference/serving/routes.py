@@ -1,24 +1,22 @@
 """Routes about the model: `/v1/models`, `/tokenize` and `/detokenize`. The engine is not asked."""
 
-import asyncio
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from nano_inference.serving.edge.exchange import LARGE, read_body
+from nano_inference.serving.edge.exchange import read_request
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import bad_request
+from nano_inference.serving.protocols import chats
 from nano_inference.serving.protocols.fields import TokenIds, need_tokenizer, require_model, require_possible_length
 from nano_inference.serving.protocols.interface import Served
 from nano_inference.serving.protocols.openai_chat import chat_prompt
-from nano_inference.serving.protocols.openai_requests import TEMPLATE_UNSUPPORTED, ChatTemplateFields, Message
+from nano_inference.serving.protocols.openai_requests import ChatTemplateFields, Message
 from nano_inference.serving.protocols.openai_schemas import MODEL, MODELS, TEXT, TOKENS
 from nano_inference.serving.protocols.openapi import operation
-from nano_inference.serving.protocols.reading import Strict
-from nano_inference.serving.protocols.reading import read_body as read_as
+from nano_inference.serving.protocols.reading import Strict, read_body
 from nano_inference.serving.server import Server
 
 
@@ -41,7 +39,7 @@ class DetokenizeRequest(Strict):
 
 def tokenize(body: bytes, served: Served) -> dict[str, Any]:
     """Token ids of a text or a chat. Raises `ApiError` and `InvalidRequest`."""
-    request = read_as(body, TokenizeRequest, served.config, TEMPLATE_UNSUPPORTED)
+    request = read_body(body, TokenizeRequest, served.config, chats.UNSUPPORTED)
     require_model(request.model, served)
     tokenizer = need_tokenizer(served)
     if (request.prompt is None) == (request.messages is None):
@@ -65,7 +63,7 @@ def tokenize(body: bytes, served: Served) -> dict[str, Any]:
 
 def detokenize(body: bytes, served: Served) -> dict[str, Any]:
     """The text of token ids, special tokens written out. Raises `ApiError`."""
-    request = read_as(body, DetokenizeRequest, served.config, {})
+    request = read_body(body, DetokenizeRequest, served.config, {})
     require_model(request.model, served)
     tokenizer = need_tokenizer(served)
     if max(request.tokens, default=0) >= served.engine.vocab_size:
@@ -122,17 +120,12 @@ def model_routes(server: Server) -> APIRouter:
         require_model(name, server.require_served())
         return json_reply(200, row(request))
 
-    async def answer(request: Request, make: Callable[[bytes, Served], dict[str, Any]]) -> Response:
-        body, served = await read_body(request, server.config.request_timeout), server.require_served()
-        told = await asyncio.to_thread(make, body, served) if len(body) > LARGE else make(body, served)
-        return json_reply(200, told)
-
     @router.post("/tokenize", openapi_extra=operation(TokenizeRequest, TOKENS, summary="Token ids of a text or a chat"))
     async def tokens(request: Request) -> Response:
-        return await answer(request, tokenize)
+        return json_reply(200, await read_request(request, server, tokenize))
 
     @router.post("/detokenize", openapi_extra=operation(DetokenizeRequest, TEXT, summary="The text of token ids"))
     async def text(request: Request) -> Response:
-        return await answer(request, detokenize)
+        return json_reply(200, await read_request(request, server, detokenize))
 
     return router

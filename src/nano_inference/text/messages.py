@@ -84,7 +84,7 @@ def checked_kwargs(kwargs: Mapping[str, object], special_tokens: Mapping[str, st
 def prepare(template: str, messages: Messages, special_tokens: Mapping[str, str]) -> list[dict[str, Any]]:
     """The conversation as plain data, in the shapes that this template renders.
 
-    Text parts become one string, or a string becomes a text part; arguments of tool calls become an object, or stay
+    Text parts become one string, or a string becomes a text part; arguments of tool calls become an object, or
     JSON text; the absence of content becomes what the template can stand; a tool's answer gets the tool's name; a
     developer is the system where the template knows no other; reasoning goes by both of its names.
     """
@@ -98,8 +98,8 @@ def prepare(template: str, messages: Messages, special_tokens: Mapping[str, str]
         for call in _calls(message):
             function = call["function"]
             names[str(call.get("id"))] = function.get("name")
-            if shapes.object_arguments:
-                function["arguments"] = _object(function.get("arguments"))
+            shape = _object if shapes.object_arguments else _json_text
+            function["arguments"] = shape(function.get("arguments"))
         if message.get("role") == "tool" and "name" not in message and str(message.get("tool_call_id")) in names:
             message["name"] = names[str(message["tool_call_id"])]
         for name, other in (_REASONING, _REASONING[::-1]):
@@ -134,6 +134,11 @@ def _object(arguments: object) -> object:
     except (ValueError, RecursionError):
         return arguments
     return decoded if isinstance(decoded, dict) else arguments
+
+
+def _json_text(arguments: object) -> object:
+    """An object as JSON text; anything else as it is."""
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def test_all_kinds_of_blocks():
         {"role": "tool", "tool_call_id": "t1", "name": "now", "content": "12\n00"},
         {"role": "user", "content": "and now?"},
     ]
-    described = {"name": "now", "description": "", "parameters": {"type": "object"}}
+    described = {"name": "now", "parameters": {"type": "object"}}
     assert given.tools == [{"type": "function", "function": described}]
     assert not given.prefilled
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -18,12 +18,14 @@ from nano_inference.serving.edge.record import RequestRecord, record_of
 from nano_inference.serving.edge.replies import error_reply, json_reply
 from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of
 from nano_inference.serving.handler import Generation, answer, events
-from nano_inference.serving.protocols.interface import Builder, Protocol_
-from nano_inference.serving.server import Ends, Server
+from nano_inference.serving.protocols.interface import Builder, Protocol_, Served
+from nano_inference.serving.server import Server
 
 log = logging.getLogger("nano_inference.serving")
 
-LARGE = 32 * 1024  # bytes of a body that is prepared in a thread, so that others do not wait
+LARGE = 32 * 1024  # bytes of a body that is read in a thread, so that others do not wait
+
+Made = TypeVar("Made")
 
 
 def generation_route(server: Server, protocol: Protocol_) -> Callable[[Request], Awaitable[Response]]:
@@ -34,8 +36,9 @@ def generation_route(server: Server, protocol: Protocol_) -> Callable[[Request],
         try:
             server.lifecycle.require_open()
             server.admission.require_room()  # before anything is read
-            body = await read_body(request, server.config.request_timeout, server.exchanges)
-            builder = await _prepared(server, protocol, body, record)
+            builder = await read_request(
+                request, server, lambda body, served: protocol.prepare(body, served, record.request_id)
+            )
             num_samples = sum(ask.num_samples for ask in builder.asks)
             server.lifecycle.require_open()  # it may have changed while the body came
             server.admission.require_room(num_samples)
@@ -62,27 +65,23 @@ class _Upload:
         self.limit.reschedule(0.0)
 
 
-async def read_body(request: Request, timeout: float, running: set[Ends] | None = None) -> bytes:
-    """All of it; meanwhile it is in `running`. Raises `ApiError` 408 if it takes too long, and what it is ended by."""
+async def read_request(request: Request, server: Server, make: Callable[[bytes, Served], Made]) -> Made:
+    """What is made of a body. Raises what `make` does, `ApiError` 408 if the body takes too long to arrive, and what
+    the server ends it by.
+    """
+    timeout = server.config.request_timeout
     late = ApiError(408, f"the body did not arrive within {timeout:g} seconds.", headers=NO_RETRY)
     upload = _Upload(asyncio.timeout(timeout), late)
-    running = set[Ends]() if running is None else running
-    running.add(upload)
+    server.exchanges.add(upload)
     try:
         async with upload.limit:
-            return await request.body()
+            body = await request.body()
     except TimeoutError:
         raise upload.problem from None
     finally:
-        running.discard(upload)
-
-
-async def _prepared(server: Server, protocol: Protocol_, body: bytes, record: RequestRecord) -> Builder:
+        server.exchanges.discard(upload)
     served = server.require_served()
-
-    if len(body) > LARGE:
-        return await asyncio.to_thread(protocol.prepare, body, served, record.request_id)
-    return protocol.prepare(body, served, record.request_id)
+    return await asyncio.to_thread(make, body, served) if len(body) > LARGE else make(body, served)
 
 
 def refusal(problem: Exception, record: RequestRecord) -> Response:

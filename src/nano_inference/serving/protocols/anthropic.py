@@ -18,40 +18,35 @@ What is particular to this server:
   `effort`, `context_management`, beta headers and the like.
 """
 
-import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
-from uuid import uuid4
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from nano_inference.serving.choices import Choice, Piece
-from nano_inference.serving.edge.exchange import LARGE
-from nano_inference.serving.edge.exchange import read_body as read_request
-from nano_inference.serving.edge.json_limits import check_json
+from nano_inference.serving.edge.exchange import read_request
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import ApiError, anthropic_error, bad_request
-from nano_inference.serving.parsing import OutputParser, make_parser
+from nano_inference.serving.protocols import chats
 from nano_inference.serving.protocols.anthropic_blocks import BlockStream, Event, blocks_of
 from nano_inference.serving.protocols.anthropic_prompt import encode
 from nano_inference.serving.protocols.anthropic_schema import COUNT, ERROR, MESSAGE, CountRequest, MessagesRequest
 from nano_inference.serving.protocols.fields import (
     UNSUPPORTED,
-    checked_count,
     checked_prompt,
     checked_stop,
+    require_at_most,
     require_model,
     sampling_params,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
+from nano_inference.serving.protocols.lines import encode_line
 from nano_inference.serving.protocols.openapi import operation
 from nano_inference.serving.protocols.reading import read_body
 from nano_inference.serving.server import Server
 from nano_inference.types import TrainingSample
 
-_UNSUPPORTED: Mapping[str, Sequence[Any]] = {**UNSUPPORTED, "chat_template": (), "documents": ([],)}
+_UNSUPPORTED: Mapping[str, Sequence[Any]] = {**UNSUPPORTED, **chats.UNSUPPORTED}
 _Request = TypeVar("_Request", bound=CountRequest)
 
 
@@ -66,10 +61,6 @@ class Messages:
         """Read a request. Raises `ApiError` and `InvalidRequest`."""
         request = _read(body, MessagesRequest, served)
         return MessageBuilder(request, encode(request, served), served, request_id)
-
-    def error(self, problem: ApiError, request_id: str) -> Mapping[str, Any]:
-        """The body of an answer that is an error."""
-        return anthropic_error(problem, request_id)
 
 
 def count_tokens(body: bytes, served: Served) -> dict[str, int]:
@@ -99,16 +90,17 @@ class MessageBuilder:
         )
         self.asks: Sequence[Ask] = [Ask(prompt, params)]
         self.stream = bool(request.stream)
-        self.make_parser: Callable[[], OutputParser] | None = _parser(request, prompt, served)
         self._clipped = request.max_tokens > room
         self._hide_cached = served.config.hide_cached_tokens
         choice, thinking = request.tool_choice, request.thinking
+        tools = bool(request.tools) and not (choice is not None and choice.type == "none")
+        self.make_parser = chats.parser_of(prompt, served, tools=tools)
         self._options = {
             "omit_thinking": thinking is not None and thinking.display == "omitted",
             "one_tool": choice is not None and bool(choice.disable_parallel_tool_use),
         }
         self._blocks = BlockStream(**self._options)
-        self._message = {"id": f"msg_{uuid4().hex[:24]}", "type": "message", "role": "assistant", "model": served.name}
+        self._message = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": served.name}
 
     def start(self, usage: Usage) -> bytes:
         """`message_start`."""
@@ -126,7 +118,7 @@ class MessageBuilder:
 
     def failure(self, problem: ApiError) -> bytes:
         """An `error` event."""
-        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(anthropic_error(problem))
+        return b"event: error\ndata: %b\n\n" % encode_line(anthropic_error(problem))
 
     def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
         """The message."""
@@ -161,9 +153,7 @@ class MessageBuilder:
 
 
 def _events(events: Iterable[Event]) -> bytes:
-    return b"".join(
-        [b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in events]
-    )
+    return b"".join([b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_line(event)) for event in events])
 
 
 def _read(body: bytes, kind: type[_Request], served: Served) -> _Request:
@@ -172,17 +162,8 @@ def _read(body: bytes, kind: type[_Request], served: Served) -> _Request:
     require_model(request.model, served)
     if not request.messages:
         raise bad_request("messages is empty; give at least one.", "messages")
-    checked_count(len(request.messages), served.config.max_messages, "len(messages)")
-    checked_count(len(request.tools or ()), served.config.max_tools, "len(tools)")
+    require_at_most(len(request.messages), served.config.max_messages, "messages", "the number of messages")
     return request
-
-
-def _parser(request: MessagesRequest, prompt: list[int], served: Served) -> Callable[[], OutputParser]:
-    assert served.tokenizer is not None  # there is a prompt
-    choice = request.tool_choice
-    tools = bool(request.tools) and not (choice is not None and choice.type == "none")
-    tail = served.tokenizer.decode(prompt[-64:], skip_special_tokens=False)
-    return partial(make_parser, served.chat_format, tools=tools, reasoning=True, prompt_tail=tail)
 
 
 def routes(server: Server) -> APIRouter:
@@ -190,14 +171,7 @@ def routes(server: Server) -> APIRouter:
     router = APIRouter()
 
     async def count(request: Request) -> Response:
-        body = await read_request(request, server.config.request_timeout)
-        served = server.require_served()
-
-        def counted() -> dict[str, int]:
-            check_json(body, served.config.max_depth)
-            return count_tokens(body, served)
-
-        return json_reply(200, await asyncio.to_thread(counted) if len(body) > LARGE else counted())
+        return json_reply(200, await read_request(request, server, count_tokens))
 
     described = operation(CountRequest, COUNT, summary="How many tokens a prompt has", error=ERROR)
     router.add_api_route("/v1/messages/count_tokens", count, methods=["POST"], openapi_extra=described)

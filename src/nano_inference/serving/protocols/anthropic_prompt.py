@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nano_inference.serving.errors import bad_request
+from nano_inference.serving.protocols import chats
 from nano_inference.serving.protocols.anthropic_schema import (
     Block,
     CountRequest,
@@ -17,10 +18,8 @@ from nano_inference.serving.protocols.anthropic_schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from nano_inference.serving.protocols.fields import need_tokenizer, require_possible_length
 from nano_inference.serving.protocols.interface import Served
 from nano_inference.serving.protocols.reading import shown
-from nano_inference.text.chat import encode_chat
 
 # Claude Code puts a line into the system text that differs with every request. It says nothing to a model, and with it
 # no prefix of the prompt would ever be found in the cache.
@@ -46,22 +45,14 @@ class Conversation:
 
 def encode(request: CountRequest, served: Served) -> list[int]:
     """The prompt's token ids. Raises `ApiError` and `InvalidRequest`."""
-    tokenizer, given = need_tokenizer(served), conversation(request)
-    if given.tools and served.chat_format.tools is None:
-        raise bad_request(
-            "this model's way to write tool calls is not known, so it cannot be given tools; leave tools out, or start "
-            "the server with a tool format.",
-            "tools",
-        )
-    for message in given.messages:
-        require_possible_length(message["content"] or "", served, "messages")
-    return encode_chat(
-        tokenizer,
+    given = conversation(request)
+    return chats.encode(
         given.messages,
+        served,
         tools=given.tools,
+        template_kwargs=given.template_kwargs,
         add_generation_prompt=not given.prefilled,
         continue_final_message=given.prefilled,
-        template_kwargs=given.template_kwargs,
     )
 
 
@@ -220,8 +211,8 @@ def _function(tool: Tool) -> dict[str, Any]:
         )
     if tool.input_schema is None:
         raise bad_request(f"tool {shown(tool.name)} has no input_schema.", "tools")
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
+    described = {} if tool.description is None else {"description": tool.description}
+    return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
 
 
 def _texts(blocks: Iterable[Block | TextOrOther], where: str) -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from nano_inference.serving.errors import ApiError, bad_request
 from nano_inference.serving.protocols.interface import Served
@@ -18,7 +19,9 @@ Strings = Annotated[list[str], Field(fail_fast=True)]
 
 
 def _one_or_many(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+    if isinstance(value, list | str):
+        return [value] if isinstance(value, str) else value
+    raise PydanticCustomError("one_or_many", "Input should be a string or a list of strings")
 
 
 # A string or a list of strings; read as a list.
@@ -29,15 +32,15 @@ OneOrMany = Annotated[
 ]
 
 
-def _as_count(value: object) -> object:
-    return int(value) if isinstance(value, bool) and value else None if value is False else value
+def _count_of_flag(value: object) -> object:
+    return value if not isinstance(value, bool) else 0 if value else None
 
 
 # How many of the most probable tokens to tell for each prompt token; `true` is 0: the prompt's own tokens alone.
 PromptLogprobs = Annotated[
     int | None,
     Field(ge=0, le=MOST),
-    BeforeValidator(lambda value: 0 if value is True else _as_count(value)),
+    BeforeValidator(_count_of_flag),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "boolean"}, {"type": "null"}]}),
 ]
 
@@ -100,7 +103,10 @@ def require_model(name: str | None, served: Served) -> None:
     """Raise `ApiError`, 404, if a client asks for another model than the one that is served. None: any will do."""
     if name is not None and name not in (served.name, served.engine.model_path):
         raise ApiError(
-            404, f"the model {shown(name)} does not exist; this server has {served.name!r}.", "model", "model_not_found"
+            404,
+            f"the model {shown(name)} does not exist; this server has {shown(served.name)}.",
+            "model",
+            "model_not_found",
         )
 
 
@@ -128,11 +134,10 @@ def checked_stop(stop: Sequence[str] | None, served: Served, name: str = "stop")
     return strings
 
 
-def checked_count(value: int, limit: int, name: str) -> int:
-    """`value`, if it is at most `limit`. Raises `ApiError`, 400."""
+def require_at_most(value: int, limit: int, name: str, what: str | None = None) -> None:
+    """Raise `ApiError`, 400, if `value` is beyond `limit`. `what` it counts, if that is not the field itself."""
     if value > limit:
-        raise bad_request(f"{name}={shown(value)} is more than this server takes, which is {limit}.", name)
-    return value
+        raise bad_request(f"{what or name} is {shown(value)}; this server takes at most {limit}.", name)
 
 
 def checked_prompt(token_ids: list[int], served: Served, name: str = "prompt") -> list[int]:
@@ -174,9 +179,11 @@ def room(token_ids: Sequence[int], asked: int | None, served: Served, default: i
 def too_long(num_prompt_tokens: int, max_tokens: int, served: Served, name: str) -> ApiError:
     """400: it does not fit into the context."""
     limit = served.engine.max_model_len
-    return bad_request(
-        f"this model's context is {limit} tokens, and the request is longer: {num_prompt_tokens} in the prompt and "
-        f"{shown(max_tokens)} for the completion.",
+    left = limit - num_prompt_tokens
+    remedy = f"shorten {name}" if left < 1 or name in ("prompt", "messages") else f"lower {name} to {left}"
+    return bad_request(  # clients that shorten conversations by themselves look for OpenAI's words
+        f"This model's maximum context length is {limit} tokens, and the request is longer: {num_prompt_tokens} in the "
+        f"prompt and {shown(max_tokens)} for the completion; {remedy}.",
         name,
         "context_length_exceeded",
     )
@@ -250,8 +257,9 @@ def text_of(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise bad_request(f"{where} must be a string or a list of parts.", where)
-    return "\n".join(_text_of_part(part, f"{where}.{place}") for place, part in enumerate(content))
+        raise bad_request(f"{where} must be a string or a list of parts, not {shown(content)}.", where)
+    texts = [_text_of_part(part, f"{where}.{place}") for place, part in enumerate(content)]
+    return "\n".join(text for text in texts if text)
 
 
 def _text_of_part(part: object, where: str) -> str:
@@ -259,12 +267,12 @@ def _text_of_part(part: object, where: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str):
-        raise bad_request(f"{where} must be an object with a type.", where)
+        raise bad_request(f"{where} must be an object with a type, not {shown(part)}.", where)
     if kind not in ("text", "refusal"):
         raise bad_request(f"{where} is of type {shown(kind)}; this model reads text alone.", where)
     text = part.get(kind)
     if not isinstance(text, str):
-        raise bad_request(f"{where}.{kind} must be a string.", f"{where}.{kind}")
+        raise bad_request(f"{where}.{kind} must be a string, not {shown(text)}.", f"{where}.{kind}")
     return text
 
 

@@ -1,18 +1,16 @@
 """What a protocol is: a `Builder` reads one request and writes its answer; a `Protocol` makes builders."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from nano_inference.errors import InvalidRequest
 from nano_inference.serving.choices import Choice, Piece
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.messages import EngineInfo
 from nano_inference.serving.parsing import ChatFormat, OutputParser
-from nano_inference.text.chat import encode_chat
+from nano_inference.text.chat import warm_up
 from nano_inference.text.detokenize import Detokenizer
 from nano_inference.text.token_texts import TokenTexts
 from nano_inference.text.tokenizer import Tokenizer
@@ -53,8 +51,7 @@ class Served:
             return
         _ = self.token_texts
         Detokenizer(self.tokenizer)
-        with suppress(InvalidRequest):  # it has no template, or one that wants another kind of chat
-            encode_chat(self.tokenizer, [{"role": "user", "content": ""}])
+        warm_up(self.tokenizer)
 
     @cached_property
     def token_texts(self) -> TokenTexts | None:
@@ -111,14 +108,16 @@ class Builder(Protocol):
 
 
 class Protocol_(Protocol):  # noqa: N801 - typing has the name
-    """How a protocol reads requests and reports errors. One with an `openapi` (`protocols/openapi.py`) is described."""
+    """How a protocol reads requests.
+
+    Attributes:
+        openapi: what `/openapi.json` says of its route; see `protocols/openapi.py`.
+    """
+
+    openapi: Mapping[str, Any]
 
     def prepare(self, body: bytes, served: Served, request_id: str) -> Builder:
         """Read a request. Raises `ApiError`, `InvalidRequest` and the like; may take a while (templates, tokenising),
         and runs in a thread where the body is large.
         """
-        ...
-
-    def error(self, problem: ApiError, request_id: str) -> Mapping[str, Any]:
-        """The body of an answer that is an error."""
         ...

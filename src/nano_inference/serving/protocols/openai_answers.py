@@ -5,31 +5,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from nano_inference.serving.choices import Choice
 from nano_inference.serving.errors import ApiError, bad_request, openai_error
 from nano_inference.serving.parsing import OutputParser
-from nano_inference.serving.protocols.fields import checked_count, checked_stop, require_model, sampling_params
+from nano_inference.serving.protocols.fields import checked_stop, require_at_most, require_model, sampling_params
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
+from nano_inference.serving.protocols.lines import encode_line
 from nano_inference.serving.protocols.openai_requests import OpenAIFields
 from nano_inference.types import SamplingParams, TopLogprobs, TrainingSample
 
 DONE = b"data: [DONE]\n\n"
 LOWEST = -9999.0  # JSON has no infinity
-
-_encode = msgspec.json.Encoder().encode
-# Some clients split a stream's text at these too, and not only at line feeds.
-_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
-
-
-def encode(value: object) -> bytes:
-    """JSON of one line, whatever a client takes for a line's end."""
-    data = _encode(value)
-    if not data.isascii():
-        for character, escaped in _LINE_ENDS:
-            data = data.replace(character, escaped)
-    return data
 
 
 def fingerprint(served: Served) -> str:
@@ -50,6 +36,7 @@ class OpenAIBuilder:
         prefix: of the answer's id.
     """
 
+    around_text: tuple[bytes, bytes]  # what stands around a new text in its choice, behind the index
     make_parser: Callable[[], OutputParser] | None = None
     asks: Sequence[Ask] = ()
 
@@ -61,8 +48,8 @@ class OpenAIBuilder:
         self.num_samples = request.n or 1
         if request.best_of is not None and request.best_of != self.num_samples:
             raise bad_request("best_of must equal n: this server returns all samples that it draws.", "best_of")
-        checked_count(self.num_samples, served.config.max_samples, "n")
-        checked_count(request.prompt_logprobs or 0, served.config.max_logprobs, "prompt_logprobs")
+        require_at_most(self.num_samples, served.config.max_samples, "n")
+        require_at_most(request.prompt_logprobs or 0, served.config.max_logprobs, "prompt_logprobs")
         self.stream = bool(request.stream)
         if request.stream_options is not None and not self.stream:
             raise bad_request("stream_options is for streams; set stream to true, or leave it out.", "stream_options")
@@ -79,9 +66,10 @@ class OpenAIBuilder:
             "model": served.name,
             "system_fingerprint": fingerprint(served),
         }
-        head = encode(self.head | {"object": chunk_kind})[:-1]
+        head = encode_line(self.head | {"object": chunk_kind})[:-1]
         self._open = b"data: " + head + b',"choices":['
         self.close = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+        self._around: dict[int, tuple[bytes, bytes]] = {}
         self._no_choice = b"data: " + head + b',"choices":[],"usage":'
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -124,22 +112,26 @@ class OpenAIBuilder:
             beside = dict(more or {})
             if self.include_usage:
                 beside["usage"] = self.usage_of(usage) if self.continuous_usage else None
-            close = b"]," + encode(beside)[1:] + b"\n\n"
-        return self._open + encode(choice) + close
+            close = b"]," + encode_line(beside)[1:] + b"\n\n"
+        return self._open + encode_line(choice) + close
 
-    def event_parts(self, index: int, key: bytes, rest: bytes) -> tuple[bytes, bytes]:
-        """What stands before and after the text in an event that tells nothing else."""
-        return self._open + b'{"index":%d,%b' % (index, key), rest + self.close
+    def text_event(self, index: int, text: str) -> bytes:
+        """One choice's new text as an event that tells nothing else."""
+        around = self._around.get(index)
+        if around is None:
+            before, after = self.around_text
+            around = self._around[index] = (self._open + b'{"index":%d,%b' % (index, before), after + self.close)
+        return around[0] + encode_line(text) + around[1]
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The usage, if it is wanted, and the end's mark."""
         if not self.include_usage:
             return DONE
-        return self._no_choice + encode(self.usage_of(usage, choices)) + b"}\n\n" + DONE
+        return self._no_choice + encode_line(self.usage_of(usage, choices)) + b"}\n\n" + DONE
 
     def failure(self, problem: ApiError) -> bytes:
         """SDKs raise what this event says."""
-        return b"data: " + encode(openai_error(problem)) + b"\n\n"
+        return b"data: " + encode_line(openai_error(problem)) + b"\n\n"
 
     def ending(self, sample: TrainingSample) -> dict[str, Any]:
         """What else is told of a choice that has ended."""

@@ -1,31 +1,26 @@
 """`POST /v1/chat/completions`. Nothing that a message says becomes a special token: only the template writes these."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nano_inference.serving.choices import Choice, Piece, ToolCall
-from nano_inference.serving.errors import ApiError, bad_request, openai_error
-from nano_inference.serving.parsing import OutputParser, ToolCallDelta, make_parser
+from nano_inference.serving.errors import bad_request
+from nano_inference.serving.parsing import ToolCallDelta
+from nano_inference.serving.protocols import chats
 from nano_inference.serving.protocols.fields import (
     arguments_of,
-    checked_count,
     checked_prompt,
-    need_tokenizer,
-    require_possible_length,
+    require_at_most,
     room,
     text_of,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least, encode
+from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least
 from nano_inference.serving.protocols.openai_requests import CHAT_UNSUPPORTED, ChatRequest, ChatTemplateFields, Message
 from nano_inference.serving.protocols.openai_schemas import CHAT
 from nano_inference.serving.protocols.openapi import operation
 from nano_inference.serving.protocols.reading import read_body, shown
-from nano_inference.text.chat import encode_chat
 from nano_inference.types import TopLogprobs, TrainingSample
-
-_TAIL = 64  # tokens of a prompt that say whether its template has opened the reasoning
 
 
 class Chat:
@@ -37,45 +32,32 @@ class Chat:
         """Read a request."""
         return ChatBuilder(read_body(body, ChatRequest, served.config, CHAT_UNSUPPORTED), served, request_id)
 
-    def error(self, problem: ApiError, request_id: str) -> Mapping[str, Any]:
-        """An error's body."""
-        return openai_error(problem)
-
 
 def chat_prompt(request: ChatTemplateFields, given: Sequence[Message], served: Served) -> list[int]:
     """The token ids of a chat. Raises `ApiError` and `InvalidRequest`."""
-    tokenizer = need_tokenizer(served)
-    checked_count(len(given), served.config.max_messages, "the number of messages")
+    require_at_most(len(given), served.config.max_messages, "messages", "the number of messages")
     messages = [_plain(message, place, served) for place, message in enumerate(given)]
-    require_possible_length("".join(str(message["content"]) for message in messages), served, "messages")
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
         if request.reasoning_effort == "none":
             kwargs.setdefault("enable_thinking", False)
     goes_on = bool(request.continue_final_message)
-    return encode_chat(
-        tokenizer,
+    return chats.encode(
         messages,
-        tools=_tools(request, served),
+        served,
+        tools=_tools(request),
+        template_kwargs=kwargs,
         add_generation_prompt=not goes_on if request.add_generation_prompt is None else request.add_generation_prompt,
         continue_final_message=goes_on,
-        template_kwargs=kwargs,
     )
 
 
-def _tools(request: ChatTemplateFields, served: Served) -> list[dict[str, Any]] | None:
+def _tools(request: ChatTemplateFields) -> list[dict[str, Any]] | None:
     """The tools as templates see them; None: there are none, or none may be used."""
     _check_tool_choice(request.tool_choice, bool(request.tools))
     if not request.tools or request.tool_choice == "none":
         return None
-    checked_count(len(request.tools), served.config.max_tools, "the number of tools")
-    if served.chat_format.tools is None:
-        raise bad_request(
-            "this model's way to write tool calls is not known, so it cannot be given tools; leave tools out, or start "
-            "the server with a tool format.",
-            "tools",
-        )
     return [tool.model_dump(exclude_none=True) for tool in request.tools]
 
 
@@ -103,9 +85,8 @@ def _plain(message: Message, place: int, served: Served) -> dict[str, Any]:
             raise bad_request(f"{where}.{name} is not supported by this server.", f"{where}.{name}")
     if message.content is None and message.role != "assistant":
         raise bad_request(f"{where}.content is missing.", f"{where}.content")
-    plain: dict[str, Any] = {"role": message.role, "content": text_of(message.content, f"{where}.content")}
-    if message.role == "developer" and "developer" not in (need_tokenizer(served).chat_template or ""):
-        plain["role"] = "system"  # which is what templates call it
+    text = text_of(message.content, f"{where}.content")
+    plain: dict[str, Any] = {"role": message.role, "content": text or (None if message.tool_calls else "")}
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
@@ -131,6 +112,8 @@ def _plain(message: Message, place: int, served: Served) -> dict[str, Any]:
 class ChatBuilder(OpenAIBuilder):
     """One request."""
 
+    around_text = (b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}')
+
     def __init__(self, request: ChatRequest, served: Served, request_id: str) -> None:
         super().__init__(
             request,
@@ -144,27 +127,19 @@ class ChatBuilder(OpenAIBuilder):
         top_logprobs = request.top_logprobs or 0
         if top_logprobs and not request.logprobs:
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
-        checked_count(top_logprobs, served.config.max_logprobs, "top_logprobs")
+        require_at_most(top_logprobs, served.config.max_logprobs, "top_logprobs")
         self._prompt = checked_prompt(chat_prompt(request, request.messages, served), served, "messages")
         name = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
         max_tokens = room(self._prompt, getattr(request, name), served, None, name)
         scored = request.prompt_logprobs
         params = self.params(max_tokens, top_logprobs, scored_prompt=scored)
         self.asks: Sequence[Ask] = [Ask(self._prompt, params, self.num_samples, stream=scored is None)]
-        self.make_parser = self._parser()
+        tools = bool(request.tools) and request.tool_choice != "none"
+        self.make_parser = chats.parser_of(self._prompt, served, tools=tools)
         self._extras = bool(request.logprobs or request.return_token_ids or request.raw_logprobs)
         self._plain = not (self._extras or self.continuous_usage)
         self._shows_reasoning = request.include_reasoning is not False
-        self._parts: dict[int, tuple[bytes, bytes]] = {}
         self._called: set[int] = set()  # choices with tool calls
-
-    def _parser(self) -> Callable[[], OutputParser] | None:
-        served, request = self.served, self.request
-        tools = bool(request.tools) and request.tool_choice != "none"
-        if served.tokenizer is None or not (served.chat_format.reasoning or (tools and served.chat_format.tools)):
-            return None
-        tail = served.tokenizer.decode(self._prompt[-_TAIL:], skip_special_tokens=False)
-        return partial(make_parser, served.chat_format, tools=tools, reasoning=True, prompt_tail=tail)
 
     # -- a stream -----------------------------------------------------------------------------------------------------
 
@@ -181,12 +156,7 @@ class ChatBuilder(OpenAIBuilder):
         if self._plain and piece.finished is None and not piece.reasoning and not piece.tool_calls:
             if not piece.content:
                 return b""
-            parts = self._parts.get(piece.index)
-            if parts is None:
-                parts = self._parts[piece.index] = self.event_parts(
-                    piece.index, b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
-                )
-            return parts[0] + encode(piece.content) + parts[1]
+            return self.text_event(piece.index, piece.content)
         events = [_choice(piece.index, delta) for delta in self._deltas(piece)]
         if self._extras and piece.token_ids:
             if not events:  # the text lags behind the tokens

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from nano_inference.serving.choices import Choice, Piece
-from nano_inference.serving.errors import ApiError, bad_request, openai_error
+from nano_inference.serving.errors import bad_request
 from nano_inference.serving.protocols.fields import (
-    checked_count,
     checked_prompt,
     need_tokenizer,
+    require_at_most,
     require_possible_length,
     room,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least, encode
+from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least
 from nano_inference.serving.protocols.openai_requests import COMPLETION_UNSUPPORTED, CompletionRequest
 from nano_inference.serving.protocols.openai_schemas import COMPLETION
 from nano_inference.serving.protocols.openapi import operation
@@ -37,10 +37,6 @@ class Completions:
             read_body(body, CompletionRequest, served.config, COMPLETION_UNSUPPORTED), served, request_id
         )
 
-    def error(self, problem: ApiError, request_id: str) -> Mapping[str, Any]:
-        """An error's body."""
-        return openai_error(problem)
-
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
@@ -51,6 +47,8 @@ class _Prompt:
 class CompletionBuilder(OpenAIBuilder):
     """One request."""
 
+    around_text = (b'"text":', b',"logprobs":null,"finish_reason":null}')
+
     def __init__(self, request: CompletionRequest, served: Served, request_id: str) -> None:
         super().__init__(
             request, served, request_id, kind="text_completion", chunk_kind="text_completion", prefix="cmpl-"
@@ -58,7 +56,7 @@ class CompletionBuilder(OpenAIBuilder):
         self.request: CompletionRequest = request
         self.echo = bool(request.echo)
         self.logprobs = request.logprobs
-        checked_count(request.logprobs or 0, served.config.max_logprobs, "logprobs")
+        require_at_most(request.logprobs or 0, served.config.max_logprobs, "logprobs")
         if self.logprobs is not None and self.texts is None:
             raise bad_request("logprobs name tokens, and the model has no tokenizer.", "logprobs")
         # The engine draws at least one token; it is not shown where none is wanted.
@@ -71,14 +69,15 @@ class CompletionBuilder(OpenAIBuilder):
         self._plain = not (
             self.logprobs is not None or request.return_token_ids or request.raw_logprobs or self.continuous_usage
         )
-        self._parts: dict[int, tuple[bytes, bytes]] = {}
         self._offsets: dict[int, Offsets] = {}  # of each choice
 
     # -- the request --------------------------------------------------------------------------------------------------
 
     def _read_prompts(self, prompt: object) -> list[_Prompt]:
         given = self._prompt_list(prompt)
-        checked_count(len(given) * self.num_samples, self.served.config.max_samples, "n times the number of prompts")
+        require_at_most(
+            len(given) * self.num_samples, self.served.config.max_samples, "prompt", "n times the number of prompts"
+        )
         return [self._read_prompt(each) for each in given]
 
     @staticmethod
@@ -127,12 +126,7 @@ class CompletionBuilder(OpenAIBuilder):
         if self._plain and piece.finished is None:
             if not piece.content:
                 return b""
-            parts = self._parts.get(piece.index)
-            if parts is None:
-                parts = self._parts[piece.index] = self.event_parts(
-                    piece.index, b'"text":', b',"logprobs":null,"finish_reason":null}'
-                )
-            return parts[0] + encode(piece.content) + parts[1]
+            return self.text_event(piece.index, piece.content)
         if not piece.token_ids and piece.finished is None:
             return b""
         text = "" if self._hides else piece.content

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from nano_inference.serving.protocols import fields
+from nano_inference.serving.protocols import chats, fields
 from nano_inference.serving.protocols.fields import MOST, OneOrMany, PromptLogprobs, SamplingFields
 from nano_inference.serving.protocols.reading import Strict
 
@@ -153,14 +153,18 @@ class ChatRequest(OpenAIFields, ChatTemplateFields):
     verbosity: Hint = None
 
 
-TEMPLATE_UNSUPPORTED: Mapping[str, Sequence[Any]] = {"chat_template": (), "documents": ([],)}
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     **fields.UNSUPPORTED,
     "response_format": ({"type": "text"},),
     "store": (False,),
     "moderation": (),
 }
-COMPLETION_UNSUPPORTED: Mapping[str, Sequence[Any]] = {**UNSUPPORTED, "suffix": ("",)}
+COMPLETION_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
+    **UNSUPPORTED,
+    "suffix": ("",),
+    "max_completion_tokens": (),  # these two are a chat's: without them the answer would be another than was meant
+    "top_logprobs": (0,),
+}
 CHAT_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     **UNSUPPORTED,
     "audio": (),
@@ -169,7 +173,7 @@ CHAT_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "web_search_options": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    **TEMPLATE_UNSUPPORTED,
+    **chats.UNSUPPORTED,
     "echo": (False,),
     "add_special_tokens": (False,),
 }

@@ -1,5 +1,7 @@
 """The JSON schemas of OpenAI's answers, as strict as OpenAI's own document where that says what is required."""
 
+from typing import Any
+
 from nano_inference.serving.protocols.openapi import INTEGER, NUMBER, STRING, list_of, nullable, thing
 
 _REASON = {"enum": ["stop", "length", "tool_calls", "abort"]}
@@ -49,60 +51,40 @@ _ENDING = {
     "weight_version": INTEGER,
     "token_ids": list_of(INTEGER),
 }
-_HEAD = {"id": STRING, "created": INTEGER, "model": STRING, "system_fingerprint": STRING, "usage": _USAGE}
 
-CHAT = thing(
-    "id",
-    "object",
-    "created",
-    "model",
-    "choices",
-    "usage",
-    **_HEAD,
-    object={"const": "chat.completion"},
-    choices=list_of(
-        thing(
-            "index",
-            "message",
-            "logprobs",
-            "finish_reason",
-            **_ENDING,
-            index=INTEGER,
-            message=_MESSAGE,
-            logprobs=nullable(thing("content", "refusal", content=nullable(list_of(_TOKEN)))),
-        )
-    ),
+
+def _answer(kind: str, *required: str, **properties: Any) -> dict[str, Any]:
+    """The schema of an answer whose `object` is `kind`; the rest is its choices'."""
+    choice = thing("index", *required, "logprobs", "finish_reason", index=INTEGER, **_ENDING, **properties)
+    return thing(
+        *("id", "object", "created", "model", "choices", "usage"),
+        id=STRING,
+        object={"const": kind},
+        created=INTEGER,
+        model=STRING,
+        system_fingerprint=STRING,
+        choices=list_of(choice),
+        usage=_USAGE,
+    )
+
+
+CHAT = _answer(
+    "chat.completion",
+    "message",
+    message=_MESSAGE,
+    logprobs=nullable(thing("content", "refusal", content=nullable(list_of(_TOKEN)))),
 )
-COMPLETION = thing(
-    "id",
-    "object",
-    "created",
-    "model",
-    "choices",
-    "usage",
-    **_HEAD,
-    object={"const": "text_completion"},
-    choices=list_of(
+COMPLETION = _answer(
+    "text_completion",
+    "text",
+    text=STRING,
+    logprobs=nullable(
         thing(
-            "index",
-            "text",
-            "logprobs",
-            "finish_reason",
-            **_ENDING,
-            index=INTEGER,
-            text=STRING,
-            logprobs=nullable(
-                thing(
-                    "tokens",
-                    "token_logprobs",
-                    "top_logprobs",
-                    "text_offset",
-                    tokens=list_of(STRING),
-                    token_logprobs=list_of(nullable(NUMBER)),
-                    top_logprobs=list_of(nullable({"type": "object", "additionalProperties": NUMBER})),
-                    text_offset=list_of(INTEGER),
-                )
-            ),
+            *("tokens", "token_logprobs", "top_logprobs", "text_offset"),
+            tokens=list_of(STRING),
+            token_logprobs=list_of(nullable(NUMBER)),
+            top_logprobs=list_of(nullable({"type": "object", "additionalProperties": NUMBER})),
+            text_offset=list_of(INTEGER),
         )
     ),
 )

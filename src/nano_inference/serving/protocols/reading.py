@@ -84,16 +84,33 @@ def _same(value: object, other: object) -> bool:
 
 def _said(problem: ValidationError) -> tuple[str, str | None]:
     """What is wrong first, and where."""
-    first = problem.errors(include_url=False, include_context=False)[0]
+    first = problem.errors(include_url=False)[0]
     places = [str(each)[:_SHOWN] for each in first["loc"]]
     where = ".".join(each for each in places if not each.startswith("<"))  # <these> are tags of our own
-    what = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    if first["type"] == "missing":
+    kind = first["type"]
+    if kind == "missing":
         return f"{where} is missing.", where
-    if first["type"] in ("value_error", "assertion_error"):
+    if kind == "value_error":
+        what = first["msg"].removeprefix("Value error, ")
         return f"{where}: {what}" if where else what, where or None
-    must = "must be " if first["msg"].startswith("Input should be ") else ""
-    return f"{where} {must}{what}, not {shown(first['input'])}.", where
+    what = _WANTED.get(kind, first["msg"].removeprefix("Input should be ")).format(**first.get("ctx", {}))
+    return f"{where} must be {what}, not {shown(first['input'])}.", where
+
+
+# pydantic's kinds of errors -> what a client, who knows JSON and not Python, is told to send
+_WANTED: Mapping[str, str] = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "string_too_short": "a string of {min_length} characters or more",
+    "string_too_long": "a string of {max_length} characters or less",
+    "too_short": "a list of {min_length} or more",
+}
 
 
 def _log_unknown(names: Iterable[str]) -> None:

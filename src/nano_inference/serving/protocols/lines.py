@@ -1,0 +1,16 @@
+"""JSON for server-sent events, which end at the end of a line."""
+
+import msgspec
+
+_encode = msgspec.json.Encoder().encode
+# Some clients split a stream's text at these too, and not only at line feeds.
+_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+
+
+def encode_line(value: object) -> bytes:
+    """JSON of one line, whatever a client takes for a line's end."""
+    data = _encode(value)
+    if not data.isascii():
+        for character, escaped in _LINE_ENDS:
+            data = data.replace(character, escaped)
+    return data
