@@ -29,9 +29,9 @@ ROOT = Path(__file__).parents[2]
 CHECKLIST: dict[int, tuple[str, list[str]]] = {
     1: ("no pickle, marshal, eval, torch.load where a byte can arrive",
         ["serving/test_no_code_from_bytes.py::test_bytes_are_never_run",
-         "serving/test_process.py::test_strange_bytes_change_nothing"]),
+         "serving/test_engine_sockets.py::test_strange_bytes_change_nothing"]),
     2: ("IPC in a private folder, no TCP",
-        ["serving/test_process.py::test_nothing_listens_but_two_sockets_in_a_private_folder"]),
+        ["serving/test_engine_sockets.py::test_nothing_listens_but_two_sockets_in_a_private_folder"]),
     3: ("a key on every route but /health, an admin key, constant time",
         ["serving/test_edge.py::test_every_route_but_health_needs_a_key",
          "serving/test_edge.py::test_admin_routes_are_off_without_an_admin_key",
