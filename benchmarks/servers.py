@@ -31,13 +31,18 @@ class Running:
 
     target: Target
     pid: int
-    config: str
+    config: str  # how it was started, without what belongs to this machine: interpreter, port, path of the model
     memory: int  # bytes, when it had started
 
 
 @contextmanager
 def started(
-    command: Sequence[str], variables: Mapping[str, str], port: int, log: Path, limit: float = LOAD_LIMIT
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    port: int,
+    log: Path,
+    limit: float = LOAD_LIMIT,
+    config: str | None = None,
 ) -> Iterator[Running]:
     """Start a server on a port. Raises `PeerFailed` where it ends or is not healthy within the limit."""
     log.unlink(missing_ok=True)
@@ -45,7 +50,7 @@ def started(
     target = Target(f"http://127.0.0.1:{port}", NAME)
     try:
         wait_until_healthy(processes, target, limit)
-        yield Running(target, processes.process.pid, shlex.join(command), processes.memory())
+        yield Running(target, processes.process.pid, config or shlex.join(command), processes.memory())
     finally:
         processes.stop()
 
@@ -68,7 +73,6 @@ def ours(options: Options, log: Path, *more: str, in_process: bool = False) -> A
     """`nano-inference serve`, with the settings of `ours.engine_config`."""
     port = free_port()
     settings = {
-        "port": port,
         "served-model-name": NAME,
         "dtype": options.dtype,
         "backend": options.backend,
@@ -77,21 +81,19 @@ def ours(options: Options, log: Path, *more: str, in_process: bool = False) -> A
         "device": "cpu",
         "log-level": "warning",
     } | ({"threads": options.threads} if options.threads else {})
-    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    command = [sys.executable, "-c", ENTRY, "serve", str(model_path(options.model)), *flags, *more]
-    command += ["--in-process"] if in_process else []
+    flags = [*flags_of(settings), *more, *(["--in-process"] if in_process else [])]
+    command = [sys.executable, "-c", ENTRY, "serve", str(model_path(options.model)), "--port", str(port), *flags]
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    return started(command, os.environ | paths, port, log)
+    config = shlex.join(["nano-inference", "serve", options.model, *flags])
+    return started(command, os.environ | paths, port, log, config=config)
 
 
 def vllm(options: Options, cache: Path, log: Path, setting: str = "compiled") -> AbstractContextManager[Running]:
     """vLLM's own server, with the settings of `peers.vllm_worker`."""
     port, chosen = free_port(), SETTINGS[setting]
     settings = {
-        "model": model_path(options.model),
         "served-model-name": NAME,
         "host": "127.0.0.1",
-        "port": port,
         "dtype": options.dtype,
         "max-model-len": MAX_MODEL_LEN,
         "max-num-batched-tokens": chosen.batched_tokens,
@@ -99,9 +101,17 @@ def vllm(options: Options, cache: Path, log: Path, setting: str = "compiled") ->
         "seed": 0,
         "uvicorn-log-level": "warning",
     }
-    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    flags = flags_of(settings)
     flags += ["--enable-prefix-caching", "--disable-log-stats", "--disable-uvicorn-access-log"]
     flags += ["--enforce-eager"] if chosen.eager else []
-    command = [str(vllm_python(cache)), "-m", "vllm.entrypoints.openai.api_server", *flags]
+    module = ["-m", "vllm.entrypoints.openai.api_server"]
+    own = ["--model", str(model_path(options.model)), "--port", str(port)]
+    command = [str(vllm_python(cache)), *module, *own, *flags]
     variables = clean_environment() | environment(chosen, options.threads or 1, cache)
-    return started(command, variables, port, log)
+    config = shlex.join(["python", *module, "--model", options.model, *flags])
+    return started(command, variables, port, log, config=config)
+
+
+def flags_of(settings: Mapping[str, object]) -> list[str]:
+    """`--name value` of each."""
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
