@@ -170,7 +170,7 @@ async def shared(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sta
                 writer.write(event)
                 await writer.drain()
             writer.write(b"data: [DONE]\n\n")
-    except ConnectionError:
+    except (ConnectionError, RuntimeError):  # uvloop says the second of a connection that is closed already
         state["dropped"] += 1
     writer.close()
 
