@@ -8,14 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from nano_inference import InferenceEngine, TrainingSample, WeightSyncManager, WeightUpdate, WeightUpdateError
-from nano_inference.engine.transports import receive_update
+from nano_inference.engine.transports import Deadline, receive_update, wire
 from nano_inference.engine.transports.broadcast import BroadcastReceiver
 from nano_inference.engine.transports.group import serve_store
 from nano_inference.engine.transports.sender import WeightSender
@@ -122,6 +122,32 @@ def test_one_group_carries_many_updates_and_outlives_what_is_refused(start: Star
     assert manager.checksum() == checksum(NEWER)
     assert not dist.is_initialized()
     receiver.close()
+
+
+class SilentGroup:
+    """A group in which everything arrives at once, and nothing is in it."""
+
+    closed = False
+
+    def begin_broadcast(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_what_is_left_of_an_update_does_not_end_the_group_of_the_next() -> None:
+    receiver = BroadcastReceiver("tcp://127.0.0.1:1")
+    group, next_group = SilentGroup(), SilentGroup()
+    piece = wire.Piece(NORM, torch.float32, (8,))
+    buckets = receiver._buckets(cast(Any, group), wire.Plan(1, ((piece,), (piece,), (piece,))), Deadline(5))
+    next(buckets)
+    receiver._group = cast(Any, next_group)
+    cast(Any, buckets).close()
+    assert group.closed
+    assert receiver._group is next_group
+    assert not next_group.closed
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,8 @@ class BroadcastReceiver:
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
         """Wait for the description of an update. Raises `WeightUpdateError`."""
+        group = self._connect(deadline)
         try:
-            group = self._connect(deadline)
             length = self._empty(1, torch.int64)
             group.broadcast(length, deadline, "the description of the weights")
             size, most = int(length.item()), wire.most_bytes(shapes)
@@ -82,13 +82,13 @@ class BroadcastReceiver:
             content = self._empty(size, torch.uint8)
             group.broadcast(content, deadline, "the description of the weights")
         except BaseException:
-            self.close()
+            self._drop(group)
             raise
         plan, refusal = _decode(bytes(content.cpu().numpy()), shapes)
         try:
             accepted = group.agree(plan is not None, deadline, "the answer to the description")
         except BaseException:
-            self.close()
+            self._drop(group)
             raise
         if plan is None or not accepted:
             raise refusal or WeightUpdateError("another engine refused the trainer's weights.")
@@ -101,6 +101,13 @@ class BroadcastReceiver:
             group, self._group = self._group, None
         if group is not None:
             group.close()
+
+    def _drop(self, group: Group) -> None:
+        """End a group; not the one that a later update has made meanwhile."""
+        with self._closing:
+            if self._group is group:
+                self._group = None
+        group.close()
 
     def _buckets(self, group: Group, plan: wire.Plan, deadline: Deadline) -> Iterator[Bucket]:
         """One bucket travels while the one before it is handed on."""
@@ -117,8 +124,8 @@ class BroadcastReceiver:
                     yield wire.unpack(plan.buckets[number - 2], self._arrived(group, under_way.popleft(), deadline))
             yield wire.unpack(plan.buckets[-1], self._arrived(group, under_way.popleft(), deadline))
             group.agree(True, deadline, "the confirmation")
-        except BaseException:  # also of whoever stops taking buckets
-            self.close()
+        except BaseException:  # also of whoever stops taking buckets, maybe when the next update has begun
+            self._drop(group)
             raise
 
     def _arrived(self, group: Group, under_way: tuple[Tensor, list[Any], str], deadline: Deadline) -> Tensor:

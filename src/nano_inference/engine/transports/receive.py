@@ -63,8 +63,8 @@ def _receive(manager: WeightSyncManager, arrivals: "_Arrivals", update: WeightUp
         manager.end(version=version, of=update)
     except Exception as problem:
         reason = str(problem) if isinstance(problem, WeightUpdateError) else f"weights cannot be received: {problem!r}"
+        arrivals.stop()  # first: whoever sees the update failed may begin the next one with this transport
         manager.cancel(reason, of=update)
-        arrivals.stop()
 
 
 class _Arrivals:
@@ -92,10 +92,12 @@ class _Arrivals:
         return kind, content
 
     def stop(self) -> None:
-        """Take no more; what is under way is torn down, which may wait for a call that does not come back."""
+        """Take no more; what is under way is torn down, unless that waits for a call that does not come back."""
         self._stopped.set()
         if not self._settled:
-            threading.Thread(target=self.transport.close, name="weight-teardown", daemon=True).start()
+            teardown = threading.Thread(target=self.transport.close, name="weight-teardown", daemon=True)
+            teardown.start()
+            teardown.join(GRACE)
 
     def _bring(self) -> None:
         try:
