@@ -46,6 +46,9 @@ class ServerConfig:
         log_level: `"debug"`, `"info"`, `"warning"` or `"error"`.
         log_format: `"text"`, or `"json"`: one object a line.
         log_prompts: also log prompts and completions.
+        rl: serve the routes by which trainers pause the engine and change its weights (`serving/dialects`).
+        rl_open: ask for no key on those although other machines can reach them.
+        rl_timeout: seconds that a weight group may take to form, and an update to arrive.
     """
 
     host: str = "127.0.0.1"
@@ -78,6 +81,9 @@ class ServerConfig:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: LogFormat = "text"
     log_prompts: bool = False
+    rl: bool = False
+    rl_open: bool = False
+    rl_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
@@ -92,7 +98,7 @@ class ServerConfig:
         if not isinstance(queued, int) or isinstance(queued, bool) or queued < 0:
             raise ConfigError(f"max_queued_samples={queued!r} must be an integer of at least 0.")
         self._check_keys()
-        for name in ("request_timeout", "drain_timeout"):
+        for name in ("request_timeout", "drain_timeout", "rl_timeout"):
             seconds: Any = getattr(self, name)
             if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < float("inf"):
                 raise ConfigError(f"{name}={seconds!r} must be a positive number of seconds.")

@@ -10,6 +10,7 @@ from nano_inference.errors import EngineDead, NanoInferenceError
 from nano_inference.serving.app import Routes, build_app
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.dialects import pipeline_rl, prime_rl, sglang, vllm
 from nano_inference.serving.edge.logs import set_up_logs
 from nano_inference.serving.edge.runner import Runner
 from nano_inference.serving.in_process import InProcessClient
@@ -27,6 +28,9 @@ PROTOCOLS: dict[str, Protocol_] = {
     "/v1/messages": anthropic.Messages(),
 }
 ROUTES: Sequence[Routes] = (model_routes, anthropic.routes)
+# With `ServerConfig.rl`.
+RL_PROTOCOLS: dict[str, Protocol_] = {}
+RL_ROUTES: Sequence[Routes] = (vllm.routes, sglang.routes, prime_rl.routes, pipeline_rl.routes)
 
 
 def serve(engine: EngineConfig | EngineClient, config: ServerConfig) -> None:
@@ -97,4 +101,6 @@ def _client(engine: EngineConfig | EngineClient, config: ServerConfig) -> Engine
 
 
 def _runner(server: Server) -> Runner:
-    return Runner(build_app(server, PROTOCOLS, ROUTES), server)
+    rl = server.config.rl
+    protocols = PROTOCOLS | RL_PROTOCOLS if rl else PROTOCOLS
+    return Runner(build_app(server, protocols, (*ROUTES, *RL_ROUTES) if rl else ROUTES), server)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.control import Control
 from nano_inference.serving.edge.admission import Admission
 from nano_inference.serving.edge.lifecycle import Lifecycle
 from nano_inference.serving.edge.logs import log_access, log_ready
@@ -62,6 +63,7 @@ class Server:
         self.lifecycle = Lifecycle(self.client, self.config.restart_engine)
         self.admission = Admission(self.config, self.client)
         self.metrics = Metrics(self.client)
+        self.control = Control(self.client, self.config)
 
     def require_served(self) -> Served:
         """What is served. Raises `ApiError` 503 before it is known."""

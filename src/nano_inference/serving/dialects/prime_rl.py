@@ -1,0 +1,10 @@
+"""The routes that prime-rl adds to vLLM's. Adapters over `serving/control.py`."""
+
+from fastapi import APIRouter
+
+from nano_inference.serving.server import Server
+
+
+def routes(server: Server) -> APIRouter:
+    """The routes."""
+    return APIRouter()

@@ -1,0 +1,10 @@
+"""SGLang's RL routes. Adapters over `serving/control.py`."""
+
+from fastapi import APIRouter
+
+from nano_inference.serving.server import Server
+
+
+def routes(server: Server) -> APIRouter:
+    """The routes."""
+    return APIRouter()
