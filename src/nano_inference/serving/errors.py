@@ -11,6 +11,9 @@ from nano_inference.errors import (
     NanoInferenceError,
     RequestAborted,
     RequestTooLarge,
+    WeightTransferError,
+    WeightUpdateConflict,
+    WeightUpdateError,
 )
 
 
@@ -61,6 +64,9 @@ def api_error_of(problem: BaseException) -> ApiError:
             return ApiError(400, str(problem), code="context_length_exceeded")
         case InvalidRequest():
             return ApiError(400, str(problem))
+        case WeightUpdateError():
+            late, conflict = isinstance(problem, WeightTransferError), isinstance(problem, WeightUpdateConflict)
+            return ApiError(504 if late else 409 if conflict else 400, str(problem))
         case EngineReplaced():
             text = "the engine has died, and is being started again."
             return ApiError(503, text, code="engine_restarting", headers=retry_after(5.0))
@@ -80,6 +86,7 @@ _WORDS: Mapping[int, tuple[str, str | None, str]] = {
     404: ("not_found_error", None, "not_found_error"),
     405: ("invalid_request_error", "method_not_allowed", "invalid_request_error"),
     408: ("timeout_error", "request_timeout", "timeout_error"),
+    409: ("conflict_error", "conflict", "invalid_request_error"),
     413: ("invalid_request_error", "request_too_large", "request_too_large"),
     415: ("invalid_request_error", "unsupported_media_type", "invalid_request_error"),
     429: ("rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
