@@ -191,6 +191,7 @@ def over_the_wire(server: Running, worker: Worker, flow: str, options: Options, 
     pauses: list[float] = []
     lengths: list[float] = []
     steps: list[float] = []
+    size = 0
     for number in range(options.repeats + 1):
         load, told = run(meet(server, worker, flow, number))
         if load.errors:
@@ -200,10 +201,11 @@ def over_the_wire(server: Running, worker: Worker, flow: str, options: Options, 
         pauses.append(max(gaps_ending_in(times, told["began"], told["ended"] + AFTER)) - usual)
         lengths.append(told["ended"] - told["began"])
         steps.append(usual)
+        size = told["bytes"]
     return {
         "name": f"update: over gloo and HTTP, {flow}",
         "part": "update",
-        "bytes": told["bytes"],
+        "bytes": size,
         "seconds": spread(pauses[1:]),
         "update_s": spread(lengths[1:]),
         "usual_gap_s": spread(steps[1:]),
