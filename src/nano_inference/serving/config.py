@@ -164,7 +164,7 @@ class ServerConfig:
         # A trainer in its debug mode, which disables updates, has no group and calls its size 1.
         if not 0 <= index < size - 1 and not self.disable_weight_updates:
             raise ConfigError(
-                f"actor_llm_idx={index} must be in [0, {size - 1}): the group has {size} ranks, one of them the trainer."
+                f"actor_llm_idx={index} must be in [0, {size - 1}): of {size} ranks one is the trainer's."
             )
 
 
