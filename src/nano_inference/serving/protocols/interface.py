@@ -43,6 +43,7 @@ class Served:
         tokenizer: None where the model has none; only token ids can be served then.
         chat_format: how it writes reasoning and tool calls.
         config: the server's limits.
+        version_name: what trainers call a version of the weights.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Served:
     tokenizer: Tokenizer | None
     chat_format: ChatFormat
     config: ServerConfig
+    version_name: Callable[[int], str] = str
 
     def __post_init__(self) -> None:
         # What takes a while at its first use has it here, where no request waits for it.
