@@ -1,7 +1,7 @@
 """`Control`: what a trainer may do to the engine, whatever its dialect. It lives in the API process and keeps order."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, get_args
 
 import msgspec
 
@@ -9,9 +9,7 @@ from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError, bad_request
 from nano_inference.serving.weight_calls import WeightCalls
-from nano_inference.types import KvPolicy, PauseMode
-
-Memory = Literal["weights", "kv_cache"]
+from nano_inference.types import EngineStats, KvPolicy, Memory, PauseMode
 
 SEND = "send the bytes of a safetensors file, those of safetensors.torch.save(state_dict)."
 PART = 2**24  # bytes of a file in one message: a larger one would hold up the event loop
@@ -49,14 +47,14 @@ class Control:
     shapes and types that do not match; 504 for a deadline) and what `EngineClient.call` raises.
 
     Attributes:
-        kv_policy: what a pause asks for, for updates that ask for nothing.
+        pause_policy: what the pause asked for, for updates that say nothing; None: there is none, or it did not say.
     """
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self._client = client
         self._config = config
         self._weights = WeightCalls(client, config)
-        self.kv_policy: KvPolicy | None = None
+        self.pause_policy: KvPolicy | None = None
 
     @property
     def session_open(self) -> bool:
@@ -188,7 +186,7 @@ class Control:
                 would wait for requests that are paused.
             timeout: seconds; None: the server's.
         """
-        policy: KvPolicy = kv_policy or self.kv_policy or "keep"
+        policy: KvPolicy = kv_policy or self.pause_policy or "keep"
         async with self._weights.next(timeout) as (session, seconds):
             return await self._weights.finish(session, seconds, version, kv_policy=policy)
 
@@ -203,47 +201,85 @@ class Control:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def pause(self, mode: PauseMode, *, kv_policy: KvPolicy | None = None) -> None:
-        """As `InferenceEngine.pause`; updates during the pause follow `kv_policy`. `"abort"`: requests are answered
-        with what they have.
+    async def pause(self, mode: PauseMode, *, kv_policy: KvPolicy | None = None, timeout: float | None = None) -> None:
+        """Stop computing until `resume`, and return when nothing is computed. Requests that come meanwhile wait.
+
+        Args:
+            mode: what becomes of requests, as in `InferenceEngine.pause`; `"abort"`: they are answered with what they
+                have.
+            kv_policy: of updates during the pause that name none.
+            timeout: seconds; None: the server's. With `"wait"` requests may need longer: then nothing is paused (504).
         """
-        raise NotImplementedError
+        timeout = self._config.rl_timeout if timeout is None else timeout
+        try:
+            await self._client.call("pause", mode="keep" if mode == "abort" else mode, timeout=timeout)
+        except TimeoutError as problem:
+            if mode != "wait":
+                raise
+            await self._client.call("end_pause", timeout=timeout)
+            raise ApiError(504, f"the requests did not end within {timeout:g} seconds; nothing is paused.") from problem
+        self.pause_policy = kv_policy
+        if mode == "abort":
+            await self._client.abort(None, timeout=timeout)
 
     async def resume(self) -> None:
-        """Go on."""
-        raise NotImplementedError
+        """End the pause; the engine goes on when nothing is asleep. Without one nothing happens."""
+        self.pause_policy = None
+        await self._client.call("end_pause")
 
     async def is_paused(self) -> bool:
-        """Whether it is paused."""
-        raise NotImplementedError
+        """Whether nothing is computed until `resume` or `wake`."""
+        return bool(await self._client.call("is_paused"))
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         """End requests, by the ids that their clients gave them (None: all); they are answered with what they have.
-        Returns how many requests there were.
+
+        An id is `Ask.client_id`, or that of the HTTP request (`x-request-id`). Ids that nobody has, any more or yet,
+        are passed over. Returns how many prompts there were, when they have ended.
         """
-        raise NotImplementedError
+        names = None if request_ids is None else frozenset(request_ids)
+        return await self._client.abort(names, timeout=self._config.rl_timeout)
 
     async def loads(self) -> Loads:
-        """What runs and waits."""
-        raise NotImplementedError
+        """What runs and waits. Paused requests, and such as a sleep took the cache from, do one or the other too."""
+        stats: EngineStats = await self._client.call("stats")
+        total = self._client.num_samples
+        running = min(stats.num_running, total)
+        return Loads(running, total - running)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     async def flush_cache(self, *, only_idle: bool = False) -> None:
         """Forget cached prefixes. `only_idle`: 409 while requests run or wait (SGLang's way)."""
-        raise NotImplementedError
+        if only_idle and self._client.num_samples:
+            raise ApiError(409, f"{self._client.num_samples} sample(s) run or wait; the cache is flushed without them.")
+        await self._client.call("flush_cache")
 
     async def sleep(self, memory: Iterable[Memory] = ("kv_cache", "weights")) -> None:
-        """Give memory back; requests are paused until all of it is awake."""
-        raise NotImplementedError
+        """Give memory back, as far as it is awake; nothing is computed until all of it is awake again.
+
+        Requests wait, and a pause goes on. 409 for weights while an update is open.
+        """
+        parts = self._parts(memory)
+        if "weights" in parts and self.session_open:
+            raise ApiError(409, "a weight update is open; finish it before the weights sleep.")
+        await self._client.call("sleep", memory=parts, timeout=self._config.rl_timeout)
 
     async def wake(self, memory: Iterable[Memory] | None = None) -> None:
-        """Take it again; None: all that sleeps."""
-        raise NotImplementedError
+        """Take it again, as far as it sleeps; None: all. The engine goes on when all is awake, unless it is paused."""
+        parts = self._parts(get_args(Memory) if memory is None else memory)
+        await self._client.call("wake", memory=parts, timeout=self._config.rl_timeout)
 
     async def sleeping(self) -> tuple[Memory, ...]:
         """What sleeps."""
-        raise NotImplementedError
+        return tuple(await self._client.call("sleeping"))
+
+    @staticmethod
+    def _parts(memory: Iterable[Memory]) -> list[Memory]:
+        parts = list(memory)
+        if unknown := [each for each in parts if each not in get_args(Memory)]:
+            raise ApiError(400, f"{unknown[0]!r} is not a part of the memory; these are {', '.join(get_args(Memory))}.")
+        return parts
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
