@@ -191,6 +191,7 @@ def over_the_wire(server: Running, worker: Worker, flow: str, options: Options, 
     pauses: list[float] = []
     lengths: list[float] = []
     steps: list[float] = []
+    size = 0
     for number in range(options.repeats + 1):
         load, told = run(meet(server, worker, flow, number))
         if load.errors:
@@ -200,10 +201,11 @@ def over_the_wire(server: Running, worker: Worker, flow: str, options: Options, 
         pauses.append(max(gaps_ending_in(times, told["began"], told["ended"] + AFTER)) - usual)
         lengths.append(told["ended"] - told["began"])
         steps.append(usual)
+        size = told["bytes"]
     return {
         "name": f"update: over gloo and HTTP, {flow}",
         "part": "update",
-        "bytes": told["bytes"],
+        "bytes": size,
         "seconds": spread(pauses[1:]),
         "update_s": spread(lengths[1:]),
         "usual_gap_s": spread(steps[1:]),
@@ -218,139 +220,6 @@ async def meet(server: Running, worker: Worker, flow: str, number: int) -> tuple
     await asyncio.sleep(LEAD)
     told = await asyncio.to_thread(worker.ask, {"flow": flow})
     return await streams, told
-
-
-LOGPROB_COLUMNS, rows)
-    return rows
-
-
-def forms(server: Running, engine: str, table: Mapping[str, Form], options: Options, choice: Choice) -> list[Row]:
-    """Every form once a round, in turns; each against the round's completions without logprobs."""
-    seen = {name: Seen([], [], []) for name in table}
-    for form in table.values():
-        under_load(server, asks_of(form, choice, -1, choice.warm_up), choice)
-    for number in range(options.repeats):
-        shift = number % len(table)
-        order = [*table][shift:] + [*table][:shift]
-        for place, name in enumerate(order):
-            before = handover_ns()
-            done = under_load(
-                server, asks_of(table[name], choice, number * len(order) + place, choice.requests), choice
-            )
-            require_whole(done, engine, choice)
-            found = seen[name]
-            found.rates.append(done.tokens / done.seconds)
-            found.handovers.append((before, handover_ns()))
-            found.cpu.append(done.cpu)
-            console.print(f"round {number + 1}: {engine}, {name}: {found.rates[-1]:,.0f} tok/s")
-    return [row_of(engine, name, each, seen[PLAIN].rates, server.config) for name, each in seen.items()]
-
-
-def asks_of(form: Form, choice: Choice, variant: int, count: int) -> list[Ask]:
-    """No two variants have a prompt in common."""
-    made = token_requests(count, choice.prompt_tokens, choice.output_tokens, stream=False, seed=20_000 + variant)
-    return [form(ask.body) for ask in made]
-
-
-def require_whole(done: Load, engine: str, choice: Choice) -> None:
-    if done.errors or done.tokens != choice.requests * choice.output_tokens:
-        raise PeerFailed(f"{engine} made {done.tokens} tokens, {len(done.errors)} errors: {done.errors[:3]}.")
-
-
-def row_of(engine: str, name: str, seen: Seen, plain: Sequence[float], config: str) -> Row:
-    parts = sorted({part for each in seen.cpu for part in each})
-    return {
-        "name": f"logprobs: {engine}, {name}",
-        "part": "logprobs",
-        "engine": engine,
-        "form": name,
-        "output_tokens_per_s": spread(seen.rates),
-        "of_none": spread(own / other for own, other in zip(seen.rates, plain, strict=True)),
-        "cpu_s": {part: spread(each.get(part, 0.0) for each in seen.cpu) for part in parts},
-        "handover_ns": [list(pair) for pair in seen.handovers],
-        "placement": placement(seen.handovers),
-        "config": config,
-    }
-
-
-# -- an update --------------------------------------------------------------------------------------------------------
-
-
-def update(options: Options, choice: Choice) -> list[Row]:
-    swaps = in_process(options)
-    rows: list[Row] = [
-        {"name": f"update: in process, {RUNNING} requests stand still", "part": "update", "seconds": spread(swaps)}
-    ]
-    with servers.ours(options, log_of(choice, "ours"), "--rl") as server:
-        command = [sys.executable, "-m", "benchmarks.wire_trainer", server.target.url, options.model, options.dtype]
-        worker = Worker("trainer", "", command, os.environ, log_of(choice, "trainer"), "")
-        try:
-            for flow in FLOWS:
-                rows.append(over_the_wire(server, worker, flow, options, statistics.median(swaps)))
-        finally:
-            worker.stop()
-    show(f"all weights of {options.model} while {RUNNING} requests run", UPDATE_COLUMNS, rows)
-    return rows
-
-
-def in_process(options: Options) -> list[float]:
-    """Seconds of blocking updates between two steps of running requests."""
-    with opened(options) as engine:
-        weights = weight_transfer.state_dict(engine.model)
-        weight_transfer.copy_and_update(engine, weights, 2)
-        run_many(engine, RUNNING)
-        swaps: list[float] = []
-        for _ in range(options.repeats + 1):
-            swaps.append(seconds_of(lambda: engine.update_weights(weights, blocking=True, kv_policy="keep")))
-            for _ in range(5):
-                engine.step()
-        return swaps[1:]
-
-
-def over_the_wire(server: Running, worker: Worker, flow: str, options: Options, swap: float) -> Row:
-    """Updates of one flow, each with streams of its own."""
-    pauses: list[float] = []
-    lengths: list[float] = []
-    steps: list[float] = []
-    for number in range(options.repeats + 1):
-        load, told = run(meet(server, worker, flow, number))
-        if load.errors:
-            raise PeerFailed(f"{len(load.errors)} streams failed: {load.errors[:3]}.")
-        times = [each.pieces for each in load.outcomes]
-        usual = statistics.median(gaps_ending_in(times, 0.0, told["began"]))
-        pauses.append(max(gaps_ending_in(times, told["began"], told["ended"] + AFTER)) - usual)
-        lengths.append(told["ended"] - told["began"])
-        steps.append(usual)
-    return {
-        "name": f"update: over gloo and HTTP, {flow}",
-        "part": "update",
-        "bytes": told["bytes"],
-        "seconds": spread(pauses[1:]),
-        "update_s": spread(lengths[1:]),
-        "usual_gap_s": spread(steps[1:]),
-        "of_in_process": spread(pause / swap for pause in pauses[1:]),
-    }
-
-
-async def meet(server: Running, worker: Worker, flow: str, number: int) -> tuple[Load, dict[str, Any]]:
-    """Streams, and an update that comes when they run."""
-    asks = token_requests(RUNNING, 32, STREAMED, stream=True, seed=30_000 + number)
-    streams = asyncio.create_task(drive(server.target, asks, concurrency=RUNNING))
-    await asyncio.sleep(LEAD)
-    told = await asyncio.to_thread(worker.ask, {"flow": flow})
-    return await streams, told
-
-
-def gaps_between(outcomes: Sequence[Outcome], since: float, until: float) -> list[tuple[float, float]]:
-    """Of every two pieces of a stream that follow each other, the second one's time and the gap, if both times and
-    [since, until] have something in common.
-    """
-    return [
-        (later, later - earlier)
-        for each in outcomes
-        for earlier, later in itertools.pairwise(each.pieces)
-        if later >= since and earlier <= until
-    ]
 
 
 LOGPROB_COLUMNS: dict[str, Callable[[Row], Any]] = {
