@@ -52,9 +52,10 @@ class Generation:
         self._first.append(len(self.choices))
         eos = frozenset[int]() if ask.params.ignore_eos else frozenset(self.served.engine.eos_token_ids)
         stop_ids = ask.params.stop_token_ids | eos
+        tokenizer = self.served.tokenizer if ask.detokenize else None
         for index in range(len(self.choices), len(self.choices) + ask.num_samples):
             self.choices.append(
-                new_choice(index, self.served.tokenizer, ask.params.stop, stop_ids, self.builder.make_parser)
+                new_choice(index, tokenizer, ask.params.stop, stop_ids, self.builder.make_parser, ask.text)
             )
         stream = self.builder.stream and ask.stream
         name = ask.client_id if ask.client_id is not None else request_id
