@@ -25,6 +25,7 @@ class Ask:
     params: SamplingParams
     num_samples: int = 1
     stream: bool = True  # False: its samples come whole, also where the answer is a stream
+    detokenize: bool = True  # False: choices have no text but what the engine makes for stop strings
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Served:
         tokenizer: None where the model has none; only token ids can be served then.
         chat_format: how it writes reasoning and tool calls.
         config: the server's limits.
+        version_name: what clients call a version of the weights.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Served:
     tokenizer: Tokenizer | None
     chat_format: ChatFormat
     config: ServerConfig
+    version_name: Callable[[int], str] = str
 
     def __post_init__(self) -> None:
         # What takes a while at its first use has it here, where no request waits for it.
@@ -102,7 +105,7 @@ class Builder(Protocol):
         """What a stream ends with that cannot go on."""
         ...
 
-    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
+    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
         """The answer as a whole."""
         ...
 
