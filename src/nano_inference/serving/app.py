@@ -1,6 +1,6 @@
 """The application: the routes, and the layers around them."""
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from nano_inference.errors import NanoInferenceError
+from nano_inference.serving.edge.access import Level
 from nano_inference.serving.edge.exchange import generation_route
 from nano_inference.serving.edge.layers import in_layers
 from nano_inference.serving.edge.replies import error_reply_to
@@ -20,17 +21,26 @@ from nano_inference.serving.server import Server
 Routes = Callable[[Server], APIRouter]
 
 
-def build_app(server: Server, protocols: Mapping[str, Protocol_], routes: Sequence[Routes] = ()) -> ASGIApp:
+def build_app(
+    server: Server,
+    protocols: Mapping[str, Protocol_],
+    routes: Sequence[Routes] = (),
+    *,
+    levels: Mapping[str, Level] | None = None,
+    off: Collection[str] = (),
+) -> ASGIApp:
     """The application.
 
     Args:
         server: what it serves.
         protocols: path -> the protocol that a POST to it speaks.
         routes: other routes; what they raise is answered in the shape of the protocol that the path speaks.
+        levels: who may use them, where that is not everybody with a key.
+        off: paths that a server with `rl` has: where this one has none of that name, its 404 says so.
     """
-    return in_layers(
-        build_routes(server, protocols, routes), server.config, server.lifecycle.require_ready, server.answered
-    )
+    app = build_routes(server, protocols, routes)
+    app.state.off = frozenset(off)
+    return in_layers(app, server.config, server.lifecycle.require_ready, server.answered, levels)
 
 
 def build_routes(server: Server, protocols: Mapping[str, Protocol_], routes: Sequence[Routes] = ()) -> FastAPI:
@@ -42,6 +52,7 @@ def build_routes(server: Server, protocols: Mapping[str, Protocol_], routes: Seq
             yield
 
     app = FastAPI(title="nano-inference", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.off = frozenset[str]()
     for path, protocol in protocols.items():
         app.add_api_route(
             path, generation_route(server, protocol), methods=["POST"], openapi_extra=dict(protocol.openapi)
@@ -56,6 +67,8 @@ def build_routes(server: Server, protocols: Mapping[str, Protocol_], routes: Seq
 async def _answer_to(request: Request, problem: Exception) -> Response:
     """What a route raised, or the router: never FastAPI's own shape."""
     match problem:
+        case HTTPException(status_code=404) if request.url.path in request.app.state.off:
+            error = ApiError(404, "this route is for trainers, and off: the server was started without --rl.")
         case HTTPException(status_code=404):
             error = ApiError(404, "there is no such route.")
         case HTTPException(status_code=405):

@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.edge.access import Headers, Keys
+from nano_inference.serving.edge.access import Headers, Keys, Level
 from nano_inference.serving.edge.record import RequestRecord, record_of, request_id_of
 from nano_inference.serving.edge.replies import error_reply
 from nano_inference.serving.errors import ApiError, api_error_of
@@ -18,6 +18,7 @@ log = logging.getLogger("nano_inference.serving")
 
 _EXPOSED = ("x-request-id", "request-id", "retry-after", "retry-after-ms")
 _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
+_WITH_WEIGHTS = "/update_weights_from_tensor"  # its body holds a model's tensors
 
 
 class Outermost:
@@ -71,12 +72,15 @@ class Gate:
         app: the routes.
         config: the limits.
         ready: raises `ApiError` while the engine is being built.
+        levels: of routes beside those that every server has.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, ready: Callable[[], None], levels: Mapping[str, Level] | None = None
+    ) -> None:
         self._app = app
         self._config = config
-        self._keys = Keys(config)
+        self._keys = Keys(config, levels)
         self._ready = ready
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,7 +96,7 @@ class Gate:
                 refusal.headers["connection"] = "close"
             await refusal(scope, receive, send)
             return
-        await self._app(scope, self._bounded(receive), send)
+        await self._app(scope, self._bounded(receive, scope["path"]), send)
 
     def _check(self, scope: Scope) -> None:
         path, headers = scope["path"], scope["headers"]
@@ -104,11 +108,11 @@ class Gate:
         if scope["method"] in _WITH_BODY:
             _require_json(headers)
             length = next((value for name, value in headers if name == b"content-length"), b"0")
-            if not length.isdigit() or int(length[:20]) > self._config.max_body_bytes:
-                raise self._too_large()
+            if not length.isdigit() or int(length[:20]) > self._limit(path)[0]:
+                raise self._too_large(path)
 
-    def _bounded(self, receive: Receive) -> Receive:
-        left = self._config.max_body_bytes
+    def _bounded(self, receive: Receive, path: str) -> Receive:
+        left, _ = self._limit(path)
 
         async def receive_bounded() -> Message:
             nonlocal left
@@ -116,13 +120,20 @@ class Gate:
             if message["type"] == "http.request":
                 left -= len(message.get("body", b""))
                 if left < 0:
-                    raise self._too_large()
+                    raise self._too_large(path)
             return message
 
         return receive_bounded
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._config.max_body_bytes} bytes (max_body_bytes).")
+    def _limit(self, path: str) -> tuple[int, str]:
+        """Bytes that a body may have, and the option that says so."""
+        if self._config.rl and path == _WITH_WEIGHTS:
+            return self._config.rl_max_body_bytes, "rl_max_body_bytes"
+        return self._config.max_body_bytes, "max_body_bytes"
+
+    def _too_large(self, path: str) -> ApiError:
+        size, option = self._limit(path)
+        return ApiError(413, f"the body is larger than {size} bytes ({option}).")
 
 
 def _is_long(headers: Headers) -> bool:
@@ -153,10 +164,14 @@ _ABOUT_CONTENT = frozenset((b"content-type", b"content-encoding", b"origin"))
 
 
 def in_layers(
-    routes: ASGIApp, config: ServerConfig, ready: Callable[[], None], done: Callable[[RequestRecord], None]
+    routes: ASGIApp,
+    config: ServerConfig,
+    ready: Callable[[], None],
+    done: Callable[[RequestRecord], None],
+    levels: Mapping[str, Level] | None = None,
 ) -> ASGIApp:
     """The routes with all that is around them."""
-    app: ASGIApp = Gate(routes, config, ready)
+    app: ASGIApp = Gate(routes, config, ready, levels)
     if config.cors_origins:  # outside the gate: a preflight carries no key, and pages may read refusals
         app = CORSMiddleware(
             app,
