@@ -176,6 +176,7 @@ class GenerateBuilder:
             self.num_samples,
             # The prompt's scores, and masks, come with the whole sample.
             stream=wanted.scored_from is None and not (wanted.hides or wanted.mask or wanted.flat_mask),
+            client_id=prompt.request_id,
             detokenize=not wanted.has_own_text,
         )
 

@@ -19,13 +19,20 @@ from nano_inference.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt for the engine; its choices follow those of the asks before it."""
+    """One prompt for the engine; its choices follow those of the asks before it.
+
+    Attributes:
+        stream: False: its samples come whole, also where the answer is a stream.
+        client_id: by which `Control.abort` finds it; None: the id of the HTTP request (`x-request-id`).
+        detokenize: False: its choices have no text but what the engine makes for stop strings.
+    """
 
     prompt: list[int]
     params: SamplingParams
     num_samples: int = 1
-    stream: bool = True  # False: its samples come whole, also where the answer is a stream
-    detokenize: bool = True  # False: choices have no text but what the engine makes for stop strings
+    stream: bool = True
+    client_id: str | None = None
+    detokenize: bool = True
 
 
 @dataclass(frozen=True)
