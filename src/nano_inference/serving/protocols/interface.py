@@ -45,7 +45,7 @@ class Served:
         tokenizer: None where the model has none; only token ids can be served then.
         chat_format: how it writes reasoning and tool calls.
         config: the server's limits.
-        version_name: what clients call a version of the weights.
+        version_name: what trainers call a version of the weights.
     """
 
     name: str
