@@ -5,7 +5,7 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice, repeat
+from itertools import repeat
 from typing import Any, Literal
 
 from nano_inference.serving.protocols.openai_answers import LOWEST, at_least
@@ -79,9 +79,14 @@ def rows(logprobs: Sequence[float], token_ids: Sequence[int], texts: TokenTexts 
     return list(zip(logprobs, token_ids, names, strict=False))
 
 
-def top_rows(tops: Sequence[TopLogprobs], count: int, texts: TokenTexts | None) -> list[list[tuple[Any, int, Any]]]:
-    """The same of the `count` most probable ones at each place."""
-    return [list(islice(rows([at_least(each) for each in top.logprobs], top.token_ids, texts), count)) for top in tops]
+def top_rows(
+    tops: Sequence[TopLogprobs], count: int, texts: TokenTexts | None, log_kept_mass: Sequence[float] | None = None
+) -> list[list[tuple[Any, int, Any]]]:
+    """The same of the `count` most probable ones at each place, among those that the filters kept."""
+    return [
+        rows([at_least(each + kept) for each in top.logprobs[:count]], top.token_ids[:count], texts)
+        for top, kept in zip(tops, log_kept_mass or repeat(0.0), strict=False)
+    ]
 
 
 def flat(values: Sequence[float], form: Flat) -> list[float] | str:
@@ -146,7 +151,9 @@ def _logprobs(sample: TrainingSample, ids: Sequence[int], wanted: Wanted, form: 
     else:
         told["token_logprobs"] = flat(values, form.flat)
     if wanted.top:
-        told["output_top_logprobs"] = top_rows((sample.top_logprobs or ())[: len(ids)], wanted.top, form.texts)
+        told["output_top_logprobs"] = top_rows(
+            (sample.top_logprobs or ())[: len(ids)], wanted.top, form.texts, sample.log_kept_mass
+        )
         told["input_top_logprobs"] = _top_scores(sample, wanted, form)
     return told
 

@@ -232,7 +232,8 @@ class GenerateBuilder:
             values = full_logprobs(piece.logprobs, piece.log_kept_mass)
             _extend(grown.rows, rows(values, new, self._form.texts) if self._form.flat is None else values)
             if wanted.top:
-                _extend(grown.tops, top_rows(piece.top_logprobs or (), wanted.top, self._form.texts))
+                tops = top_rows(piece.top_logprobs or (), wanted.top, self._form.texts, piece.log_kept_mass)
+                _extend(grown.tops, tops)
 
     def _growing(self, grown: _Grown, index: int, prompt: _Prompt) -> bytes:
         meta: dict[str, Any] = {
