@@ -22,7 +22,6 @@ from nano_inference.serving.control import Control
 from nano_inference.serving.dialects.reading import Fields, fields_of
 from nano_inference.serving.dialects.sglang_weights import Weights
 from nano_inference.serving.dialects.shared import server_info
-from nano_inference.serving.edge.access import Level
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import NO_RETRY, ApiError, bad_request
 from nano_inference.serving.protocols.reading import shown
@@ -45,34 +44,6 @@ _NOT_HERE: Mapping[str, str] = {
     "/post_process_weights": "weights are not repacked here; send them as they stand in a checkpoint.",
     "/pull_weights": "the engine fetches no weights; send them, or give a folder to /update_weights_from_disk.",
     "/update_weights_from_ipc": "weights are not shared between processes; send them by a group, or as safetensors.",
-}
-_READING = (
-    "/model_info",
-    "/get_model_info",
-    "/get_server_info",
-    "/get_weight_version",
-    "/health_generate",
-    "/v1/loads",
-)
-_CHANGING = (
-    "/pause_generation",
-    "/continue_generation",
-    "/abort_request",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-    "/init_weights_update_group",
-    "/destroy_weights_update_group",
-    "/update_weights_from_distributed",
-    "/update_weights_from_tensor",
-    "/update_weights_from_disk",
-    "/begin_weight_update",
-    "/end_weight_update",
-    "/weights_checker",
-)
-# Each route: ADMIN changes the engine, KEY reads.
-LEVELS: Mapping[str, Level] = {
-    **dict.fromkeys(_READING, Level.KEY),
-    **dict.fromkeys((*_CHANGING, *_NOT_HERE), Level.ADMIN),
 }
 
 

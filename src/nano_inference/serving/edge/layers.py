@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.edge.access import Headers, Keys, Level
+from nano_inference.serving.edge.access import Headers, Keys
 from nano_inference.serving.edge.record import RequestRecord, record_of, request_id_of
 from nano_inference.serving.edge.replies import error_reply
 from nano_inference.serving.errors import ApiError, api_error_of
@@ -72,15 +72,12 @@ class Gate:
         app: the routes.
         config: the limits.
         ready: raises `ApiError` while the engine is being built.
-        levels: of routes beside those that every server has.
     """
 
-    def __init__(
-        self, app: ASGIApp, config: ServerConfig, ready: Callable[[], None], levels: Mapping[str, Level] | None = None
-    ) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, ready: Callable[[], None]) -> None:
         self._app = app
         self._config = config
-        self._keys = Keys(config, levels)
+        self._keys = Keys(config)
         self._ready = ready
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,14 +163,10 @@ _ABOUT_CONTENT = frozenset((b"content-type", b"content-encoding", b"origin"))
 
 
 def in_layers(
-    routes: ASGIApp,
-    config: ServerConfig,
-    ready: Callable[[], None],
-    done: Callable[[RequestRecord], None],
-    levels: Mapping[str, Level] | None = None,
+    routes: ASGIApp, config: ServerConfig, ready: Callable[[], None], done: Callable[[RequestRecord], None]
 ) -> ASGIApp:
     """The routes with all that is around them."""
-    app: ASGIApp = Gate(routes, config, ready, levels)
+    app: ASGIApp = Gate(routes, config, ready)
     if config.cors_origins:  # outside the gate: a preflight carries no key, and pages may read refusals
         app = CORSMiddleware(
             app,
