@@ -120,15 +120,15 @@ class Generation:
         return piece
 
 
-async def answer(generation: Generation) -> dict[str, object]:
+async def answer(generation: Generation) -> object:
     """Wait for all of it; the answer's body."""
     async with aclosing(generation.pieces()) as all_pieces:
         async for _ in all_pieces:
             pass
     builder, choices, usage = generation.builder, generation.choices, generation.usage
     if usage.prompt_tokens + usage.completion_tokens > LARGE_ANSWER:
-        return dict(await asyncio.to_thread(builder.response, choices, usage))
-    return dict(builder.response(choices, usage))
+        return await asyncio.to_thread(builder.response, choices, usage)
+    return builder.response(choices, usage)
 
 
 async def events(generation: Generation) -> AsyncGenerator[bytes]:

@@ -1,16 +1,10 @@
 """The routes that prime-rl adds to vLLM's. Adapters over `serving/control.py`."""
 
-from collections.abc import Mapping
-
 from fastapi import APIRouter, Response
 
 from nano_inference.serving.dialects.reading import Fields
-from nano_inference.serving.edge.access import Level
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.server import Server
-
-# Each route: ADMIN changes the engine, KEY reads, OPEN tells nothing.
-LEVELS: Mapping[str, Level] = {}
 
 
 def routes(server: Server) -> APIRouter:
