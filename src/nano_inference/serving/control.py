@@ -85,6 +85,10 @@ class Control:
         """
         raise NotImplementedError
 
+    def has_group(self, name: str) -> bool:
+        """Whether a group of this name has formed and not been lost: by an update that failed, or with the engine."""
+        raise NotImplementedError
+
     async def leave_group(self, name: str) -> None:
         """Leave it. 404 where there is none of this name."""
         raise NotImplementedError
