@@ -18,6 +18,9 @@ KvPolicy = Literal["recompute", "keep", "abort", "wait", "finish_old"]
 # What becomes of them at a pause. keep: they stop where they are; wait: they finish first; abort: they end.
 PauseMode = Literal["keep", "wait", "abort"]
 
+# Parts of the memory that an engine can give back while it sleeps.
+Memory = Literal["weights", "kv_cache"]
+
 
 @strict_options(InvalidRequest)
 @dataclass(frozen=True)

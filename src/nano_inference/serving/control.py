@@ -1,15 +1,14 @@
 """`Control`: what a trainer may do to the engine, whatever its dialect. It lives in the API process and keeps order."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, get_args
 
 import msgspec
 
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
-from nano_inference.types import KvPolicy, PauseMode
-
-Memory = Literal["weights", "kv_cache"]
+from nano_inference.serving.errors import ApiError
+from nano_inference.types import EngineStats, KvPolicy, Memory, PauseMode
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -35,12 +34,14 @@ class Control:
 
     Attributes:
         session_open: between `begin_update` and `finish_update`.
+        pause_policy: what the pause asked for, for updates that say nothing; None: there is none, or it did not say.
     """
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self._client = client
         self._config = config
         self.session_open = False
+        self.pause_policy: KvPolicy | None = None
 
     # -- versions: opaque strings on the wire, integers in the engine ----------------------------------------------
 
@@ -135,47 +136,85 @@ class Control:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def pause(self, mode: PauseMode, *, kv_policy: KvPolicy | None = None) -> None:
-        """As `InferenceEngine.pause`; updates during the pause follow `kv_policy`. `"abort"`: requests are answered
-        with what they have.
+    async def pause(self, mode: PauseMode, *, kv_policy: KvPolicy | None = None, timeout: float | None = None) -> None:
+        """Stop computing until `resume`, and return when nothing is computed. Requests that come meanwhile wait.
+
+        Args:
+            mode: what becomes of requests, as in `InferenceEngine.pause`; `"abort"`: they are answered with what they
+                have.
+            kv_policy: of updates during the pause that name none.
+            timeout: seconds; None: the server's. With `"wait"` requests may need longer: then nothing is paused (504).
         """
-        raise NotImplementedError
+        timeout = self._config.rl_timeout if timeout is None else timeout
+        try:
+            await self._client.call("pause", mode="keep" if mode == "abort" else mode, timeout=timeout)
+        except TimeoutError as problem:
+            if mode != "wait":
+                raise
+            await self._client.call("end_pause", timeout=timeout)
+            raise ApiError(504, f"the requests did not end within {timeout:g} seconds; nothing is paused.") from problem
+        self.pause_policy = kv_policy
+        if mode == "abort":
+            await self._client.abort(None, timeout=timeout)
 
     async def resume(self) -> None:
-        """Go on."""
-        raise NotImplementedError
+        """End the pause; the engine goes on when nothing is asleep. Without one nothing happens."""
+        self.pause_policy = None
+        await self._client.call("end_pause")
 
     async def is_paused(self) -> bool:
-        """Whether it is paused."""
-        raise NotImplementedError
+        """Whether nothing is computed until `resume` or `wake`."""
+        return bool(await self._client.call("is_paused"))
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         """End requests, by the ids that their clients gave them (None: all); they are answered with what they have.
-        Returns how many requests there were.
+
+        An id is `Ask.client_id`, or that of the HTTP request (`x-request-id`). Ids that nobody has, any more or yet,
+        are passed over. Returns how many prompts there were, when they have ended.
         """
-        raise NotImplementedError
+        names = None if request_ids is None else frozenset(request_ids)
+        return await self._client.abort(names, timeout=self._config.rl_timeout)
 
     async def loads(self) -> Loads:
-        """What runs and waits."""
-        raise NotImplementedError
+        """What runs and waits. Paused requests, and such as a sleep took the cache from, do one or the other too."""
+        stats: EngineStats = await self._client.call("stats")
+        total = self._client.num_samples
+        running = min(stats.num_running, total)
+        return Loads(running, total - running)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     async def flush_cache(self, *, only_idle: bool = False) -> None:
         """Forget cached prefixes. `only_idle`: 409 while requests run or wait (SGLang's way)."""
-        raise NotImplementedError
+        if only_idle and self._client.num_samples:
+            raise ApiError(409, f"{self._client.num_samples} sample(s) run or wait; the cache is flushed without them.")
+        await self._client.call("flush_cache")
 
     async def sleep(self, memory: Iterable[Memory] = ("kv_cache", "weights")) -> None:
-        """Give memory back; requests are paused until all of it is awake."""
-        raise NotImplementedError
+        """Give memory back, as far as it is awake; nothing is computed until all of it is awake again.
+
+        Requests wait, and a pause goes on. 409 for weights while an update is open.
+        """
+        parts = self._parts(memory)
+        if "weights" in parts and self.session_open:
+            raise ApiError(409, "a weight update is open; finish it before the weights sleep.")
+        await self._client.call("sleep", memory=parts, timeout=self._config.rl_timeout)
 
     async def wake(self, memory: Iterable[Memory] | None = None) -> None:
-        """Take it again; None: all that sleeps."""
-        raise NotImplementedError
+        """Take it again, as far as it sleeps; None: all. The engine goes on when all is awake, unless it is paused."""
+        parts = self._parts(get_args(Memory) if memory is None else memory)
+        await self._client.call("wake", memory=parts, timeout=self._config.rl_timeout)
 
     async def sleeping(self) -> tuple[Memory, ...]:
         """What sleeps."""
-        raise NotImplementedError
+        return tuple(await self._client.call("sleeping"))
+
+    @staticmethod
+    def _parts(memory: Iterable[Memory]) -> list[Memory]:
+        parts = list(memory)
+        if unknown := [each for each in parts if each not in get_args(Memory)]:
+            raise ApiError(400, f"{unknown[0]!r} is not a part of the memory; these are {', '.join(get_args(Memory))}.")
+        return parts
 
     # -- checks -------------------------------------------------------------------------------------------------------
 

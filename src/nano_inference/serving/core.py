@@ -38,9 +38,12 @@ METHODS: dict[str, Callable[..., object]] = {
     "flush_cache": InferenceEngine.flush_cache,
     "pause": InferenceEngine.pause,
     "resume": InferenceEngine.resume,
+    "end_pause": lambda engine: engine.shared.end_pause(),
     "is_paused": InferenceEngine.is_paused,
     "sleep": InferenceEngine.sleep,
     "wake": InferenceEngine.wake,
+    "sleeping": InferenceEngine.sleeping,
+    "take_in": lambda engine: engine.shared.handle(),  # what was said before it has happened when it returns
 }
 
 MAX_CALLS = 32  # at a time; a thread each
@@ -160,9 +163,9 @@ class EngineCore:
         match message:
             case Generate():
                 self._generate(message)
-            case Abort(request_ids):
+            case Abort(request_ids, answered):
                 for request_id in request_ids:
-                    self._abort(request_id)
+                    self._abort(request_id, answered)
             case Call():
                 self._call(message)
             case Stop():
@@ -185,11 +188,11 @@ class EngineCore:
             if request.samples_left:  # else another thread has been through all of it already
                 self._requests[request.request_id] = (inner, request)
 
-    def _abort(self, request_id: int) -> None:
+    def _abort(self, request_id: int, answered: bool) -> None:
         with self._outputs_lock:
             inner, request = self._requests.get(request_id, (0, None))
         if request is not None:
-            request.wanted = False
+            request.wanted = answered
             self.engine.abort_soon(inner)
 
     def _take(self, request: _Request, delta: Delta) -> None:

@@ -39,16 +39,16 @@ class Generation:
     _first: list[int] = field(default_factory=list[int])  # index of each stream's first choice
     _started: set[int] = field(default_factory=set[int])  # streams of which something has come
 
-    def submit(self, client: EngineClient) -> None:
+    def submit(self, client: EngineClient, request_id: str | None = None) -> None:
         """Queue all that it asks for. Raises `EngineDead`; then nothing of it is queued."""
         try:
             for ask in self.builder.asks:
-                self._submit(ask, client)
+                self._submit(ask, client, request_id)
         except BaseException:
             self.close()
             raise
 
-    def _submit(self, ask: Ask, client: EngineClient) -> None:
+    def _submit(self, ask: Ask, client: EngineClient, request_id: str | None) -> None:
         self._first.append(len(self.choices))
         eos = frozenset[int]() if ask.params.ignore_eos else frozenset(self.served.engine.eos_token_ids)
         stop_ids = ask.params.stop_token_ids | eos
@@ -57,7 +57,8 @@ class Generation:
                 new_choice(index, self.served.tokenizer, ask.params.stop, stop_ids, self.builder.make_parser)
             )
         stream = self.builder.stream and ask.stream
-        self.streams.append(client.submit(ask.prompt, ask.params, ask.num_samples, stream=stream))
+        name = ask.client_id if ask.client_id is not None else request_id
+        self.streams.append(client.submit(ask.prompt, ask.params, ask.num_samples, stream=stream, name=name))
         self.usage.prompt_tokens += len(ask.prompt)
 
     def close(self) -> None:

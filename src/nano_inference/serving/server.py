@@ -108,7 +108,7 @@ class Server:
     async def _live(self) -> None:
         try:
             await self.client.start()
-            self.served = await asyncio.to_thread(serve_what, self.config, self.client)
+            self.served = await asyncio.to_thread(serve_what, self.config, self.client, self.control)
         except Exception as problem:
             log.error("the engine could not be built: %s", problem)
             self.lost, self.lifecycle.failure = problem, str(problem)
@@ -130,7 +130,7 @@ class Server:
             self.stop()
 
 
-def serve_what(config: ServerConfig, client: EngineClient) -> Served:
+def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> Served:
     """What builders need to know, once the engine is ready."""
     info = client.info
     tokenizer = _tokenizer(info.tokenizer_folder)
@@ -141,6 +141,7 @@ def serve_what(config: ServerConfig, client: EngineClient) -> Served:
         tokenizer=tokenizer,
         chat_format=chat_format(template, config.tool_format, config.reasoning_format),
         config=config,
+        version_name=control.version_name,
     )
 
 
