@@ -228,6 +228,30 @@ def serve(
 
 
 @app.command()
+def rl_wire(
+    model: Model = "smollm2-135m",
+    parts: Annotated[str, typer.Option(help="separated by commas")] = "logprobs,update",
+    repeats: Annotated[int, typer.Option("--repeats", "--rounds", help="rounds of each form once", min=1)] = 5,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    engines: Annotated[str, typer.Option(help="who takes part")] = "nano-inference,vllm",
+    requests: Annotated[int, typer.Option(help="of each run", min=1)] = 128,
+    concurrency: Annotated[int, typer.Option(help="requests under way at once", min=1)] = 32,
+    cache: Annotated[Path | None, typer.Option(help="where `make peers` put them")] = None,
+    out: Out = None,
+) -> None:
+    """Logprobs over HTTP in every form; new weights from a second process while streams run."""
+    from benchmarks.rl_wire import PARTS, choice_of, measure
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped on the way out
+    options = Options(model, dtype, backend, threads, repeats)
+    choice = choice_of(names(engines, ("nano-inference", "vllm")), requests, concurrency, cache)
+    rows = measure(options, names(parts, PARTS), choice)
+    write("rl-wire", rows, asdict(options) | {"requests": requests, "concurrency": concurrency}, out, model)
+
+
+@app.command()
 def load(
     url: Annotated[str, typer.Argument(help="of the server, such as http://127.0.0.1:8000")],
     model: Annotated[str, typer.Option(help="its name there; not given: the first of /v1/models")] = "",

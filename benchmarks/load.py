@@ -321,6 +321,11 @@ def outcome(record: _Record) -> Outcome:
 
 def _of_body(began: float, reply: Reply) -> Outcome:
     content = decode(reply.body)
+    if "meta_info" in content:  # SGLang's shape
+        meta = content["meta_info"]
+        return Outcome(
+            began, reply.ended, (), meta["prompt_tokens"], meta.get("cached_tokens", 0), meta["completion_tokens"]
+        )
     if not content["choices"]:
         raise Broken("the reply has no choices")
     return Outcome(began, reply.ended, (), *_counts(content["usage"]))

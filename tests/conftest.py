@@ -1,7 +1,8 @@
-"""Hypothesis profiles (`mutants` reports the first failure without searching for a smaller one), and Ctrl-C."""
+"""Profiles of hypothesis (`mutants` reports the first failure without searching for a smaller one), options, Ctrl-C."""
 
 import signal
 
+import pytest
 from hypothesis import Phase, settings
 
 settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
@@ -9,3 +10,7 @@ settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
 # A shell starts what runs in its background deaf to Ctrl-C, and children inherit that; tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the replies of golden exchanges anew")

@@ -45,6 +45,7 @@ def other(value: Any, kind: str) -> Any:
 CHOICES = {"cache_type": "radix", "dtype": "float32", "backend": "reference", "device": "cpu"}
 CHOICES |= {"admin_key": "third"}  # a user's key is refused
 CHOICES |= {"log_level": "error", "log_format": "json", "tool_format": "llama", "reasoning_format": "none"}
+CHOICES |= {"weight_update_group_init_method": "tcp://10.0.0.1:9000", "actor_llm_idx": 0}
 OPTION = {"tokenizer_path": "tokenizer", "ref_model_path": "ref-model", "num_threads": "threads"}
 OPTION |= {"enable_prefix_caching": "prefix-caching", "enable_chunked_prefill": "chunked-prefill"}
 OPTION |= {"api_keys": "api-key", "cors_origins": "cors-origin"}
@@ -64,8 +65,8 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
         for field in fields(kind)
         if field.name not in {*NOT_ON_THE_COMMAND_LINE, "model_path"}
     }
-    if kind is EngineConfig:  # the two exclude each other
-        del wanted["enable_chunked_prefill"]
+    # The two exclude each other; and there is an admin key.
+    del wanted["enable_chunked_prefill" if kind is EngineConfig else "rl_open"]
     arguments = [part for name, value in wanted.items() for part in flags(name, value)]
     result = run("serve", "smollm2-135m", *arguments)
     assert result.exit_code == 0, result.output
@@ -74,6 +75,8 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
     started.clear()
     assert run("serve", "smollm2-135m", "--no-chunked-prefill").exit_code == 0
     assert not started[0][0].enable_chunked_prefill
+    assert run("serve", "smollm2-135m", "--rl", "--rl-open", "--host", "0.0.0.0").exit_code == 0
+    assert started[1][1].rl_open
 
 
 def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
@@ -95,6 +98,12 @@ def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
         (("--tool-format", "morse"), "there is no tool format 'morse'"),
         (("--max-samples", "0"), "max_samples=0 must be"),
         (("--max-batch-size", "0"), "max_batch_size=0 must be"),
+        (("--rl", "--host", "0.0.0.0"), "whoever reaches it could change the weights"),
+        (("--rl-open",), "rl_open=True means nothing without rl=True"),
+        (
+            ("--rl", "--actor-llm-idx", "0"),
+            "weight_update_group_init_method and weight_update_group_world_size: missing",
+        ),
     ],
 )
 def test_serve_says_what_is_wrong(arguments: tuple[str, ...], words: str, started: Configs, tmp_path: Path) -> None:

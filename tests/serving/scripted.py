@@ -93,10 +93,11 @@ class ScriptedClient(EngineClient):
         self.requests: list[Generate] = []
         self.aborted: list[int] = []
         self.calls: list[Call] = []
-        self.returns: dict[str, object] = {"get_weight_version": 0}
+        self.returns: dict[str, object] = {"get_weight_version": 0, "take_in": None}
         self.failure: Exception | None = None  # what calls raise
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: dict[int, list[asyncio.Task[None]]] = {}
+        self._ended: set[int] = set()  # these end with what they have
 
     async def start(self) -> None:
         self._receive(Ready(self._engine_info()))
@@ -130,6 +131,8 @@ class ScriptedClient(EngineClient):
                 self.requests.append(message)
                 tasks = [self._start(message, index) for index in range(message.num_samples)]
                 self._running[message.request_id] = tasks
+            case Abort(request_ids, answered=True):
+                self._ended |= set(request_ids)
             case Abort(request_ids):
                 self.aborted += request_ids
                 for request_id in request_ids:
@@ -167,6 +170,9 @@ class ScriptedClient(EngineClient):
         sample = _Sample(request, index, script, self.tokenizer)
         for begin in range(0, len(sample.token_ids), script.portion):
             await asyncio.sleep(script.delay)
+            if request.request_id in self._ended:
+                sample.cut(begin)
+                break
             end = min(begin + script.portion, len(sample.token_ids))
             if script.die_after is not None and end > script.die_after:
                 return self.die()
@@ -224,6 +230,11 @@ class _Sample:
             if matched is not None:
                 self.finish_reason, self.stop_reason = "stop", matched
         return matched is not None
+
+    def cut(self, length: int) -> None:
+        """It ends here, as aborted."""
+        del self.token_ids[length:]
+        self.finish_reason, self.stop_reason = "abort", None
 
     def delta(self, begin: int, end: int) -> Delta:
         params = self.request.params

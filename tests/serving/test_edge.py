@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nano_inference.errors import ConfigError
 from nano_inference.serving.app import build_routes
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.dialects.paths import CONTROL
 from nano_inference.serving.edge.access import LEVELS, Level
 from nano_inference.serving.edge.json_limits import MAX_CONTAINERS, check_json
 from nano_inference.serving.errors import ApiError
@@ -58,7 +59,8 @@ def check_error(reply: httpx.Response, status: int) -> str:
         assert body["request_id"] == reply.headers["request-id"]
         assert set(body["error"]) == {"type", "message"}
     else:
-        assert set(body) == {"error"}
+        trainers = {"success", "message"} if reply.url.path in CONTROL else set()
+        assert set(body) == {"error"} | trainers
         assert set(body["error"]) == {"message", "type", "param", "code"}
     return body["error"]["message"]
 

@@ -11,6 +11,7 @@ from nano_inference.cli.options import parse_size, read_keys
 from nano_inference.errors import ConfigError
 
 _SERVER, _KEYS, _LIMITS, _ENGINE, _LOGS = "The server", "Keys and pages", "Limits", "The engine", "Logs"
+_RL = "Training"
 _NEEDED = ("fastapi", "msgspec", "prometheus_client", "pydantic", "uvicorn", "zmq")
 
 
@@ -91,6 +92,30 @@ def serve(
     max_backlog: Annotated[
         int, _option(_LIMITS, "--max-backlog", help="Tokens of a choice kept for a client that does not read.")
     ] = 4096,
+    rl: Annotated[
+        bool, _option(_RL, "--rl", help="Serve the routes by which trainers pause it and change its weights.")
+    ] = False,
+    rl_open: Annotated[
+        bool, _option(_RL, "--rl-open", help="Without an admin key, although other machines can reach it.")
+    ] = False,
+    rl_timeout: Annotated[
+        float, _option(_RL, "--rl-timeout", help="Seconds for a weight group to form, and for an update.")
+    ] = 300.0,
+    rl_max_body_bytes: Annotated[
+        int,
+        _option(_RL, "--rl-max-body-bytes", parser=parse_size, metavar="SIZE", help="Of a body that holds weights."),
+    ] = 4 << 30,
+    weight_update_group_init_method: Annotated[
+        str | None,
+        _option(_RL, "--weight-update-group-init-method", metavar="URL", help="tcp://host:port of PipelineRL's group."),
+    ] = None,
+    weight_update_group_world_size: Annotated[
+        int | None, _option(_RL, "--weight-update-group-world-size", help="Its trainer and all engines.")
+    ] = None,
+    actor_llm_idx: Annotated[int | None, _option(_RL, "--actor-llm-idx", help="Which of them this is, from 0.")] = None,
+    disable_weight_updates: Annotated[
+        bool, _option(_RL, "--disable-weight-updates", help="Do not join that group.")
+    ] = False,
     tokenizer: options.Tokenizer = None,
     ref_model: options.RefModel = None,
     cache_type: options.Cache = "paged",
@@ -195,6 +220,14 @@ def serve(
         log_level=log_level,
         log_format=log_format,
         log_prompts=log_prompts,
+        rl=rl,
+        rl_open=rl_open,
+        rl_timeout=rl_timeout,
+        rl_max_body_bytes=rl_max_body_bytes,
+        weight_update_group_init_method=weight_update_group_init_method,
+        weight_update_group_world_size=weight_update_group_world_size,
+        actor_llm_idx=actor_llm_idx,
+        disable_weight_updates=disable_weight_updates,
     )
     run(engine, config)
 

@@ -14,15 +14,15 @@ from nano_inference.engine.progress import Progress
 from nano_inference.engine.requests import RequestChecks, many_prompts, params_for
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.shared_loop import SharedLoop
-from nano_inference.engine.sleeping import Sleep
+from nano_inference.engine.sleeping import give_back
 from nano_inference.engine.statistics import collect
 from nano_inference.engine.transports import WeightTransport
 from nano_inference.engine.updates import Updates
 from nano_inference.engine.weight_update import WeightUpdate
-from nano_inference.errors import InvalidRequest, WeightUpdateError
-from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE, Sequence
+from nano_inference.errors import InvalidRequest, WeightUpdateConflict
+from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import Delta, EngineStats, KvPolicy, PauseMode, SamplingParams, TrainingSample
+from nano_inference.types import Delta, EngineStats, KvPolicy, Memory, PauseMode, SamplingParams, TrainingSample
 
 if TYPE_CHECKING:
     from nano_inference.engine.async_engine import AsyncInferenceEngine
@@ -125,13 +125,7 @@ class InferenceEngine:
         if not isinstance(prompt, str) and not all(isinstance(each, str) for each in prompt):
             raise InvalidRequest("generate_text takes a string or a list of strings; generate takes all other prompts.")
         if stream:
-            requests = self._requests(prompt, params, 1, stream=True)
-            places = {request.request_id: place for place, request in enumerate(requests)}
-            pieces = (
-                (places[delta.request_id], delta.text)
-                for delta in generation.run(self.shared, requests, False)
-                if delta.text
-            )
+            pieces = generation.texts(self.shared, self._requests(prompt, params, 1, stream=True))
             return (text for _, text in pieces) if isinstance(prompt, str) else pieces
         texts = [sample.text for sample in self.generate(prompt, params)]
         return texts[0] if isinstance(prompt, str) else texts
@@ -194,7 +188,7 @@ class InferenceEngine:
         with self.shared.lock:
             self.shared.handle()
             if version is not None:
-                sequence.weight_set = self._weight_set_of(version)
+                sequence.weight_set = self._updates.weight_set_of(version)
             if sink is not None:
                 self.shared.open([sequence], sink)
             return self.shared.enqueue_first(sequence)  # what is posted meanwhile may take the version away
@@ -304,7 +298,7 @@ class InferenceEngine:
         self.shared.require_alive()
         with self.shared.lock:
             if self.shared.has_no_weights():
-                raise WeightUpdateError("the weights are asleep; call wake() first.")
+                raise WeightUpdateConflict("the weights are asleep; call wake() first.")
             return self.weight_sync.checksum()
 
     def get_weight_version(self) -> int:
@@ -336,17 +330,29 @@ class InferenceEngine:
         """Whether nothing is computed until `resume` or `wake`."""
         return self.loop.paused
 
-    def sleep(self, weights: bool = False) -> None:
+    def sleep(self, weights: bool = False, *, memory: Iterable[Memory] | None = None) -> None:
         """Pause, and give the KV cache's memory back; with `weights` the weights' too, which wait in a file.
 
-        Requests stay, and compute their context again after `wake`; nothing else changes for them.
+        Requests stay, and compute their context again after `wake`; nothing else changes for them. With `memory` these
+        parts of it alone, `"weights"` or `"kv_cache"`; what sleeps already stays so.
         """
-        runner = self.runner
-        self.shared.sleep(lambda: Sleep(runner.storages.values(), runner.models.values(), weights=weights))
+        if memory is None and self.shared.asleep():
+            raise InvalidRequest("the engine is asleep already; wake() it first.")
+        parts: Iterable[Memory] = ("kv_cache", "weights") if weights else ("kv_cache",)
+        held = self.runner.storages.values(), self.runner.models.values()
+        self.shared.sleep(set(memory if memory is not None else parts), lambda part: give_back(part, *held))
 
-    def wake(self) -> None:
-        """Take the memory again and go on. Without a sleep nothing happens."""
-        self.shared.wake()
+    def wake(self, *, memory: Iterable[Memory] | None = None) -> None:
+        """Take the memory again and go on. Without a sleep nothing happens.
+
+        With `memory` only these parts of it; the engine goes on when all is awake, and not before `resume` if it was
+        paused as well. Weights that are awake can be updated while the KV cache sleeps.
+        """
+        self.shared.wake(None if memory is None else set(memory))
+
+    def sleeping(self) -> tuple[Memory, ...]:
+        """The parts of the memory that sleep."""
+        return self.shared.asleep()
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
@@ -382,16 +388,3 @@ class InferenceEngine:
         many = many_prompts(prompts)
         pairs = zip(many, params_for(sampling_params, len(many)), strict=True)
         return [self.intake.sequence(prompt, params, num_samples, stream=stream) for prompt, params in pairs]
-
-    def _weight_set_of(self, version: int) -> str:
-        """Which weights have this version. Raises `InvalidRequest`."""
-        versions = self.loop.sequences.versions
-        for weight_set in (POLICY, PREVIOUS):
-            if versions.get(weight_set) == version:
-                if weight_set == POLICY and any(update.kv_policy == "wait" for update in self.loop.updates):
-                    raise InvalidRequest(
-                        f"weight version {version!r} is about to go: an update waits for the requests that run, and "
-                        "newcomers for the update."
-                    )
-                return weight_set
-        raise InvalidRequest(f"weight version {version!r} is gone; this engine serves {versions[POLICY]}.")

@@ -1,7 +1,7 @@
 """`generate`, seen from inside: add requests, step until they have ended, hand out their deltas."""
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 from nano_inference.engine.progress import Progress, progress_of
 from nano_inference.engine.shared_loop import SharedLoop
@@ -35,3 +35,11 @@ def run(engine: SharedLoop, requests: list[Sequence], progress: Progress) -> Gen
     finally:
         show.close()
         engine.abandon(request_ids)
+
+
+def texts(engine: SharedLoop, requests: list[Sequence]) -> Iterator[tuple[int, str]]:
+    """New text of requests as it comes, with the place of its request among them."""
+    places = {request.request_id: place for place, request in enumerate(requests)}
+    for delta in run(engine, requests, False):
+        if delta.text:
+            yield places[delta.request_id], delta.text

@@ -1,7 +1,7 @@
 """`SharedLoop`: the loop for several threads. Who steps, who waits for what, pauses, and what a failure ends."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import get_args
 
 from nano_inference.engine.delivery import Delivery, Sink
@@ -11,7 +11,7 @@ from nano_inference.engine.loop import Abort, Add, EngineLoop, Message
 from nano_inference.engine.sleeping import Sleep
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
 from nano_inference.scheduling.sequence import Sequence
-from nano_inference.types import PauseMode, TrainingSample
+from nano_inference.types import Memory, PauseMode, TrainingSample
 
 
 class SharedLoop:
@@ -32,7 +32,8 @@ class SharedLoop:
         self._running = threading.Event()  # not set while the engine is paused
         self._running.set()
         self._paused_by: threading.Thread | None = None  # not its ident, which a later thread may get
-        self._sleep: Sleep | None = None
+        self._pause_asked = False  # and `resume` was not
+        self._asleep: dict[Memory, Sleep] = {}
         self._dead: str | None = None
         self.when_dead: Callable[[str], None] = lambda _: None
 
@@ -115,7 +116,7 @@ class SharedLoop:
         self.require_alive()
         if self.is_paused_by_me():
             raise InvalidRequest(
-                f"the engine is {'asleep' if self._sleep is not None else 'paused'}, by this thread, which would wait "
+                f"the engine is {'asleep' if self._asleep else 'paused'}, by this thread, which would wait "
                 "for itself; resume() or wake() it first, or use add_request."
             )
         for request in requests:
@@ -155,25 +156,29 @@ class SharedLoop:
             with self.lock:
                 self.handle()
                 self.loop.admitting = False
-            while self._is_busy() and not self.loop.paused:  # others may step, add and abort meanwhile
+            while self._is_busy() and not (self.loop.paused or self.loop.admitting):  # others may step, add and abort
                 self.advance()
         with self.lock:
-            self._running.clear()
-            self._paused_by = threading.current_thread()
-            self.loop.paused = True
-            self.advance()  # what is in flight comes home
+            if mode == "wait" and self.loop.admitting:  # another thread has resumed
+                return []
+            self._pause_asked = True
+            self._stop()
             return self.abort(None) if mode == "abort" else []
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Go on after a pause, as soon as nothing is asleep. Raises `InvalidRequest` if only a sleep keeps it."""
         self.require_alive()
         with self.lock:
-            if self._sleep is not None:
+            if self._asleep and not self._pause_asked:
                 raise InvalidRequest("the engine is asleep; wake() it.")
-            self.loop.resume()
-            self._paused_by = None
-            self._running.set()
-            self.work_arrived.set()
+            self.end_pause()
+
+    def end_pause(self) -> None:
+        """As `resume`, also where only a sleep keeps it: then nothing happens."""
+        self.require_alive()
+        with self.lock:
+            self._pause_asked = False
+            self._go_on()
 
     def is_paused_by_me(self) -> bool:
         """Whether the calling thread paused it, so that waiting here would be for ever."""
@@ -181,39 +186,79 @@ class SharedLoop:
 
     def has_no_weights(self) -> bool:
         """Whether the weights' memory was given back."""
-        return self._sleep is not None and self._sleep.holds_weights
+        return "weights" in self._asleep
 
-    def sleep(self, give_back: Callable[[], Sleep]) -> None:
-        """Pause, take all blocks away, and give memory back."""
+    def asleep(self) -> tuple[Memory, ...]:
+        """The parts of the memory that were given back."""
+        parts: tuple[Memory, ...] = ("weights", "kv_cache")
+        return tuple(part for part in parts if part in self._asleep)
+
+    def sleep(self, memory: Collection[Memory], give_back: Callable[[Memory], Sleep]) -> None:
+        """Stop, and give these parts of the memory back, as far as they are awake.
+
+        Without a KV cache no sequence holds blocks. Raises `NanoInferenceError`, with nothing changed.
+        """
         self.require_alive()
+        if unknown := sorted(set(memory) - set(get_args(Memory))):
+            raise InvalidRequest(f"memory holds {unknown[0]!r}; its parts are {', '.join(get_args(Memory))}.")
         with self.lock:
-            if self._sleep is not None:
-                raise InvalidRequest("the engine is asleep already; wake() it first.")
-            was_paused = self.loop.paused
-            self.pause("keep")
-            self.loop.vacate()
+            parts: list[Memory] = [each for each in get_args(Memory) if each in memory and each not in self._asleep]
+            if not parts:
+                return
+            self._stop()
             try:
-                self._sleep = give_back()
-                self.loop.writable = not self._sleep.holds_weights
+                for part in parts:
+                    if part == "kv_cache":
+                        self.loop.vacate()
+                    self._asleep[part] = give_back(part)  # the weights first: they may fail
             except OSError as problem:
-                if not was_paused:
-                    self.resume()
                 raise NanoInferenceError(f"the weights could not be put aside: {problem}.") from problem
+            finally:
+                self.loop.writable = not self.has_no_weights()
+                self._go_on()
 
-    def wake(self) -> None:
-        """Take the memory again and go on. Without a sleep nothing happens."""
+    def wake(self, memory: Collection[Memory] | None = None) -> None:
+        """Take these parts of the memory again, and go on once all is awake and no pause is asked for.
+
+        None: all of it; if any was asleep, that ends a pause as well. What is awake stays as it is.
+        """
         self.require_alive()
         with self.lock:
-            if self._sleep is not None:
-                try:
-                    self._sleep.end()
-                except Exception as problem:
-                    why = f"the weights that were put aside are lost: {type(problem).__name__}: {problem}"
-                    self._die(why)
-                    raise EngineDead(why) from problem
-                self._sleep = None
+            parts: list[Memory] = [part for part in self.asleep() if memory is None or part in memory]
+            if not parts:
+                return
+            if memory is None:
+                self._pause_asked = False
+            for part in parts:
+                self._wake(part)
+            if not self.loop.writable and not self.has_no_weights():
                 self.loop.writable = True
-                self.resume()
+                self.work_arrived.set()  # an update may have waited for them
+            self._go_on()
+
+    def _wake(self, part: Memory) -> None:
+        try:
+            self._asleep[part].end()
+        except Exception as problem:
+            why = f"the memory that was given back ({part}) is lost: {type(problem).__name__}: {problem}"
+            self._die(why)
+            raise EngineDead(why) from problem
+        del self._asleep[part]
+
+    def _stop(self) -> None:
+        """Compute nothing from now on. With the lock."""
+        self._running.clear()
+        self._paused_by = threading.current_thread()
+        self.loop.paused = True
+        self.advance()  # what is in flight comes home
+
+    def _go_on(self) -> None:
+        """Go on, if nothing is asleep and no pause is asked for. With the lock."""
+        if not self._asleep and not self._pause_asked:
+            self.loop.resume()
+            self._paused_by = None
+            self._running.set()
+            self.work_arrived.set()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -237,8 +282,8 @@ class SharedLoop:
         self._dead = why
         self._running.set()
         self.work_arrived.set()
-        if self._sleep is not None:
-            self._sleep.forget()
+        for part in self._asleep.values():
+            part.forget()
         self.when_dead(why)
 
     def _is_busy(self) -> bool:

@@ -1,4 +1,4 @@
-"""Giving memory back while an engine sleeps: the KV cache, and the weights too, which wait in a file."""
+"""Giving memory back while an engine sleeps: the KV cache, and the weights, which wait in a file."""
 
 import tempfile
 from collections.abc import Iterable
@@ -10,22 +10,24 @@ from torch import Tensor
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import Decoder
 from nano_inference.ops.cpu.memory import discard
+from nano_inference.types import Memory
 
 
 class Sleep:
-    """Memory that was given back. Everything keeps its address on a CPU, so nothing has to be recorded anew.
+    """One part of the memory that was given back. Everything keeps its address on a CPU: nothing is recorded anew.
 
-    Raises `OSError`, with nothing given back, where the weights cannot be written.
+    Args:
+        tensors: what it holds.
+        models: whose recorded work names them.
+        keep: put what stands in them aside, in a file; else it is lost.
+
+    Raises `OSError`, with nothing given back, where it cannot be put aside.
     """
 
-    def __init__(self, storages: Iterable[KVStorage], models: Iterable[Decoder], *, weights: bool) -> None:
-        self.holds_weights = weights
+    def __init__(self, tensors: Iterable[Tensor], models: Iterable[Decoder], *, keep: bool) -> None:
         self._models = list(models)
-        caches = [tensor for storage in set(storages) for tensor in (storage.keys, storage.values)]
-        held = [_memory(param) for model in self._models for param in model.params.values()] if weights else []
-        self._weights = list({tensor.data_ptr(): tensor for tensor in held}.values())  # sets may share some
-        self._file = _saved(self._weights) if weights else None
-        self._tensors = [*caches, *self._weights]
+        self._tensors = list({tensor.data_ptr(): tensor for tensor in tensors}.values())  # weight sets may share some
+        self._file = _saved(self._tensors) if keep else None
         self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
         for tensor in self._tensors:
             if on_cpu(tensor):
@@ -34,13 +36,13 @@ class Sleep:
                 tensor.untyped_storage().resize_(0)
 
     def end(self) -> None:
-        """Take the memory again and put the weights back, to the bit."""
+        """Take the memory again; what was put aside stands in it as before, to the bit."""
         for tensor, size in zip(self._tensors, self._sizes, strict=True):
             if not on_cpu(tensor):
                 tensor.untyped_storage().resize_(size)
         if self._file is not None:
             self._file.seek(0)
-            for tensor in self._weights:
+            for tensor in self._tensors:
                 there = _bytes(tensor) if tensor.device.type == "cpu" else torch.empty(tensor.nbytes, dtype=torch.uint8)
                 if self._file.readinto(there.numpy().data) != tensor.nbytes:
                     raise OSError("their file is cut short")
@@ -55,6 +57,15 @@ class Sleep:
         """Remove what stands on disk."""
         if self._file is not None:
             self._file.close()
+
+
+def give_back(memory: Memory, storages: Iterable[KVStorage], models: Iterable[Decoder]) -> Sleep:
+    """Give the weights or the KV cache back. Raises `OSError`, with nothing given back."""
+    models = list(models)
+    if memory == "weights":
+        return Sleep((_memory(param) for model in models for param in model.params.values()), models, keep=True)
+    caches = (tensor for storage in set(storages) for tensor in (storage.keys, storage.values))
+    return Sleep(caches, models, keep=False)
 
 
 def _saved(tensors: Iterable[Tensor]) -> Any:

@@ -9,7 +9,7 @@ from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.engine.transports import WeightTransport, receive_update
 from nano_inference.engine.weight_sync import WeightSyncManager
 from nano_inference.engine.weight_update import WeightUpdate
-from nano_inference.errors import WeightUpdateError
+from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS
 from nano_inference.types import KvPolicy
@@ -68,6 +68,20 @@ class Updates:
         self._shared.require_alive()
         policy = self._policy(kv_policy, blocking=False)
         return receive_update(self.manager, transport, kv_policy=policy, **options)
+
+    def weight_set_of(self, version: int) -> str:
+        """Which weights have this version. Raises `InvalidRequest`."""
+        loop = self._shared.loop
+        versions = loop.sequences.versions
+        for weight_set in (POLICY, PREVIOUS):
+            if versions.get(weight_set) == version:
+                if weight_set == POLICY and any(update.kv_policy == "wait" for update in loop.updates):
+                    raise InvalidRequest(
+                        f"weight version {version!r} is about to go: an update waits for the requests that run, and "
+                        "newcomers for the update."
+                    )
+                return weight_set
+        raise InvalidRequest(f"weight version {version!r} is gone; this engine serves {versions[POLICY]}.")
 
     def _policy(self, kv_policy: KvPolicy | None, blocking: bool) -> KvPolicy:
         default: KvPolicy = "recompute" if blocking else "keep"

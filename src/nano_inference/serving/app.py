@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from nano_inference.errors import NanoInferenceError
+from nano_inference.serving.dialects import paths
 from nano_inference.serving.edge.exchange import generation_route
 from nano_inference.serving.edge.layers import in_layers
 from nano_inference.serving.edge.replies import error_reply_to
@@ -17,6 +18,7 @@ from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of
 from nano_inference.serving.protocols.interface import Protocol_
 from nano_inference.serving.server import Server
 
+TRAINERS = paths.CONTROL | paths.GENERATION
 Routes = Callable[[Server], APIRouter]
 
 
@@ -42,6 +44,7 @@ def build_routes(server: Server, protocols: Mapping[str, Protocol_], routes: Seq
             yield
 
     app = FastAPI(title="nano-inference", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.rl = server.config.rl
     for path, protocol in protocols.items():
         app.add_api_route(
             path, generation_route(server, protocol), methods=["POST"], openapi_extra=dict(protocol.openapi)
@@ -56,6 +59,8 @@ def build_routes(server: Server, protocols: Mapping[str, Protocol_], routes: Seq
 async def _answer_to(request: Request, problem: Exception) -> Response:
     """What a route raised, or the router: never FastAPI's own shape."""
     match problem:
+        case HTTPException(status_code=404) if request.url.path in TRAINERS and not request.app.state.rl:
+            error = ApiError(404, "this route is for trainers, and off: the server was started without --rl.")
         case HTTPException(status_code=404):
             error = ApiError(404, "there is no such route.")
         case HTTPException(status_code=405):

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -35,10 +35,11 @@ SILENCE = 20.0  # seconds without a heartbeat; also an engine that has nothing t
 
 
 class RequestStream:
-    """Deltas of one request on their way to whoever answers it."""
+    """Deltas of one request on their way to whoever answers it. `name` is the id that its client gave it."""
 
-    def __init__(self, num_samples: int, max_backlog: int, abort: Callable[[], None]) -> None:
+    def __init__(self, num_samples: int, max_backlog: int, abort: Callable[[], None], name: str | None = None) -> None:
         self.samples_left = num_samples
+        self.name = name
         self._max_backlog = max_backlog
         self._abort = abort
         self._deltas: list[Delta] = []
@@ -136,15 +137,26 @@ class EngineClient(ABC):
         """Samples that run or wait."""
         return sum(self._widths.values())
 
-    def submit(self, prompt: list[int], params: SamplingParams, num_samples: int = 1, *, stream: bool) -> RequestStream:
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        num_samples: int = 1,
+        *,
+        stream: bool,
+        name: str | None = None,
+    ) -> RequestStream:
         """Queue a request; what the engine refuses is raised by the stream's first `next`.
+
+        `name` is what `abort` knows it by; others may have the same.
 
         Raises `InvalidRequest` for what cannot even be said to it, `EngineDead`, and `ApiError` (503, with
         `retry-after`) while a new engine is being built.
         """
         self._require_alive()
         request_id = next(self._ids)
-        request = RequestStream(num_samples, self._max_backlog * num_samples, lambda: self._give_up(request_id))
+        backlog = self._max_backlog * num_samples
+        request = RequestStream(num_samples, backlog, lambda: self._give_up(request_id), name)
         if not self._streams:
             self._progress = time.monotonic()
         self._streams[request_id] = request
@@ -166,6 +178,17 @@ class EngineClient(ABC):
         if self._heard is not None and now - self._heard >= SILENCE + seconds:
             return True
         return bool(self._streams or self._busy) and now - self._progress >= seconds
+
+    async def abort(self, names: Collection[str] | None, *, timeout: float = 60.0) -> int:
+        """End the requests of these names (None: all): their streams get samples that end as `"abort"`, with what they
+        have. Returns how many there were, when they have. Raises as `call` does.
+        """
+        self._require_alive()
+        found = [each for each, request in self._streams.items() if names is None or request.name in names]
+        if found:
+            self._send(Abort(found, answered=True))
+            await self.call("take_in", timeout=timeout)
+        return len(found)
 
     async def call(self, name: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
         """Call one of the engine's methods. Raises what it raised, `TimeoutError`, and what `submit` raises."""

@@ -1,10 +1,12 @@
 """`ServerConfig`: how the server listens, whom it trusts, and what one client may ask for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from nano_inference.errors import ConfigError
 from nano_inference.options import strict_options
+from nano_inference.serving.addresses import is_loopback
 from nano_inference.serving.log_lines import LogFormat
 
 MIB = 1 << 20
@@ -47,8 +49,14 @@ class ServerConfig:
         log_format: `"text"`, or `"json"`: one object a line.
         log_prompts: also log prompts and completions.
         rl: serve the routes by which trainers pause the engine and change its weights (`serving/dialects`).
-        rl_open: ask for no key on those although other machines can reach them.
+        rl_open: ask for no admin key on those although other machines can reach them.
         rl_timeout: seconds that a weight group may take to form, and an update to arrive.
+        rl_max_body_bytes: size of a body that holds weights (`/update_weights_from_tensor`).
+        weight_update_group_init_method: "tcp://host:port" of a trainer whose weight group is joined from the start on
+            (PipelineRL's way; the names are its own).
+        weight_update_group_world_size: of that group: the trainer and all engines.
+        actor_llm_idx: this engine's number among them; its rank is one more.
+        disable_weight_updates: do not join that group; what the trainer says of it may be given all the same.
     """
 
     host: str = "127.0.0.1"
@@ -84,6 +92,11 @@ class ServerConfig:
     rl: bool = False
     rl_open: bool = False
     rl_timeout: float = 300.0
+    rl_max_body_bytes: int = 4096 * MIB
+    weight_update_group_init_method: str | None = None
+    weight_update_group_world_size: int | None = None
+    actor_llm_idx: int | None = None
+    disable_weight_updates: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
@@ -98,6 +111,8 @@ class ServerConfig:
         if not isinstance(queued, int) or isinstance(queued, bool) or queued < 0:
             raise ConfigError(f"max_queued_samples={queued!r} must be an integer of at least 0.")
         self._check_keys()
+        self._check_rl()
+        self._check_weight_group()
         for name in ("request_timeout", "drain_timeout", "rl_timeout"):
             seconds: Any = getattr(self, name)
             if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < float("inf"):
@@ -113,6 +128,48 @@ class ServerConfig:
         if self.admin_key in keys:
             raise ConfigError("admin_key is among api_keys; users would be administrators.")
 
+    def _check_rl(self) -> None:
+        if not self.rl:
+            for field in fields(self):
+                if field.name in _WITH_RL and getattr(self, field.name) != field.default:
+                    raise ConfigError(f"{field.name}={getattr(self, field.name)!r} means nothing without rl=True.")
+        elif self.rl_open and self.admin_key is not None:
+            raise ConfigError("rl_open says that no admin key is asked for, and there is one; leave out either.")
+        elif not (self.rl_open or self.admin_key is not None or is_loopback(self.host)):
+            raise ConfigError(
+                f"rl=True with host={self.host!r}: whoever reaches it could change the weights. Give an admin_key, "
+                "or rl_open=True if all who reach it are trusted."
+            )
+
+    def _check_weight_group(self) -> None:
+        group: dict[str, Any] = {name: getattr(self, name) for name in _GROUP}
+        missing = [name for name, value in group.items() if value is None]
+        if len(missing) == len(group):
+            if self.disable_weight_updates:
+                raise ConfigError(f"disable_weight_updates: there is no group to leave out; it needs {_GROUP[0]}.")
+            return
+        if missing:
+            raise ConfigError(f"{' and '.join(missing)}: missing; {', '.join(_GROUP)} belong together.")
+        url, size, index = group.values()
+        try:
+            address = urlsplit(url)
+            is_whole = address.scheme == "tcp" and address.hostname and address.port and not address.path
+        except (ValueError, AttributeError, TypeError):
+            is_whole = False
+        if not is_whole:
+            raise ConfigError(f"weight_update_group_init_method={url!r} must be like 'tcp://10.0.0.1:9000'.")
+        for name, value in (("weight_update_group_world_size", size), ("actor_llm_idx", index)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r} must be an integer.")
+        # A trainer in its debug mode, which disables updates, has no group and calls its size 1.
+        if not 0 <= index < size - 1 and not self.disable_weight_updates:
+            raise ConfigError(
+                f"actor_llm_idx={index} must be in [0, {size - 1}): of {size} ranks one is the trainer's."
+            )
+
+
+_GROUP = ("weight_update_group_init_method", "weight_update_group_world_size", "actor_llm_idx")
+_WITH_RL = ("rl_open", "rl_timeout", "rl_max_body_bytes", "disable_weight_updates", *_GROUP)
 
 _COUNTS = (
     "max_samples",
@@ -126,4 +183,5 @@ _COUNTS = (
     "max_header_bytes",
     "max_depth",
     "max_backlog",
+    "rl_max_body_bytes",
 )

@@ -11,7 +11,11 @@ from nano_inference.errors import (
     NanoInferenceError,
     RequestAborted,
     RequestTooLarge,
+    WeightTransferError,
+    WeightUpdateConflict,
+    WeightUpdateError,
 )
+from nano_inference.serving.dialects import paths
 
 
 class EngineReplaced(EngineDead):
@@ -61,6 +65,9 @@ def api_error_of(problem: BaseException) -> ApiError:
             return ApiError(400, str(problem), code="context_length_exceeded")
         case InvalidRequest():
             return ApiError(400, str(problem))
+        case WeightUpdateError():
+            late, conflict = isinstance(problem, WeightTransferError), isinstance(problem, WeightUpdateConflict)
+            return ApiError(504 if late else 409 if conflict else 400, str(problem))
         case EngineReplaced():
             text = "the engine has died, and is being started again."
             return ApiError(503, text, code="engine_restarting", headers=retry_after(5.0))
@@ -80,11 +87,13 @@ _WORDS: Mapping[int, tuple[str, str | None, str]] = {
     404: ("not_found_error", None, "not_found_error"),
     405: ("invalid_request_error", "method_not_allowed", "invalid_request_error"),
     408: ("timeout_error", "request_timeout", "timeout_error"),
+    409: ("conflict_error", None, "invalid_request_error"),
     413: ("invalid_request_error", "request_too_large", "request_too_large"),
     415: ("invalid_request_error", "unsupported_media_type", "invalid_request_error"),
     429: ("rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
     431: ("invalid_request_error", "headers_too_large", "request_too_large"),
     500: ("server_error", None, "api_error"),
+    501: ("not_implemented_error", None, "api_error"),
     503: ("service_unavailable_error", None, "overloaded_error"),
     504: ("timeout_error", "request_timeout", "timeout_error"),
 }
@@ -108,9 +117,12 @@ def anthropic_error(problem: ApiError, request_id: str | None = None) -> dict[st
 def error_body(path: str, problem: ApiError, request_id: str, *, has_version: bool = False) -> dict[str, Any]:
     """In the shape of the protocol that a path speaks: Anthropic's below `/v1/messages`, elsewhere OpenAI's.
 
-    `/v1/models` speaks both: Anthropic's where there is an `anthropic-version` header (`has_version`).
+    `/v1/models` speaks both: Anthropic's where there is an `anthropic-version` header (`has_version`). Trainers' routes
+    say beside it what SGLang's clients look for.
     """
     route = "/".join(path.split("/", 3)[:3])
     if route == "/v1/messages" or (route == "/v1/models" and has_version):
         return anthropic_error(problem, request_id)
+    if path in paths.CONTROL or path in paths.GENERATION:
+        return openai_error(problem) | {"success": False, "message": problem.message}
     return openai_error(problem)

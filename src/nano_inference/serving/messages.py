@@ -6,7 +6,7 @@ import msgspec
 
 from nano_inference.config import EngineConfig
 from nano_inference.serving.log_lines import LogFormat
-from nano_inference.types import Delta, EngineStats, SamplingParams, TrainingSample
+from nano_inference.types import Delta, EngineStats, Memory, SamplingParams, TrainingSample
 
 # A log line: bytes, problem, how many others there were since the last such line.
 NOT_UNDERSTOOD = "a message of %d bytes was not understood: %.500r; %d more since the last such line"
@@ -73,9 +73,10 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """End requests; nothing more of them is wanted."""
+    """End requests. Nothing more of them is wanted, or, `answered`, their samples with what they have."""
 
     request_ids: list[int]
+    answered: bool = False
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
@@ -168,4 +169,4 @@ FromEngine = CannotStart | Ready | Outputs | Refused | Returned | Failed | Heart
 
 
 # What calls return, where it is more than numbers, strings, lists and dicts of them.
-RESULTS: dict[str, Any] = {"stats": EngineStats, "pause": list[TrainingSample]}
+RESULTS: dict[str, Any] = {"stats": EngineStats, "pause": list[TrainingSample], "sleeping": tuple[Memory, ...]}

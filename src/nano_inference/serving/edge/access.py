@@ -5,7 +5,9 @@ from collections.abc import Iterable
 from enum import Enum
 from hashlib import sha256
 
+from nano_inference.serving.addresses import host_name, is_address
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.dialects import paths
 from nano_inference.serving.errors import NO_RETRY, ApiError
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -21,22 +23,36 @@ class Level(Enum):
 
 # Every other path, also one that does not exist, is `KEY`.
 LEVELS: dict[str, Level] = {"/health": Level.OPEN, "/flush_cache": Level.ADMIN}
+# With `ServerConfig.rl`.
+RL_LEVELS: dict[str, Level] = dict.fromkeys(paths.CHANGING, Level.ADMIN) | dict.fromkeys(paths.OPEN, Level.OPEN)
 
 
 class Keys:
-    """The keys of a server. Comparisons take the same time for every wrong key."""
+    """The keys of a server. Comparisons take the same time for every wrong key.
+
+    Trainers send no key. So with `rl` and without an admin key, routes that change the engine ask for what the others
+    ask for, on an address that only this machine can reach (or with `rl_open`), but never serve a web page: any page
+    that somebody opens here could reach them.
+    """
 
     def __init__(self, config: ServerConfig) -> None:
         self._keys = [_digest(key.encode()) for key in config.api_keys]
         self._admin = None if config.admin_key is None else _digest(config.admin_key.encode())
+        self._levels = LEVELS | RL_LEVELS if config.rl else LEVELS
+        self._is_trusting = config.rl and config.admin_key is None
+        self._name = None if config.rl_open else config.host.lower()  # by which it may be called, beside addresses
 
     def require(self, path: str, headers: Headers) -> None:
         """Let a request pass.
 
         Raises:
-            ApiError: 401 for a key that is missing or wrong, 403 for one that does not open this route.
+            ApiError: 401 for a key that is missing or wrong, 403 for one that does not open this route, or for a web
+                page on a route that changes the engine.
         """
-        level = LEVELS.get(path, Level.KEY)
+        level = self._levels.get(path, Level.KEY)
+        if level is Level.ADMIN and self._is_trusting:
+            self._refuse_pages(headers)
+            level = Level.KEY
         if level is Level.OPEN or (level is Level.KEY and not self._keys):
             return
         given = [_digest(key) for key in _keys_in(headers)]
@@ -53,8 +69,26 @@ class Keys:
                 raise ApiError(401, _WRONG if given else _MISSING, headers=_ASK)
             raise ApiError(403, "this route needs the admin key.", headers=NO_RETRY)
 
+    def _refuse_pages(self, headers: Headers) -> None:
+        """Browsers say by `Origin` or `Sec-Fetch-Site` that a page asks. Where they do not, because the page's name was
+        made to lead here (DNS rebinding), `Host` has that name. Raises `ApiError` 403.
+        """
+        for name, value in headers:
+            is_page = name == b"origin" or (name == b"sec-fetch-site" and value.strip().lower() != b"none")
+            if is_page or (name == b"host" and not self._is_called(value.decode("latin-1"))):
+                raise ApiError(403, _NO_PAGES, headers=NO_RETRY)
+
+    def _is_called(self, host: str) -> bool:
+        """Whether `Host` is an address, or the name that the server was told to listen on."""
+        name = host_name(host)
+        return self._name is None or name == self._name or is_address(name)
+
 
 _MISSING = "this server needs an API key, as `Authorization: Bearer KEY` or as `x-api-key: KEY`."
+_NO_PAGES = (
+    "web pages may not use this route: it takes no Origin, no Sec-Fetch-Site, and as Host an IP address or localhost. "
+    "An admin key (--admin-key) opens it to all who have it."
+)
 _WRONG = "the API key is not one of this server's."
 _ASK = {"www-authenticate": "Bearer"}
 

@@ -18,6 +18,7 @@ log = logging.getLogger("nano_inference.serving")
 
 _EXPOSED = ("x-request-id", "request-id", "retry-after", "retry-after-ms")
 _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
+_WITH_WEIGHTS = "/update_weights_from_tensor"  # its body holds a model's tensors
 
 
 class Outermost:
@@ -92,7 +93,7 @@ class Gate:
                 refusal.headers["connection"] = "close"
             await refusal(scope, receive, send)
             return
-        await self._app(scope, self._bounded(receive), send)
+        await self._app(scope, self._bounded(receive, scope["path"]), send)
 
     def _check(self, scope: Scope) -> None:
         path, headers = scope["path"], scope["headers"]
@@ -102,13 +103,13 @@ class Gate:
         if path != "/health":
             self._ready()
         if scope["method"] in _WITH_BODY:
-            _require_json(headers)
+            _require_json(headers, or_bytes=self._config.rl and path == _WITH_WEIGHTS)
             length = next((value for name, value in headers if name == b"content-length"), b"0")
-            if not length.isdigit() or int(length[:20]) > self._config.max_body_bytes:
-                raise self._too_large()
+            if not length.isdigit() or int(length[:20]) > self._limit(path)[0]:
+                raise self._too_large(path)
 
-    def _bounded(self, receive: Receive) -> Receive:
-        left = self._config.max_body_bytes
+    def _bounded(self, receive: Receive, path: str) -> Receive:
+        left, _ = self._limit(path)
 
         async def receive_bounded() -> Message:
             nonlocal left
@@ -116,13 +117,20 @@ class Gate:
             if message["type"] == "http.request":
                 left -= len(message.get("body", b""))
                 if left < 0:
-                    raise self._too_large()
+                    raise self._too_large(path)
             return message
 
         return receive_bounded
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._config.max_body_bytes} bytes (max_body_bytes).")
+    def _limit(self, path: str) -> tuple[int, str]:
+        """Bytes that a body may have, and the option that says so."""
+        if self._config.rl and path == _WITH_WEIGHTS:
+            return self._config.rl_max_body_bytes, "rl_max_body_bytes"
+        return self._config.max_body_bytes, "max_body_bytes"
+
+    def _too_large(self, path: str) -> ApiError:
+        size, option = self._limit(path)
+        return ApiError(413, f"the body is larger than {size} bytes ({option}).")
 
 
 def _is_long(headers: Headers) -> bool:
@@ -132,7 +140,7 @@ def _is_long(headers: Headers) -> bool:
     )
 
 
-def _require_json(headers: Headers) -> None:
+def _require_json(headers: Headers, *, or_bytes: bool = False) -> None:
     """JSON says that it is JSON, but `curl -d` says it is a form, and other tools say nothing.
 
     These are believed, but not in a browser: a page may post forms to any server without asking it first (no CORS), so
@@ -142,6 +150,8 @@ def _require_json(headers: Headers) -> None:
     if found.get(b"content-encoding", b"identity").lower() != b"identity":
         raise ApiError(415, "compressed bodies are not read; send the JSON as it is.")
     media_type = found.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if or_bytes and media_type == b"application/octet-stream":
+        return
     if media_type == b"application/json" or (media_type.startswith(b"application/") and media_type.endswith(b"+json")):
         return
     if media_type in (b"", b"application/x-www-form-urlencoded") and b"origin" not in found:

@@ -1,11 +1,10 @@
 """What is logged of requests and of the server itself. Keys are never in it."""
 
-import ipaddress
 import json
 import logging
-import socket
 from typing import Any
 
+from nano_inference.serving.addresses import is_loopback
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.edge.record import RequestRecord
 from nano_inference.serving.handler import Generation
@@ -75,13 +74,26 @@ def log_texts(generation: Generation, request_id: str) -> None:
 def log_start(config: ServerConfig, url: str) -> None:
     """The server listens."""
     keys = f"{len(config.api_keys)} API key(s)" if config.api_keys else "no API key"
-    admin = "an admin key" if config.admin_key is not None else "no admin key (its routes are off)"
+    without = "no admin key" if config.rl else "no admin key (its routes are off)"
+    admin = "an admin key" if config.admin_key is not None else without
     log.info("listening on %s, with %s and %s; the engine is being built.", url, keys, admin)
     if not config.api_keys and not is_loopback(config.host):
         log.warning(
             "host=%s can be reached from other machines, and no API key is set: anybody who reaches it may use it.",
             config.host,
         )
+    if config.rl:
+        log.info("routes for trainers are on (vLLM, SGLang, prime-rl, PipelineRL): %s.", _who_may_train(config))
+
+
+def _who_may_train(config: ServerConfig) -> str:
+    """Who may pause the engine and change its weights."""
+    if config.admin_key is not None:
+        return "who has the admin key may change the weights"
+    whoever = "whoever has an API key and" if config.api_keys else "whoever"
+    if is_loopback(config.host):
+        return f"{whoever} is on this machine may change the weights, web pages excepted"
+    return f"{whoever} reaches {config.host} may change the weights (rl_open)"
 
 
 def log_ready(config: ServerConfig, served: Served) -> None:
@@ -97,18 +109,3 @@ def log_ready(config: ServerConfig, served: Served) -> None:
         config.max_queued_samples,
         config.request_timeout,
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
-    if not host:
-        return False
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        pass
-    try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
-    return bool(found) and all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)

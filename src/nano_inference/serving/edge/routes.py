@@ -40,6 +40,9 @@ def server_routes(server: Server) -> APIRouter:
     async def metrics() -> Response:
         return Response(server.metrics.text(), media_type=CONTENT_TYPE)
 
+    if server.config.rl:  # the dialects have one of their own
+        return router
+
     @router.post("/flush_cache", summary="Forget cached prefixes; needs the admin key")
     async def flush_cache() -> Response:
         server.lifecycle.require_open()

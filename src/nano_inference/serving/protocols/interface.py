@@ -19,12 +19,20 @@ from nano_inference.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt for the engine; its choices follow those of the asks before it."""
+    """One prompt for the engine; its choices follow those of the asks before it.
+
+    Attributes:
+        stream: False: its samples come whole, also where the answer is a stream.
+        client_id: by which `Control.abort` finds it; None: the id of the HTTP request (`x-request-id`).
+        detokenize: False: its choices have no text but what the engine makes for stop strings.
+    """
 
     prompt: list[int]
     params: SamplingParams
     num_samples: int = 1
-    stream: bool = True  # False: its samples come whole, also where the answer is a stream
+    stream: bool = True
+    client_id: str | None = None
+    detokenize: bool = True
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,7 @@ class Served:
         tokenizer: None where the model has none; only token ids can be served then.
         chat_format: how it writes reasoning and tool calls.
         config: the server's limits.
+        version_name: what trainers call a version of the weights.
     """
 
     name: str
@@ -44,6 +53,7 @@ class Served:
     tokenizer: Tokenizer | None
     chat_format: ChatFormat
     config: ServerConfig
+    version_name: Callable[[int], str] = str
 
     def __post_init__(self) -> None:
         # What takes a while at its first use has it here, where no request waits for it.
@@ -102,7 +112,7 @@ class Builder(Protocol):
         """What a stream ends with that cannot go on."""
         ...
 
-    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
+    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
         """The answer as a whole."""
         ...
 

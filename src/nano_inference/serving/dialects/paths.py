@@ -1,0 +1,68 @@
+"""The paths of the dialects: access and error bodies go by them. A test compares them with the routes."""
+
+# They change the engine or what it does; for administrators.
+CHANGING: frozenset[str] = frozenset(
+    (
+        # both dialects
+        "/flush_cache",
+        "/update_weight_version",
+        "/update_weights",
+        # vLLM
+        "/abort_requests",
+        "/finish_weight_update",
+        "/init_weight_transfer_engine",
+        "/pause",
+        "/reset_prefix_cache",
+        "/resume",
+        "/shutdown_weight_transfer_engine",
+        "/sleep",
+        "/start_weight_update",
+        "/wake_up",
+        "/weight_checker",
+        # SGLang
+        "/abort_request",
+        "/begin_weight_update",
+        "/continue_generation",
+        "/destroy_weights_update_group",
+        "/end_weight_update",
+        "/init_weights_update_group",
+        "/pause_generation",
+        "/post_process_weights",
+        "/pull_weights",
+        "/post_process_weights",
+        "/pull_weights",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/update_weights_from_disk",
+        "/update_weights_from_distributed",
+        "/update_weights_from_ipc",
+        "/update_weights_from_ipc",
+        "/update_weights_from_tensor",
+        "/weights_checker",
+        # prime-rl and PipelineRL
+        "/init_broadcaster",
+        "/load_lora_adapter",
+        "/receive_weight_update",
+    )
+)
+# They only tell; for users.
+READING: frozenset[str] = frozenset(
+    (
+        "/get_model_info",
+        "/get_server_info",
+        "/get_weight_version",
+        "/get_world_size",
+        "/health_generate",
+        "/is_paused",
+        "/is_sleeping",
+        "/model_info",
+        "/server_info",
+        "/v1/loads",
+        "/weight_info",
+    )
+)
+# It says that the engine lives, and nothing else; for whatever looks after processes.
+OPEN: frozenset[str] = frozenset(("/liveness",))
+CONTROL = CHANGING | READING | OPEN
+# They generate; for users.
+GENERATION: frozenset[str] = frozenset(("/generate", "/inference/v1/generate"))

@@ -1,0 +1,138 @@
+"""How a control request is read: its body may be missing, and flags stand in its query or in its JSON."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+
+from nano_inference.serving.edge.exchange import read_request
+from nano_inference.serving.errors import bad_request
+from nano_inference.serving.protocols.reading import decode, shown
+from nano_inference.serving.server import Server
+
+MOST_SECONDS = 24 * 3600.0
+
+_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What a control request says, in its query or in its JSON: clients differ. The JSON goes first.
+
+    Every method takes null as nothing said, and raises `ApiError`, 400, naming the field and its value.
+    """
+
+    body: Mapping[str, Any]
+    query: Mapping[str, Sequence[str]]
+
+    def value(self, name: str) -> Any:
+        """As it came; None: it did not."""
+        given = self.body.get(name)
+        if given is not None:
+            return given
+        return self.query[name][0] if self.query.get(name) else None
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false; a query says it in words."""
+        given = self.value(name)
+        if given is None or isinstance(given, bool):
+            return default if given is None else given
+        if isinstance(given, str) and given.lower() in _WORDS:
+            return _WORDS[given.lower()]
+        raise bad_request(f"{name} must be true or false, not {shown(given)}.", name)
+
+    def text(self, name: str) -> str | None:
+        """A string."""
+        given = self.value(name)
+        if given is not None and not isinstance(given, str):
+            raise bad_request(f"{name} must be a string, not {shown(given)}.", name)
+        return given
+
+    def required_text(self, name: str) -> str:
+        """A string that must be there, and not be empty."""
+        given = self.text(name)
+        if not given:
+            raise bad_request(f"{name} is missing; it must be a string.", name)
+        return given
+
+    def word(self, name: str, words: Sequence[str], default: str) -> str:
+        """One of these words."""
+        given = self.text(name)
+        if given is not None and given not in words:
+            raise bad_request(f"{name} must be one of {', '.join(words)}, not {shown(given)}.", name)
+        return default if given is None else given
+
+    def number(self, name: str, *, least: int, most: int = 2**63) -> int | None:
+        """An integer in [least, most]."""
+        given = self.value(name)
+        if isinstance(given, str) and given.isascii() and given.isdigit() and len(given) < 20:
+            given = int(given)
+        if given is None:
+            return None
+        if not isinstance(given, int) or isinstance(given, bool) or not least <= given <= most:
+            raise bad_request(f"{name} must be an integer in [{least}, {most}], not {shown(given)}.", name)
+        return given
+
+    def required_number(self, name: str, *, least: int, most: int = 2**63) -> int:
+        """The same, of a field that must be there."""
+        given = self.number(name, least=least, most=most)
+        if given is None:
+            raise bad_request(f"{name} is missing; it must be an integer.", name)
+        return given
+
+    def seconds(self, name: str) -> float | None:
+        """A time span, above zero and at most a day."""
+        given = self.value(name)
+        if isinstance(given, str):
+            with suppress(ValueError):
+                given = float(given)
+        if given is None:
+            return None
+        if not isinstance(given, int | float) or isinstance(given, bool) or not 0 < given <= MOST_SECONDS:
+            raise bad_request(f"{name} must be a number of seconds, at most a day, not {shown(given)}.", name)
+        return float(given)
+
+    def version(self, name: str) -> str | None:
+        """The name of a weight version: a string; trainers that count send the number."""
+        given = self.value(name)
+        if isinstance(given, int) and not isinstance(given, bool) and abs(given) < 2**64:
+            return str(given)
+        if given is not None and (not isinstance(given, str) or not 0 < len(given) <= 256):
+            raise bad_request(f"{name} must be a string of 1 to 256 characters, not {shown(given)}.", name)
+        return given
+
+    def texts(self, name: str) -> tuple[str, ...] | None:
+        """A list of strings, of the JSON or of a query that says it again and again; one string is a list of one."""
+        given: Any = self.body.get(name)
+        if given is None:
+            given = self.query.get(name)
+        if isinstance(given, str):
+            given = [given]
+        if given is None:
+            return None
+        if not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
+            raise bad_request(f"{name} must be a list of strings, not {shown(given)}.", name)
+        return tuple(given)
+
+    def part(self, name: str) -> "Fields | None":
+        """An object of the JSON, read in the same way."""
+        given = self.body.get(name)
+        if given is None:
+            return None
+        if not isinstance(given, dict):
+            raise bad_request(f"{name} must be an object, not {shown(given)}.", name)
+        return Fields(given, {})
+
+
+async def fields_of(request: Request, server: Server) -> Fields:
+    """Read a control request. A body that is missing or empty says nothing; unknown fields are ignored.
+
+    Raises `ApiError`: 400 where the body is no JSON object, 503 while the server drains or has no engine.
+    """
+    server.lifecycle.require_open()
+    depth = server.config.max_depth
+    body = await read_request(request, server, lambda data, _: decode(data, depth) if data.strip() else {})
+    query = {name: request.query_params.getlist(name) for name in request.query_params}
+    return Fields(body, query)

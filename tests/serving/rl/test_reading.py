@@ -1,0 +1,82 @@
+"""How control requests are read: bodies that are missing, flags in the query or the JSON, values that are none."""
+
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.dialects import paths
+from nano_inference.serving.dialects.reading import Fields
+from nano_inference.serving.errors import ApiError
+from nano_inference.serving.main import RL_PROTOCOLS, RL_ROUTES
+from nano_inference.serving.server import Server
+from tests.serving.scripted import ScriptedClient
+
+SCALAR = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+VALUE = SCALAR | st.lists(SCALAR, max_size=2) | st.dictionaries(st.text(max_size=3), SCALAR, max_size=2)
+READS: dict[str, Any] = {
+    "flag": lambda fields: fields.flag("x", default=False),
+    "text": lambda fields: fields.text("x"),
+    "word": lambda fields: fields.word("x", ("keep", "abort"), "keep"),
+    "number": lambda fields: fields.number("x", least=0, most=9),
+    "seconds": lambda fields: fields.seconds("x"),
+    "version": lambda fields: fields.version("x"),
+    "texts": lambda fields: fields.texts("x"),
+    "part": lambda fields: fields.part("x"),
+}
+
+
+def read(kind: str, fields: Fields) -> object:
+    """The value, or the refusal."""
+    try:
+        return READS[kind](fields)
+    except ApiError as problem:
+        return problem
+
+
+@given(kind=st.sampled_from(sorted(READS)), value=VALUE)
+@settings(max_examples=300, deadline=None)
+def test_a_value_is_read_or_refused_by_name(kind: str, value: object) -> None:
+    said = read(kind, Fields({"x": value}, {}))
+    if isinstance(said, ApiError):
+        assert (said.status, said.param) == (400, "x")
+
+
+@given(kind=st.sampled_from(sorted(set(READS) - {"part"})), value=st.text(max_size=8))
+@settings(max_examples=300, deadline=None)
+def test_a_query_says_what_the_json_says(kind: str, value: str) -> None:
+    assert read(kind, Fields({}, {"x": [value]})) == read(kind, Fields({"x": value}, {}))
+
+
+def test_the_json_goes_first_and_null_says_nothing() -> None:
+    assert Fields({"x": False}, {"x": ["true"]}).flag("x", default=True) is False
+    assert Fields({"x": None}, {"x": ["true"]}).flag("x", default=False) is True
+    assert Fields({}, {}).flag("x", default=True) is True
+    assert Fields({"x": 7}, {}).version("x") == "7"
+    assert Fields({}, {"tags": ["weights", "kv_cache"]}).texts("tags") == ("weights", "kv_cache")
+
+
+def test_each_route_is_known_to_access_and_errors() -> None:
+    server = Server(ServerConfig(rl=True), ScriptedClient())
+    routes: list[tuple[str, str]] = []
+    for make in RL_ROUTES:
+        for route in make(server).routes:
+            assert isinstance(route, APIRoute)
+            routes += [(route.path, method) for method in route.methods or ()]
+    assert len(set(routes)) == len(routes)
+    assert {path for path, _ in routes} <= paths.CONTROL
+    assert set(RL_PROTOCOLS) <= paths.GENERATION
+
+
+@pytest.mark.parametrize("body", [b"", b"  ", b"{}", b"null", b"[]", b"{", b'{"new_version": ""}', b'{"x": NaN}'])
+def test_bodies(rl_server: str, body: bytes) -> None:
+    reply = httpx.post(f"{rl_server}/update_weight_version", content=body)
+    said = reply.json()
+    assert reply.status_code == 400
+    assert said["success"] is False
+    assert said["message"] == said["error"]["message"]
+    assert set(said["error"]) == {"message", "type", "param", "code"}
