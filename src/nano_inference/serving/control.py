@@ -123,6 +123,10 @@ class Control:
             named=named,
         )
 
+    def has_group(self, name: str) -> bool:
+        """Whether a group of this name has formed and not been lost: by an update that failed, or with the engine."""
+        raise NotImplementedError
+
     async def leave_group(self, name: str) -> None:
         """Leave it. 404 where there is none of this name."""
         if not await self._weights.call("leave_group", group=name):
