@@ -256,8 +256,10 @@ class Control:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     async def flush_cache(self, *, only_idle: bool = False) -> None:
-        """Forget cached prefixes. `only_idle`: 409 while requests run or wait (SGLang's way)."""
-        if only_idle and self._client.num_samples:
+        """Forget cached prefixes. `only_idle`: 409 while requests run or wait (SGLang's way), except in a pause after
+        which they compute their context anew: what waits there, newcomers too, holds nothing back.
+        """
+        if only_idle and self._client.num_samples and self.pause_policy != "recompute":
             raise ApiError(409, f"{self._client.num_samples} sample(s) run or wait; the cache is flushed without them.")
         await self._client.call("flush_cache")
 
