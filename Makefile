@@ -11,6 +11,7 @@ INSTALLED := $(VENV)/installed
 CHOICE := $(VENV)/torch.mk
 GEMMA := $(VENV)/gemma
 LITELLM := $(VENV)/litellm/installed
+VERL := $(VENV)/verl/installed
 DEFAULT_TORCH := torch==2.13.0
 
 -include $(CHOICE)
@@ -43,7 +44,7 @@ same-hash: $(INSTALLED) ## two GRPO runs under other batch sizes, chunks, caches
 test: $(INSTALLED) ## all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests
 
-test-slow: $(INSTALLED) $(GEMMA) $(LITELLM) ## the slow tests, then parity, simulate and mutants
+test-slow: $(INSTALLED) $(GEMMA) $(LITELLM) $(VERL) ## the slow tests, then parity, simulate and mutants
 	$(BIN)/python -m pytest -m slow tests
 	$(MAKE) parity simulate mutants
 
@@ -102,3 +103,13 @@ $(LITELLM): $(INSTALLED)
 	@$(PYTHON) -m venv $(VENV)/litellm
 	@$(VENV)/litellm/bin/python -m pip --disable-pip-version-check -qq install litellm
 	@touch $(LITELLM)
+
+# verl alone, with what its rollout half imports: all that it pins would be a GPU's worth of packages.
+$(VERL): $(INSTALLED)
+	@echo "Installing verl and Ray into $(VENV)/verl. It takes minutes."
+	@$(PYTHON) -m venv $(VENV)/verl
+	@$(VENV)/verl/bin/python -m pip --disable-pip-version-check -qq install $(CONSTRAINT) $(TORCH)
+	@$(VENV)/verl/bin/python -m pip --disable-pip-version-check -qq install --no-deps verl==0.9.1
+	@$(VENV)/verl/bin/python -m pip --disable-pip-version-check -qq install $(CONSTRAINT) -e ".[ray]" \
+		"transformers>=5.5.3,<5.11" "tensordict>=0.8,<=0.10" cachetools codetiming fastapi hydra-core uvicorn
+	@touch $(VERL)
