@@ -19,7 +19,7 @@ from nano_inference.engine.statistics import collect
 from nano_inference.engine.transports import WeightTransport
 from nano_inference.engine.updates import Updates
 from nano_inference.engine.weight_update import WeightUpdate
-from nano_inference.errors import InvalidRequest, WeightUpdateError
+from nano_inference.errors import InvalidRequest, WeightUpdateConflict
 from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import Delta, EngineStats, KvPolicy, Memory, PauseMode, SamplingParams, TrainingSample
@@ -298,7 +298,7 @@ class InferenceEngine:
         self.shared.require_alive()
         with self.shared.lock:
             if self.shared.has_no_weights():
-                raise WeightUpdateError("the weights are asleep; call wake() first.")
+                raise WeightUpdateConflict("the weights are asleep; call wake() first.")
             return self.weight_sync.checksum()
 
     def get_weight_version(self) -> int:

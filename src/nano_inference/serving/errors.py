@@ -11,6 +11,9 @@ from nano_inference.errors import (
     NanoInferenceError,
     RequestAborted,
     RequestTooLarge,
+    WeightTransferError,
+    WeightUpdateConflict,
+    WeightUpdateError,
 )
 from nano_inference.serving.dialects import paths
 
@@ -62,6 +65,9 @@ def api_error_of(problem: BaseException) -> ApiError:
             return ApiError(400, str(problem), code="context_length_exceeded")
         case InvalidRequest():
             return ApiError(400, str(problem))
+        case WeightUpdateError():
+            late, conflict = isinstance(problem, WeightTransferError), isinstance(problem, WeightUpdateConflict)
+            return ApiError(504 if late else 409 if conflict else 400, str(problem))
         case EngineReplaced():
             text = "the engine has died, and is being started again."
             return ApiError(503, text, code="engine_restarting", headers=retry_after(5.0))

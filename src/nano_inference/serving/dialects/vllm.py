@@ -3,7 +3,7 @@
 Replies are vLLM 0.32's, and so is the order of calls that is asked for; out of order is a 409.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, get_args
 
 from fastapi import APIRouter, Request, Response
@@ -11,32 +11,11 @@ from fastapi import APIRouter, Request, Response
 from nano_inference.serving.control import Control, Memory, TensorSpec
 from nano_inference.serving.dialects import prime_rl
 from nano_inference.serving.dialects.reading import Fields, fields_of
-from nano_inference.serving.edge.access import Level
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import ApiError, bad_request
 from nano_inference.serving.protocols.reading import shown
 from nano_inference.serving.server import Server
 from nano_inference.types import PauseMode
-
-# Each route: ADMIN changes the engine, KEY reads.
-LEVELS: Mapping[str, Level] = {
-    "/pause": Level.ADMIN,
-    "/resume": Level.ADMIN,
-    "/is_paused": Level.KEY,
-    "/abort_requests": Level.ADMIN,
-    "/init_weight_transfer_engine": Level.ADMIN,
-    "/shutdown_weight_transfer_engine": Level.ADMIN,
-    "/start_weight_update": Level.ADMIN,
-    "/update_weights": Level.ADMIN,
-    "/finish_weight_update": Level.ADMIN,
-    "/weight_info": Level.KEY,
-    "/weight_checker": Level.ADMIN,  # it reads all weights
-    "/reset_prefix_cache": Level.ADMIN,
-    "/sleep": Level.ADMIN,
-    "/wake_up": Level.ADMIN,
-    "/is_sleeping": Level.KEY,
-    "/get_world_size": Level.KEY,
-}
 
 GROUP = "vllm"  # its trainers have one group at a time, and give it no name
 PACKED_BYTES = 1 << 30  # of a run, unless the trainer says otherwise

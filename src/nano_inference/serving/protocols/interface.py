@@ -24,6 +24,7 @@ class Ask:
     Attributes:
         stream: False: its samples come whole, also where the answer is a stream.
         client_id: by which `Control.abort` finds it; None: the id of the HTTP request (`x-request-id`).
+        detokenize: False: its choices have no text but what the engine makes for stop strings.
     """
 
     prompt: list[int]
@@ -31,6 +32,7 @@ class Ask:
     num_samples: int = 1
     stream: bool = True
     client_id: str | None = None
+    detokenize: bool = True
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Builder(Protocol):
         """What a stream ends with that cannot go on."""
         ...
 
-    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
+    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
         """The answer as a whole."""
         ...
 
