@@ -3,11 +3,13 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from nano_inference.serving.parsing import OutputParser, Parsed, ToolCallDelta
 from nano_inference.text.detokenize import Detokenizer
+from nano_inference.text.output_text import OutputText
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import Delta, TopLogprobs, TrainingSample
 
@@ -19,7 +21,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):  # a tenth of a dataclass's 
         index: of the choice: prompt by prompt, `n` samples each.
         content, reasoning: new text.
         tool_calls: new pieces of tool calls.
-        token_ids, logprobs, top_logprobs, raw_logprobs: of the new tokens; text may lag behind them.
+        token_ids, logprobs, top_logprobs, raw_logprobs, log_kept_mass: of the new tokens; text may lag behind them.
         finished: the whole sample.
     """
 
@@ -32,6 +34,32 @@ class Piece(msgspec.Struct, frozen=True, gc=False):  # a tenth of a dataclass's 
     top_logprobs: tuple[TopLogprobs, ...] | None = None
     raw_logprobs: tuple[float, ...] | None = None
     finished: TrainingSample | None = None
+    log_kept_mass: tuple[float, ...] | None = None
+
+
+class _News(NamedTuple):
+    """Several deltas' tokens."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...] | None
+    raw_logprobs: tuple[float, ...] | None
+    log_kept_mass: tuple[float, ...] | None
+
+
+class TextStyle(msgspec.Struct, frozen=True):
+    """What a choice's text shows beside the text of its tokens.
+
+    Attributes:
+        special_tokens: special tokens by their names.
+        stop: the stop string that ended it; with `special_tokens` also the id.
+    """
+
+    special_tokens: bool = False
+    stop: bool = False
+
+
+PLAIN = TextStyle()
 
 
 @dataclass(slots=True)
@@ -49,16 +77,18 @@ class Choice:
 
     Attributes:
         index: see `Piece`.
-        detokenizer: None where the engine makes the text, because it looks for stop strings.
+        detokenizer: None where the engine makes the text, because it looks for stop strings; or nobody reads it.
         parser: takes reasoning and tool calls out of the text; None: it is all content.
         stop_ids: ids that end it; they have no text.
+        shows_stop: its text ends with the stop string, or the id, that ended it.
         contents, reasonings: new text of each, as it came: joined, they are `content` and `reasoning`.
     """
 
     index: int
-    detokenizer: Detokenizer | None
+    detokenizer: "Detokenizer | _Searched | None"
     parser: OutputParser | None
     stop_ids: frozenset[int]
+    shows_stop: bool = False
     tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
     num_tokens: int = 0
     cached_tokens: int = 0
@@ -79,38 +109,27 @@ class Choice:
     def push(self, deltas: Sequence[Delta]) -> Piece:
         """Take in what has come of it; several deltas are one piece."""
         if len(deltas) == 1 and deltas[0].finished is None:
-            delta = deltas[0]
-            return self._piece(delta.token_ids, delta.logprobs, delta.top_logprobs, delta.raw_logprobs, delta.text)
+            return self._piece(deltas[0], deltas[0].text)
         finished = next((delta.finished for delta in deltas if delta.finished is not None), None)
-        token_ids = tuple(each for delta in deltas for each in delta.token_ids)
         self.finished = finished
-        if finished is not None and not token_ids and not self.num_tokens:  # it does not stream: all is in the sample
-            return self._piece(
-                finished.completion_tokens,
-                finished.logprobs,
-                finished.top_logprobs,
-                finished.raw_logprobs,
-                finished.text,
-            )
-        return self._piece(
-            token_ids,
+        if finished is not None and not self.num_tokens and not any(delta.token_ids for delta in deltas):
+            return self._piece(finished, finished.text)  # it does not stream: all is in the sample
+        joined = _News(
+            tuple(each for delta in deltas for each in delta.token_ids),
             tuple(each for delta in deltas for each in delta.logprobs),
             tuple(each for delta in deltas for each in delta.top_logprobs or ()) or None,
             tuple(each for delta in deltas for each in delta.raw_logprobs or ()) or None,
-            "".join(delta.text or "" for delta in deltas),
+            tuple(each for delta in deltas for each in delta.log_kept_mass or ()) or None,
         )
+        return self._piece(joined, "".join(delta.text or "" for delta in deltas))
 
-    def _piece(
-        self,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[float, ...],
-        top_logprobs: tuple[TopLogprobs, ...] | None,
-        raw_logprobs: tuple[float, ...] | None,
-        text: str | None,
-    ) -> Piece:
+    def _piece(self, new: "Delta | TrainingSample | _News", text: str | None) -> Piece:
+        token_ids = new.completion_tokens if isinstance(new, TrainingSample) else new.token_ids
         self.num_tokens += len(token_ids)
         if self.detokenizer is not None:
             text = self._text_of(token_ids, self.detokenizer)
+        if self.shows_stop and self.finished is not None:
+            text = (text or "") + _stop_string_of(self.finished)
         parsed = self._parsed(text or "") if self.parser is not None else Parsed(text or "")
         if parsed.content:
             self.contents.append(parsed.content)
@@ -120,14 +139,15 @@ class Choice:
             parsed.reasoning,
             parsed.tool_calls,
             token_ids,
-            logprobs,
-            top_logprobs,
-            raw_logprobs,
+            new.logprobs,
+            new.top_logprobs,
+            new.raw_logprobs,
             self.finished,
+            new.log_kept_mass,
         )
 
-    def _text_of(self, token_ids: tuple[int, ...], detokenizer: Detokenizer) -> str:
-        stop_ids = self.stop_ids
+    def _text_of(self, token_ids: tuple[int, ...], detokenizer: "Detokenizer | _Searched") -> str:
+        stop_ids = frozenset[int]() if self.shows_stop else self.stop_ids
         text = detokenizer.push([each for each in token_ids if each not in stop_ids])
         return text + detokenizer.finish() if self.finished is not None else text
 
@@ -150,6 +170,12 @@ class Choice:
         return parsed
 
 
+def _stop_string_of(sample: TrainingSample) -> str:
+    """The stop string that ended it, if one did."""
+    reason = sample.stop_reason
+    return reason if sample.finish_reason == "stop" and isinstance(reason, str) else ""
+
+
 def _joined(calls: tuple[ToolCallDelta, ...]) -> tuple[ToolCallDelta, ...]:
     """At most one piece a call."""
     joined: dict[int, ToolCallDelta] = {}
@@ -161,13 +187,35 @@ def _joined(calls: tuple[ToolCallDelta, ...]) -> tuple[ToolCallDelta, ...]:
     return tuple(joined.values())
 
 
+class _Searched:
+    """Text that is made here although there are stop strings, because it shows what the engine's does not."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self._text = OutputText(tokenizer, stop, skip_special_tokens=False)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        for token_id in token_ids:
+            self._text.append(token_id)
+        return self._text.take()
+
+    def finish(self) -> str:
+        return self._text.finish()
+
+
 def new_choice(
     index: int,
     tokenizer: Tokenizer | None,
     stop: tuple[str, ...],
     stop_ids: frozenset[int],
     make_parser: Callable[[], OutputParser] | None,
+    style: TextStyle = PLAIN,
 ) -> Choice:
     """A choice of which nothing has come."""
-    detokenizer = None if stop or tokenizer is None else Detokenizer(tokenizer)
-    return Choice(index, detokenizer, make_parser() if make_parser is not None else None, stop_ids)
+    detokenizer = None
+    if tokenizer is not None:
+        if not stop:
+            detokenizer = Detokenizer(tokenizer, skip_special_tokens=not style.special_tokens)
+        elif style.special_tokens:
+            detokenizer = _Searched(tokenizer, stop)
+    parser = make_parser() if make_parser is not None else None
+    return Choice(index, detokenizer, parser, stop_ids, style.stop)

@@ -128,6 +128,12 @@ class Control:
             backend=backend,
         )
 
+    async def has_group(self, name: str) -> bool:
+        """Whether a group of this name was joined, and not lost by an update that failed, with its trainer, or with the
+        engine.
+        """
+        return bool(await self._weights.call("has_group", group=name))
+
     async def leave_group(self, name: str) -> None:
         """Leave it. 404 where there is none of this name."""
         if not await self._weights.call("leave_group", group=name):
@@ -255,8 +261,10 @@ class Control:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     async def flush_cache(self, *, only_idle: bool = False) -> None:
-        """Forget cached prefixes. `only_idle`: 409 while requests run or wait (SGLang's way)."""
-        if only_idle and self._client.num_samples:
+        """Forget cached prefixes. `only_idle`: 409 while requests run or wait (SGLang's way), except in a pause after
+        which they compute their context anew: what waits there, newcomers too, holds nothing back.
+        """
+        if only_idle and self._client.num_samples and self.pause_policy != "recompute":
             raise ApiError(409, f"{self._client.num_samples} sample(s) run or wait; the cache is flushed without them.")
         await self._client.call("flush_cache")
 

@@ -103,7 +103,7 @@ class Gate:
         if path != "/health":
             self._ready()
         if scope["method"] in _WITH_BODY:
-            _require_json(headers)
+            _require_json(headers, or_bytes=self._config.rl and path == _WITH_WEIGHTS)
             length = next((value for name, value in headers if name == b"content-length"), b"0")
             if not length.isdigit() or int(length[:20]) > self._limit(path)[0]:
                 raise self._too_large(path)
@@ -140,7 +140,7 @@ def _is_long(headers: Headers) -> bool:
     )
 
 
-def _require_json(headers: Headers) -> None:
+def _require_json(headers: Headers, *, or_bytes: bool = False) -> None:
     """JSON says that it is JSON, but `curl -d` says it is a form, and other tools say nothing.
 
     These are believed, but not in a browser: a page may post forms to any server without asking it first (no CORS), so
@@ -150,6 +150,8 @@ def _require_json(headers: Headers) -> None:
     if found.get(b"content-encoding", b"identity").lower() != b"identity":
         raise ApiError(415, "compressed bodies are not read; send the JSON as it is.")
     media_type = found.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if or_bytes and media_type == b"application/octet-stream":
+        return
     if media_type == b"application/json" or (media_type.startswith(b"application/") and media_type.endswith(b"+json")):
         return
     if media_type in (b"", b"application/x-www-form-urlencoded") and b"origin" not in found:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from nano_inference.serving.choices import Choice, Piece
+from nano_inference.serving.choices import PLAIN, Choice, Piece, TextStyle
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.messages import EngineInfo
@@ -24,6 +24,8 @@ class Ask:
     Attributes:
         stream: False: its samples come whole, also where the answer is a stream.
         client_id: by which `Control.abort` finds it; None: the id of the HTTP request (`x-request-id`).
+        detokenize: False: its choices have no text but what the engine makes for stop strings.
+        text: what the text shows.
     """
 
     prompt: list[int]
@@ -31,6 +33,8 @@ class Ask:
     num_samples: int = 1
     stream: bool = True
     client_id: str | None = None
+    detokenize: bool = True
+    text: TextStyle = PLAIN
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Builder(Protocol):
         """What a stream ends with that cannot go on."""
         ...
 
-    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
+    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
         """The answer as a whole."""
         ...
 
