@@ -128,6 +128,10 @@ class Control:
         if not await self._weights.call("leave_group", group=name):
             raise ApiError(404, f"there is no group {name!r}.")
 
+    async def trainer_lives(self, name: str) -> bool:
+        """Whether there is a group of this name, and its trainer's process."""
+        return await self._weights.call("trainer_lives", group=name)
+
     # -- updates: gathered in a session, checked, and written in one piece between two steps ------------------------
 
     async def begin_update(

@@ -93,6 +93,11 @@ class WeightLink:
         place = self._groups.get(group)
         return place is not None and self._leave(group, place)
 
+    def trainer_lives(self, group: str) -> bool:
+        """Whether there is such a group, and its trainer."""
+        place = self._groups.get(group)
+        return place is not None and (place.joined is None or place.joined.trainer_lives())
+
     def _reserve(self, group: str) -> "_Place":
         """A place for a group, where no living trainer has it."""
         with self._lock:
