@@ -123,14 +123,16 @@ class Control:
             named=named,
         )
 
+    async def has_group(self, name: str) -> bool:
+        """Whether a group of this name was joined, and not lost by an update that failed, with its trainer, or with the
+        engine.
+        """
+        return bool(await self._weights.call("has_group", group=name))
+
     async def leave_group(self, name: str) -> None:
         """Leave it. 404 where there is none of this name."""
         if not await self._weights.call("leave_group", group=name):
             raise ApiError(404, f"there is no group {name!r}.")
-
-    async def trainer_lives(self, name: str) -> bool:
-        """Whether there is a group of this name, and its trainer's process."""
-        return await self._weights.call("trainer_lives", group=name)
 
     # -- updates: gathered in a session, checked, and written in one piece between two steps ------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from nano_inference.errors import NanoInferenceError
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError, api_error_of, bad_request
@@ -62,12 +63,12 @@ class WeightCalls:
     async def call(self, name: str, seconds: float = SOON, **arguments: Any) -> Any:
         """Call the engine; it is told the seconds where it keeps the deadline itself. Raises `ApiError`."""
         if name in KEEPS_DEADLINE:
-            arguments["timeout"] = seconds
+            arguments["seconds"] = seconds
         try:
             return await self._client.call(name, timeout=seconds + MARGIN, **arguments)
         except TimeoutError:
             raise ApiError(LATE, f"the engine did not answer within {seconds:g} s.") from None
-        except Exception as problem:
+        except NanoInferenceError as problem:
             raise api_error_of(problem) from problem
 
     def seconds(self, timeout: float | None) -> float:

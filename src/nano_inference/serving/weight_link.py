@@ -67,12 +67,12 @@ class WeightLink:
         port: int,
         rank: int,
         world_size: int,
-        timeout: float,
+        seconds: float,
         backend: str | None = None,
         named: bool = False,
     ) -> None:
         """See `Control.join_group`."""
-        deadline = Deadline(timeout)
+        deadline = Deadline(seconds)
         device = self._engine.model.device
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         at = device if backend == "nccl" else torch.device("cpu")
@@ -93,10 +93,10 @@ class WeightLink:
         place = self._groups.get(group)
         return place is not None and self._leave(group, place)
 
-    def trainer_lives(self, group: str) -> bool:
-        """Whether there is such a group, and its trainer."""
+    def has_group(self, group: str) -> bool:
+        """See `Control.has_group`."""
         place = self._groups.get(group)
-        return place is not None and (place.joined is None or place.joined.trainer_lives())
+        return place is not None and place.joined is not None and place.joined.trainer_lives()
 
     def _reserve(self, group: str) -> "_Place":
         """A place for a group, where no living trainer has it."""
@@ -137,7 +137,7 @@ class WeightLink:
         session: int,
         group: str,
         tensors: Sequence[tuple[str, str, Sequence[int]]],
-        timeout: float,
+        seconds: float,
         packed_bytes: int | None = None,
     ) -> None:
         """See `Control.receive_broadcast`. A tensor is (name, dtype, shape)."""
@@ -150,15 +150,15 @@ class WeightLink:
                     raise WeightUpdateError("there is nothing to receive: no tensor is named.")
                 return TrainerBroadcasts(joined, pieces, packed_bytes=packed_bytes, memory=self._memory)
 
-            self._receive(current, transport, timeout)
+            self._receive(current, transport, seconds)
 
-    def receive_stream(self, session: int, group: str, timeout: float) -> int | None:
+    def receive_stream(self, session: int, group: str, seconds: float) -> int | None:
         """See `Control.receive_stream`; returns the version that the sender gave it."""
         with self._group(group) as joined:
             current = self._require(session)
-            return self._receive(current, lambda: BroadcastReceiver.over(joined.group, memory=self._memory), timeout)
+            return self._receive(current, lambda: BroadcastReceiver.over(joined.group, memory=self._memory), seconds)
 
-    def receive_file(self, session: int, size: int, content: bytes, timeout: float) -> None:
+    def receive_file(self, session: int, size: int, content: bytes, seconds: float) -> None:
         """Take one part of a safetensors file of `size` bytes; the parts come in order."""
         current = self._require(session)
         with self._step(current):
@@ -167,17 +167,17 @@ class WeightLink:
             current.file.add(content)
             whole, current.file = current.file, None if current.file.is_whole else current.file
             if whole.is_whole:
-                receive_into(self._manager, whole, current.update, Deadline(timeout))
+                receive_into(self._manager, whole, current.update, Deadline(seconds))
 
-    def receive_folder(self, session: int, path: str, timeout: float) -> int | None:
+    def receive_folder(self, session: int, path: str, seconds: float) -> int | None:
         """See `Control.receive_folder`; returns the version that the folder names."""
         current = self._require(session)
-        return self._receive(current, lambda: WeightFiles(Path(path)), timeout)
+        return self._receive(current, lambda: WeightFiles(Path(path)), seconds)
 
-    def finish_update(self, session: int, version: int, kv_policy: KvPolicy, timeout: float) -> int:
+    def finish_update(self, session: int, version: int, kv_policy: KvPolicy, seconds: float) -> int:
         """See `Control.finish_update`; returns the version when it serves."""
         current = self._require(session)
-        deadline = Deadline(timeout)
+        deadline = Deadline(seconds)
         with self._step(current):
             if kv_policy not in get_args(KvPolicy):
                 raise WeightUpdateError(f"kv_policy={kv_policy!r} is not one of {', '.join(get_args(KvPolicy))}.")
@@ -241,8 +241,8 @@ class WeightLink:
             self._leave(group, place)
             raise
 
-    def _receive(self, current: _Session, transport: Callable[[], WeightTransport], timeout: float) -> int | None:
-        deadline = Deadline(timeout)
+    def _receive(self, current: _Session, transport: Callable[[], WeightTransport], seconds: float) -> int | None:
+        deadline = Deadline(seconds)
         with self._step(current):
             return receive_into(self._manager, transport(), current.update, deadline)
 

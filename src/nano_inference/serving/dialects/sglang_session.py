@@ -79,7 +79,7 @@ class UpdateSession:
     async def cancel_abandoned(self) -> None:
         """Forget what was gathered from trainers that have died since."""
         if self._is_ours and self._groups:
-            lives = [await self._control.trainer_lives(each) for each in sorted(self._groups)]
+            lives = [await self._control.has_group(each) for each in sorted(self._groups)]
             if not any(lives):
                 await self.cancel("its trainer is gone.")
 

@@ -1,23 +1,14 @@
 """The routes that two dialects have under one path. Their replies hold what either of them looks for."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 import nano_inference
 from nano_inference.serving.dialects.reading import Fields, fields_of
-from nano_inference.serving.edge.access import Level
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import ApiError, bad_request
 from nano_inference.serving.server import Server
-
-# Each route: ADMIN changes the engine, KEY reads.
-LEVELS: Mapping[str, Level] = {
-    "/server_info": Level.KEY,
-    "/update_weight_version": Level.ADMIN,
-    "/flush_cache": Level.ADMIN,
-}
 
 
 def routes(server: Server) -> APIRouter:
