@@ -9,7 +9,7 @@ from typing import Any
 from nano_inference.config import EngineConfig
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.requests import many_prompts, params_for
-from nano_inference.errors import EngineDead
+from nano_inference.errors import EngineDead, InvalidRequest
 from nano_inference.types import Delta, KvPolicy, PauseMode, SamplingParams, TrainingSample
 
 
@@ -61,15 +61,29 @@ class AsyncInferenceEngine:
         self._thread.start()
 
     async def generate(
-        self, prompts: Any, sampling_params: SamplingParams | Iterable[SamplingParams], num_samples_per_prompt: int = 1
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Iterable[SamplingParams],
+        num_samples_per_prompt: int = 1,
+        *,
+        request_id: int | None = None,
     ) -> list[TrainingSample]:
-        """As `InferenceEngine.generate`: the samples of all prompts, prompt by prompt."""
+        """As `InferenceEngine.generate`: the samples of all prompts, prompt by prompt.
+
+        `request_id` is for a single prompt that another task may want to abort meanwhile: a new one, from
+        `engine.intake.new_request_id()`. Raises `InvalidRequest` for more prompts than that.
+        """
         many = many_prompts(prompts)
+        if request_id is not None and len(many) != 1:
+            raise InvalidRequest(
+                f"request_id={request_id} is the id of one request, and there are {len(many)} prompts."
+            )
         each = params_for(sampling_params, len(many))
         order: dict[int, int] = {}
         with self._listen() as listener:
             for place, (prompt, params) in enumerate(zip(many, each, strict=True)):
-                order[self._submit(listener, prompt, params, num_samples_per_prompt, stream=False)] = place
+                options = {"stream": False, "request_id": request_id}
+                order[self._submit(listener, prompt, params, num_samples_per_prompt, **options)] = place
             samples: list[TrainingSample] = []
             while listener.left:
                 delta = await listener.next()
@@ -150,10 +164,18 @@ class AsyncInferenceEngine:
         await asyncio.to_thread(self.stop)
 
     def _submit(
-        self, listener: "_Listener", prompt: Any, params: SamplingParams, num_samples: int, *, stream: bool
+        self,
+        listener: "_Listener",
+        prompt: Any,
+        params: SamplingParams,
+        num_samples: int,
+        *,
+        stream: bool,
+        request_id: int | None = None,
     ) -> int:
         self._require_running()
-        request_id = self.engine.submit(prompt, params, num_samples, listener.take, stream=stream)
+        options = {"stream": stream, "request_id": request_id}
+        request_id = self.engine.submit(prompt, params, num_samples, listener.take, **options)
         listener.expect(request_id, num_samples)
         self._require_running()  # it may have stopped meanwhile and missed this one
         return request_id

@@ -123,9 +123,11 @@ class Control:
             named=named,
         )
 
-    def has_group(self, name: str) -> bool:
-        """Whether a group of this name has formed and not been lost: by an update that failed, or with the engine."""
-        raise NotImplementedError
+    async def has_group(self, name: str) -> bool:
+        """Whether a group of this name was joined, and not lost by an update that failed, with its trainer, or with the
+        engine.
+        """
+        return bool(await self._weights.call("has_group", group=name))
 
     async def leave_group(self, name: str) -> None:
         """Leave it. 404 where there is none of this name."""

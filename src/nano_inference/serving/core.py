@@ -50,6 +50,7 @@ METHODS: dict[str, Callable[..., object]] = {
 WEIGHT_METHODS: dict[str, Callable[..., object]] = {
     "join_group": WeightLink.join_group,
     "leave_group": WeightLink.leave_group,
+    "has_group": WeightLink.has_group,
     "begin_update": WeightLink.begin_update,
     "receive_broadcast": WeightLink.receive_broadcast,
     "receive_stream": WeightLink.receive_stream,

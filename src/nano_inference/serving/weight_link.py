@@ -93,6 +93,11 @@ class WeightLink:
         place = self._groups.get(group)
         return place is not None and self._leave(group, place)
 
+    def has_group(self, group: str) -> bool:
+        """See `Control.has_group`."""
+        place = self._groups.get(group)
+        return place is not None and place.joined is not None and place.joined.trainer_lives()
+
     def _reserve(self, group: str) -> "_Place":
         """A place for a group, where no living trainer has it."""
         with self._lock:
