@@ -8,6 +8,7 @@ from typing import Any
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.generation import in_order
 from nano_inference.engine.requests import many_prompts, params_for
 from nano_inference.errors import EngineDead
 from nano_inference.types import Delta, KvPolicy, PauseMode, SamplingParams, TrainingSample
@@ -61,26 +62,30 @@ class AsyncInferenceEngine:
         self._thread.start()
 
     async def generate(
-        self, prompts: Any, sampling_params: SamplingParams | Iterable[SamplingParams], num_samples_per_prompt: int = 1
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Iterable[SamplingParams],
+        num_samples_per_prompt: int = 1,
+        *,
+        num_wanted: int | None = None,
     ) -> list[TrainingSample]:
         """As `InferenceEngine.generate`: the samples of all prompts, prompt by prompt."""
         many = many_prompts(prompts)
         each = params_for(sampling_params, len(many))
-        order: dict[int, int] = {}
+        deltas: list[Delta] = []
         with self._listen() as listener:
-            for place, (prompt, params) in enumerate(zip(many, each, strict=True)):
-                order[self._submit(listener, prompt, params, num_samples_per_prompt, stream=False)] = place
-            samples: list[TrainingSample] = []
+            for prompt, params in zip(many, each, strict=True):
+                self._submit(listener, prompt, params, num_samples_per_prompt, num_wanted, stream=False)
             while listener.left:
-                delta = await listener.next()
-                if delta.finished is not None:
-                    samples.append(delta.finished)
-        return sorted(samples, key=lambda s: (order[s.request_id], s.sample_index))
+                deltas.append(await listener.next())
+            return in_order(deltas, listener.request_ids)
 
-    async def stream(self, prompt: Any, sampling_params: SamplingParams, num_samples: int = 1) -> AsyncIterator[Delta]:
+    async def stream(
+        self, prompt: Any, sampling_params: SamplingParams, num_samples: int = 1, *, num_wanted: int | None = None
+    ) -> AsyncIterator[Delta]:
         """Pieces of one prompt's samples as they grow; each sample's last piece has it whole, in `finished`."""
         with self._listen() as listener:
-            self._submit(listener, prompt, sampling_params, num_samples, stream=True)
+            self._submit(listener, prompt, sampling_params, num_samples, num_wanted, stream=True)
             while listener.left:
                 yield await listener.next()
 
@@ -150,10 +155,18 @@ class AsyncInferenceEngine:
         await asyncio.to_thread(self.stop)
 
     def _submit(
-        self, listener: "_Listener", prompt: Any, params: SamplingParams, num_samples: int, *, stream: bool
+        self,
+        listener: "_Listener",
+        prompt: Any,
+        params: SamplingParams,
+        num_samples: int,
+        num_wanted: int | None,
+        *,
+        stream: bool,
     ) -> int:
         self._require_running()
-        request_id = self.engine.submit(prompt, params, num_samples, listener.take, stream=stream)
+        submit, sink = self.engine.submit, listener.take
+        request_id = submit(prompt, params, num_samples, sink, stream=stream, num_wanted=num_wanted)
         listener.expect(request_id, num_samples)
         self._require_running()  # it may have stopped meanwhile and missed this one
         return request_id

@@ -69,6 +69,14 @@ class Updates:
         policy = self._policy(kv_policy, blocking=False)
         return receive_update(self.manager, transport, kv_policy=policy, **options)
 
+    def checksum(self) -> dict[str, str]:
+        """See `InferenceEngine.weights_checksum`."""
+        self._shared.require_alive()
+        with self._shared.lock:
+            if self._shared.has_no_weights():
+                raise WeightUpdateError("the weights are asleep; call wake() first.")
+            return self.manager.checksum()
+
     def weight_set_of(self, version: int) -> str:
         """Which weights have this version. Raises `InvalidRequest`."""
         loop = self._shared.loop

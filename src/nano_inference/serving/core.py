@@ -37,6 +37,7 @@ METHODS: dict[str, Callable[..., object]] = {
     "weights_checksum": InferenceEngine.weights_checksum,
     "flush_cache": InferenceEngine.flush_cache,
     "pause": InferenceEngine.pause,
+    "pause_within": lambda engine, mode, seconds: engine.shared.pause(mode, seconds) is not None,
     "resume": InferenceEngine.resume,
     "end_pause": lambda engine: engine.shared.end_pause(),
     "is_paused": InferenceEngine.is_paused,
@@ -93,6 +94,13 @@ class EngineCore:
             numerics=engine.numerics.fingerprint,
             weight_version=engine.get_weight_version(),
             pid=os.getpid(),
+            device=str(engine.model.device),
+            dtype=engine.numerics.dtype,
+            backend=engine.numerics.backend,
+            block_size=engine.config.block_size,
+            cache_type=engine.config.cache_type,
+            num_kv_tokens=engine.memory_budget.num_tokens,
+            max_tokens_per_batch=engine.config.max_tokens_per_batch,
         )
 
     def prepare(self) -> None:
@@ -180,6 +188,10 @@ class EngineCore:
                 message.num_samples,
                 lambda delta: self._take(request, delta),
                 stream=message.stream,
+                num_wanted=message.num_wanted,
+                min_version=message.min_version,
+                max_staleness=message.max_staleness,
+                exact_version=message.exact_version,
             )
         except Exception as problem:
             self._emit(Refused(message.request_id, *_told(problem, "a request was not taken")))

@@ -46,6 +46,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
         numerics: fingerprint of the arithmetic.
         weight_version: that served when it started.
         pid: its process.
+        device, dtype: of the weights, as in "cpu" and "bfloat16".
+        backend: of the operations.
+        block_size: tokens of a KV block.
+        cache_type: "paged" or "radix".
+        num_kv_tokens: tokens whose keys and values fit at once.
+        max_tokens_per_batch: tokens in a step.
     """
 
     model_path: str
@@ -57,19 +63,30 @@ class EngineInfo(msgspec.Struct, frozen=True):
     numerics: str
     weight_version: int
     pid: int
+    device: str = "cpu"
+    dtype: str = "float32"
+    backend: str = "reference"
+    block_size: int = 16
+    cache_type: str = "paged"
+    num_kv_tokens: int = 0
+    max_tokens_per_batch: int = 8192
 
 
 # -- to the engine ------------------------------------------------------------------------------------------------
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
-    """A request. `request_id` is the API process's own."""
+    """A request, as `InferenceEngine.submit` takes it. `request_id` is the API process's own."""
 
     request_id: int
     prompt: list[int]
     params: SamplingParams
     num_samples: int = 1
     stream: bool = False
+    num_wanted: int | None = None
+    min_version: int | None = None
+    max_staleness: int | None = None
+    exact_version: int | None = None
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

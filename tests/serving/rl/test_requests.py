@@ -58,7 +58,7 @@ def run(served: tuple[EngineClient, Run]) -> Run:
 
 @pytest.fixture
 def control(client: EngineClient) -> Control:
-    return Control(client, ServerConfig(rl_timeout=30.0))
+    return Control(client, ServerConfig(rl=True, rl_timeout=30.0))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -14,7 +14,7 @@ from nano_inference.text.chat import warm_up
 from nano_inference.text.detokenize import Detokenizer
 from nano_inference.text.token_texts import TokenTexts
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import SamplingParams
+from nano_inference.types import Limits, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class Ask:
     Attributes:
         stream: False: its samples come whole, also where the answer is a stream.
         client_id: by which `Control.abort` finds it; None: the id of the HTTP request (`x-request-id`).
+        num_wanted, min_version, max_staleness, exact_version: as in `InferenceEngine.add_request`; versions are the
+            engine's integers. An `exact_version` that is gone is answered with 409.
     """
 
     prompt: list[int]
@@ -31,6 +33,20 @@ class Ask:
     num_samples: int = 1
     stream: bool = True
     client_id: str | None = None
+    num_wanted: int | None = None
+    min_version: int | None = None
+    max_staleness: int | None = None
+    exact_version: int | None = None
+
+    @property
+    def limits(self) -> Limits:
+        """The last four."""
+        return Limits(
+            num_wanted=self.num_wanted,
+            min_version=self.min_version,
+            max_staleness=self.max_staleness,
+            exact_version=self.exact_version,
+        )
 
 
 @dataclass(frozen=True)
