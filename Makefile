@@ -11,6 +11,9 @@ INSTALLED := $(VENV)/installed
 CHOICE := $(VENV)/torch.mk
 GEMMA := $(VENV)/gemma
 LITELLM := $(VENV)/litellm/installed
+TRL := $(VENV)/trl/installed
+RL_CLIENTS := $(VENV)/rl-clients/installed
+VERL := $(VENV)/verl/installed
 DEFAULT_TORCH := torch==2.13.0
 
 -include $(CHOICE)
@@ -19,16 +22,17 @@ TORCH ?= $(DEFAULT_TORCH)
 
 # The pin holds for the default only: another choice of torch must not be undone by it.
 CONSTRAINT := $(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),,-c constraints.txt)
-PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+QUIET := --disable-pip-version-check -qq
+PIP := $(BIN)/python -m pip $(QUIET)
 
 # Where other programs use the cores too, threads that spin while they wait for each other make a step 10 times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo same-hash test test-slow lint types layers check parity simulate mutants some-mutants sanitize peers clean
+.PHONY: help demo grpo same-hash test test-slow test-trl test-rl-clients test-verl lint types layers check parity simulate mutants some-mutants sanitize peers clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 demo: $(INSTALLED) ## sample from a small model, then change its weights while it runs
 	@$(BIN)/python examples/demo.py
@@ -43,9 +47,18 @@ same-hash: $(INSTALLED) ## two GRPO runs under other batch sizes, chunks, caches
 test: $(INSTALLED) ## all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests
 
-test-slow: $(INSTALLED) $(GEMMA) $(LITELLM) ## the slow tests, then parity, simulate and mutants
+test-slow: $(INSTALLED) $(GEMMA) $(LITELLM) $(TRL) $(RL_CLIENTS) $(VERL) ## the slow tests, then parity, simulate and mutants
 	$(BIN)/python -m pytest -m slow tests
 	$(MAKE) parity simulate mutants
+
+test-trl: $(TRL) ## of these, those with TRL
+	$(BIN)/python -m pytest -m slow -k trl tests/rl tests/serving/rl
+
+test-rl-clients: $(RL_CLIENTS) ## those with verifiers and renderers
+	$(BIN)/python -m pytest -m slow -k "verifiers or renderers" tests/serving/rl
+
+test-verl: $(VERL) ## those with verl on Ray
+	$(BIN)/python -m pytest -m slow -k verl tests/rl
 
 lint: $(INSTALLED) ## formatting and lint rules
 	$(BIN)/ruff format --check .
@@ -100,5 +113,29 @@ $(GEMMA): $(INSTALLED)
 $(LITELLM): $(INSTALLED)
 	@echo "Installing LiteLLM into $(VENV)/litellm."
 	@$(PYTHON) -m venv $(VENV)/litellm
-	@$(VENV)/litellm/bin/python -m pip --disable-pip-version-check -qq install litellm
+	@$(VENV)/litellm/bin/python -m pip $(QUIET) install litellm
 	@touch $(LITELLM)
+
+# Trainers and their clients want other versions than the tests do, too. Torch goes first, so that its choice holds.
+$(TRL): $(INSTALLED)
+	@echo "Installing TRL into $(VENV)/trl."
+	@$(PYTHON) -m venv $(VENV)/trl
+	@$(VENV)/trl/bin/python -m pip $(QUIET) install $(CONSTRAINT) $(TORCH)
+	@$(VENV)/trl/bin/python -m pip $(QUIET) install $(CONSTRAINT) -e ".[trl]" trl==1.16.0
+	@touch $(TRL)
+
+$(RL_CLIENTS): $(INSTALLED)
+	@echo "Installing verifiers and renderers into $(VENV)/rl-clients."
+	@$(PYTHON) -m venv $(VENV)/rl-clients
+	@$(VENV)/rl-clients/bin/python -m pip $(QUIET) install verifiers==0.4.0 renderers==0.1.12 transformers
+	@touch $(RL_CLIENTS)
+
+# verl pins what only its trainers need: it goes alone, with what its rollouts need.
+$(VERL): $(INSTALLED)
+	@echo "Installing verl and Ray into $(VENV)/verl."
+	@$(PYTHON) -m venv $(VENV)/verl
+	@$(VENV)/verl/bin/python -m pip $(QUIET) install $(CONSTRAINT) $(TORCH)
+	@$(VENV)/verl/bin/python -m pip $(QUIET) install $(CONSTRAINT) -e ".[ray]" cachetools codetiming fastapi \
+		hydra-core orjson "tensordict==0.10.0" "transformers>=5.5.3,<5.11,!=5.6.0" uvicorn
+	@$(VENV)/verl/bin/python -m pip $(QUIET) install --no-deps verl==0.9.1
+	@touch $(VERL)

@@ -33,5 +33,13 @@ class WeightUpdateError(NanoInferenceError):
     """A weight update was refused. The old version goes on serving, untouched."""
 
 
+class WeightUpdateConflict(WeightUpdateError):
+    """A step of a weight update came at the wrong time: out of order, during another update, while weights sleep."""
+
+
+class WeightTransferError(WeightUpdateError):
+    """Weights did not arrive in time, or whoever sent them is gone."""
+
+
 class EngineDead(NanoInferenceError):
     """The engine was shut down, or a step failed in a way that leaves its state unknown."""

@@ -277,6 +277,7 @@ class Delta:
         top_logprobs, raw_logprobs: of `token_ids`, as in `TrainingSample`; None unless asked for.
         cached_tokens: prompt tokens that the prefix cache provided.
         queued: seconds from when the request was handed in until its first chunk was planned, or until it ended.
+        log_kept_mass: of `token_ids`, as in `TrainingSample`; None where no filter can cut.
     """
 
     request_id: int
@@ -289,6 +290,7 @@ class Delta:
     raw_logprobs: tuple[float, ...] | None = None
     cached_tokens: int = 0
     queued: float = field(default=0.0, compare=False)
+    log_kept_mass: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

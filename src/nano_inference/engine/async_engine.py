@@ -10,7 +10,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.generation import in_order
 from nano_inference.engine.requests import many_prompts, params_for
-from nano_inference.errors import EngineDead
+from nano_inference.errors import EngineDead, InvalidRequest
 from nano_inference.types import Delta, KvPolicy, PauseMode, SamplingParams, TrainingSample
 
 
@@ -68,14 +68,24 @@ class AsyncInferenceEngine:
         num_samples_per_prompt: int = 1,
         *,
         num_wanted: int | None = None,
+        request_id: int | None = None,
     ) -> list[TrainingSample]:
-        """As `InferenceEngine.generate`: the samples of all prompts, prompt by prompt."""
+        """As `InferenceEngine.generate`: the samples of all prompts, prompt by prompt.
+
+        `request_id` is for a single prompt that another task may want to abort meanwhile: a new one, from
+        `engine.intake.new_request_id()`. Raises `InvalidRequest` for more prompts than that.
+        """
         many = many_prompts(prompts)
+        if request_id is not None and len(many) != 1:
+            raise InvalidRequest(
+                f"request_id={request_id} is the id of one request, and there are {len(many)} prompts."
+            )
         each = params_for(sampling_params, len(many))
         deltas: list[Delta] = []
         with self._listen() as listener:
             for prompt, params in zip(many, each, strict=True):
-                self._submit(listener, prompt, params, num_samples_per_prompt, num_wanted, stream=False)
+                options = {"num_wanted": num_wanted, "request_id": request_id}
+                self._submit(listener, prompt, params, num_samples_per_prompt, stream=False, **options)
             while listener.left:
                 deltas.append(await listener.next())
             return in_order(deltas, listener.request_ids)
@@ -85,7 +95,7 @@ class AsyncInferenceEngine:
     ) -> AsyncIterator[Delta]:
         """Pieces of one prompt's samples as they grow; each sample's last piece has it whole, in `finished`."""
         with self._listen() as listener:
-            self._submit(listener, prompt, sampling_params, num_samples, num_wanted, stream=True)
+            self._submit(listener, prompt, sampling_params, num_samples, stream=True, num_wanted=num_wanted)
             while listener.left:
                 yield await listener.next()
 
@@ -160,13 +170,14 @@ class AsyncInferenceEngine:
         prompt: Any,
         params: SamplingParams,
         num_samples: int,
-        num_wanted: int | None,
         *,
         stream: bool,
+        num_wanted: int | None = None,
+        request_id: int | None = None,
     ) -> int:
         self._require_running()
-        submit, sink = self.engine.submit, listener.take
-        request_id = submit(prompt, params, num_samples, sink, stream=stream, num_wanted=num_wanted)
+        options = {"stream": stream, "num_wanted": num_wanted, "request_id": request_id}
+        request_id = self.engine.submit(prompt, params, num_samples, listener.take, **options)
         listener.expect(request_id, num_samples)
         self._require_running()  # it may have stopped meanwhile and missed this one
         return request_id

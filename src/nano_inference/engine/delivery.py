@@ -92,6 +92,7 @@ def next_delta(seq: Sequence, before: int, text: str | None) -> Delta:
         raw_logprobs=tuple(seq.output_raw_logprobs[new]) if params.raw_logprobs else None,
         cached_tokens=seq.cached_tokens,
         queued=seq.queued,
+        log_kept_mass=tuple(seq.output_log_kept_mass[new]) if params.filters else None,
     )
 
 

@@ -9,7 +9,7 @@ from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.engine.transports import WeightTransport, receive_update
 from nano_inference.engine.weight_sync import WeightSyncManager
 from nano_inference.engine.weight_update import WeightUpdate
-from nano_inference.errors import InvalidRequest, WeightUpdateError
+from nano_inference.errors import InvalidRequest, WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS
 from nano_inference.types import KvPolicy
@@ -74,7 +74,7 @@ class Updates:
         self._shared.require_alive()
         with self._shared.lock:
             if self._shared.has_no_weights():
-                raise WeightUpdateError("the weights are asleep; call wake() first.")
+                raise WeightUpdateConflict("the weights are asleep; call wake() first.")
             return self.manager.checksum()
 
     def weight_set_of(self, version: int) -> str:

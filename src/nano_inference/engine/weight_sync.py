@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nano_inference.engine.weight_session import EMPTY, Hold, WeightSession
 from nano_inference.engine.weight_update import Bucket, Change, WeightPatch, WeightUpdate, cut_into_buckets
-from nano_inference.errors import ModelLoadError, WeightUpdateError
+from nano_inference.errors import ModelLoadError, WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.loading import read_tensors
 from nano_inference.models.weights import TIED, Slot, param_table, read, slots
@@ -124,7 +124,7 @@ class WeightSyncManager:
         with self.lock:
             self._require_not_closed()
             if self._open is not None:
-                raise WeightUpdateError("a weight session is open already; end() or cancel() it first.")
+                raise WeightUpdateConflict("a weight session is open already; end() or cancel() it first.")
             self.check_version(version)
             self._open = self._new_session(complete, check_finite)
             self._open.update.kv_policy = kv_policy
@@ -204,12 +204,23 @@ class WeightSyncManager:
         Those behind it that do not bring every tensor were made to follow it, and fail too; `finish` passes over them.
         """
         with self.lock:
-            refused = self.pending.popleft()
-            refused.fail(WeightUpdateError(reason))
-            for update in self.pending:
-                if update.is_whole(self._slots.values()):
-                    break
-                update.fail(WeightUpdateError(f"weight version {refused.version} failed, and this one builds on it."))
+            updates = list(self.pending)
+            self.pending.popleft()
+            self._fail(updates, WeightUpdateError(reason))
+
+    def withdraw(self, update: WeightUpdate, reason: WeightUpdateError) -> bool:
+        """Give an update up that does not serve yet, wherever it is; whether it was in time. Its version is free again.
+
+        Those behind it that build on it fail too.
+        """
+        with self.lock:
+            if update.done():
+                return False
+            if self._open is not None and self._open.update is update:
+                self._close(self._open, reason)
+                return True
+            self._fail(list(self.pending)[self.pending.index(update) :], reason)
+            return True
 
     def close(self, reason: str) -> None:
         """Nothing is written from now on: what waits or is still received fails, and so does what comes later."""
@@ -256,7 +267,7 @@ class WeightSyncManager:
         session = self._open
         if session is None or of not in (None, session.update):
             ended = of.error if of is not None else None
-            raise ended or WeightUpdateError("no weight session is open; begin() opens one.")
+            raise ended or WeightUpdateConflict("no weight session is open; begin() opens one.")
         return session
 
     def _close(self, session: WeightSession, problem: WeightUpdateError) -> None:
@@ -264,6 +275,16 @@ class WeightSyncManager:
             session.update.fail(problem)
             if self._open is session:
                 self._open = None
+
+    def _fail(self, updates: list[WeightUpdate], reason: WeightUpdateError) -> None:
+        """Fail an update and those right behind it that were made to follow it. `finish` passes over them."""
+        failed, *behind = updates
+        failed.fail(reason)
+        for update in behind:
+            if update.is_whole(self._slots.values()):
+                break
+            update.fail(WeightUpdateError(f"weight version {failed.version} failed, and this one builds on it."))
+        self._newest = max([self.version, *(each.version for each in self.pending if each.error is None)])
 
     def _require_not_closed(self) -> None:
         if self._closed is not None:

@@ -1,6 +1,6 @@
 """The application: the routes, and the layers around them."""
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from nano_inference.errors import NanoInferenceError
-from nano_inference.serving.edge.access import Level
+from nano_inference.serving.dialects import paths
 from nano_inference.serving.edge.exchange import generation_route
 from nano_inference.serving.edge.layers import in_layers
 from nano_inference.serving.edge.replies import error_reply_to
@@ -18,29 +18,21 @@ from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of
 from nano_inference.serving.protocols.interface import Protocol_
 from nano_inference.serving.server import Server
 
+TRAINERS = paths.CONTROL | paths.GENERATION
 Routes = Callable[[Server], APIRouter]
 
 
-def build_app(
-    server: Server,
-    protocols: Mapping[str, Protocol_],
-    routes: Sequence[Routes] = (),
-    *,
-    levels: Mapping[str, Level] | None = None,
-    off: Collection[str] = (),
-) -> ASGIApp:
+def build_app(server: Server, protocols: Mapping[str, Protocol_], routes: Sequence[Routes] = ()) -> ASGIApp:
     """The application.
 
     Args:
         server: what it serves.
         protocols: path -> the protocol that a POST to it speaks.
         routes: other routes; what they raise is answered in the shape of the protocol that the path speaks.
-        levels: who may use them, where that is not everybody with a key.
-        off: paths that a server with `rl` has: where this one has none of that name, its 404 says so.
     """
-    app = build_routes(server, protocols, routes)
-    app.state.off = frozenset(off)
-    return in_layers(app, server.config, server.lifecycle.require_ready, server.answered, levels)
+    return in_layers(
+        build_routes(server, protocols, routes), server.config, server.lifecycle.require_ready, server.answered
+    )
 
 
 def build_routes(server: Server, protocols: Mapping[str, Protocol_], routes: Sequence[Routes] = ()) -> FastAPI:
@@ -52,7 +44,7 @@ def build_routes(server: Server, protocols: Mapping[str, Protocol_], routes: Seq
             yield
 
     app = FastAPI(title="nano-inference", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.off = frozenset[str]()
+    app.state.rl = server.config.rl
     for path, protocol in protocols.items():
         app.add_api_route(
             path, generation_route(server, protocol), methods=["POST"], openapi_extra=dict(protocol.openapi)
@@ -67,7 +59,7 @@ def build_routes(server: Server, protocols: Mapping[str, Protocol_], routes: Seq
 async def _answer_to(request: Request, problem: Exception) -> Response:
     """What a route raised, or the router: never FastAPI's own shape."""
     match problem:
-        case HTTPException(status_code=404) if request.url.path in request.app.state.off:
+        case HTTPException(status_code=404) if request.url.path in TRAINERS and not request.app.state.rl:
             error = ApiError(404, "this route is for trainers, and off: the server was started without --rl.")
         case HTTPException(status_code=404):
             error = ApiError(404, "there is no such route.")

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,7 +20,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):  # a tenth of a dataclass's 
         index: of the choice: prompt by prompt, `n` samples each.
         content, reasoning: new text.
         tool_calls: new pieces of tool calls.
-        token_ids, logprobs, top_logprobs, raw_logprobs: of the new tokens; text may lag behind them.
+        token_ids, logprobs, top_logprobs, raw_logprobs, log_kept_mass: of the new tokens; text may lag behind them.
         finished: the whole sample.
     """
 
@@ -32,6 +33,17 @@ class Piece(msgspec.Struct, frozen=True, gc=False):  # a tenth of a dataclass's 
     top_logprobs: tuple[TopLogprobs, ...] | None = None
     raw_logprobs: tuple[float, ...] | None = None
     finished: TrainingSample | None = None
+    log_kept_mass: tuple[float, ...] | None = None
+
+
+class _News(NamedTuple):
+    """Several deltas' tokens."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...] | None
+    raw_logprobs: tuple[float, ...] | None
+    log_kept_mass: tuple[float, ...] | None
 
 
 @dataclass(slots=True)
@@ -79,35 +91,22 @@ class Choice:
     def push(self, deltas: Sequence[Delta]) -> Piece:
         """Take in what has come of it; several deltas are one piece."""
         if len(deltas) == 1 and deltas[0].finished is None:
-            delta = deltas[0]
-            return self._piece(delta.token_ids, delta.logprobs, delta.top_logprobs, delta.raw_logprobs, delta.text)
+            return self._piece(deltas[0], deltas[0].text)
         finished = next((delta.finished for delta in deltas if delta.finished is not None), None)
-        token_ids = tuple(each for delta in deltas for each in delta.token_ids)
         self.finished = finished
-        if finished is not None and not token_ids and not self.num_tokens:  # it does not stream: all is in the sample
-            return self._piece(
-                finished.completion_tokens,
-                finished.logprobs,
-                finished.top_logprobs,
-                finished.raw_logprobs,
-                finished.text,
-            )
-        return self._piece(
-            token_ids,
+        if finished is not None and not self.num_tokens and not any(delta.token_ids for delta in deltas):
+            return self._piece(finished, finished.text)  # it does not stream: all is in the sample
+        joined = _News(
+            tuple(each for delta in deltas for each in delta.token_ids),
             tuple(each for delta in deltas for each in delta.logprobs),
             tuple(each for delta in deltas for each in delta.top_logprobs or ()) or None,
             tuple(each for delta in deltas for each in delta.raw_logprobs or ()) or None,
-            "".join(delta.text or "" for delta in deltas),
+            tuple(each for delta in deltas for each in delta.log_kept_mass or ()) or None,
         )
+        return self._piece(joined, "".join(delta.text or "" for delta in deltas))
 
-    def _piece(
-        self,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[float, ...],
-        top_logprobs: tuple[TopLogprobs, ...] | None,
-        raw_logprobs: tuple[float, ...] | None,
-        text: str | None,
-    ) -> Piece:
+    def _piece(self, new: "Delta | TrainingSample | _News", text: str | None) -> Piece:
+        token_ids = new.completion_tokens if isinstance(new, TrainingSample) else new.token_ids
         self.num_tokens += len(token_ids)
         if self.detokenizer is not None:
             text = self._text_of(token_ids, self.detokenizer)
@@ -120,10 +119,11 @@ class Choice:
             parsed.reasoning,
             parsed.tool_calls,
             token_ids,
-            logprobs,
-            top_logprobs,
-            raw_logprobs,
+            new.logprobs,
+            new.top_logprobs,
+            new.raw_logprobs,
             self.finished,
+            new.log_kept_mass,
         )
 
     def _text_of(self, token_ids: tuple[int, ...], detokenizer: Detokenizer) -> str:

@@ -1,16 +1,19 @@
 """`Control`: what a trainer may do to the engine, whatever its dialect. It lives in the API process and keeps order."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import msgspec
 
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.errors import ApiError
+from nano_inference.serving.errors import ApiError, bad_request
+from nano_inference.serving.weight_calls import WeightCalls
 from nano_inference.types import EngineStats, KvPolicy, Memory, PauseMode
 
 SLACK = 30.0  # seconds in which an engine that keeps a deadline itself has said that it is over
+SEND = "send the bytes of a safetensors file, those of safetensors.torch.save(state_dict)."
+PART = 2**24  # bytes of a file in one message: a larger one would hold up the event loop
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -28,6 +31,16 @@ class Loads(msgspec.Struct, frozen=True):
     waiting: int
 
 
+def require_safetensors(content: bytes) -> None:
+    """Raise `ApiError` for what is no safetensors file, and certainly for what would run code when it is read."""
+    if content[:2] == b"PK":
+        raise bad_request(f"this is a zip archive, as torch.save makes it; {SEND}")
+    if content[:1] == b"\x80":
+        raise bad_request(f"this is a pickle, which is never read here; {SEND}")
+    if len(content) < 10 or content[8:9] != b"{":
+        raise bad_request(f"this is not a safetensors file; {SEND}")
+
+
 class Control:
     """One update at a time; what comes in a wrong order is refused, with the old version serving.
 
@@ -35,29 +48,40 @@ class Control:
     shapes and types that do not match; 504 for a deadline) and what `EngineClient.call` raises.
 
     Attributes:
-        session_open: between `begin_update` and `finish_update`.
         pause_policy: what the pause asked for, for updates that say nothing; None: there is none, or it did not say.
     """
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self._client = client
         self._config = config
-        self.session_open = False
+        self._weights = WeightCalls(client, config)
         self.pause_policy: KvPolicy | None = None
+
+    @property
+    def session_open(self) -> bool:
+        """Between `begin_update` and `finish_update`."""
+        return self._weights.session is not None
 
     # -- versions: opaque strings on the wire, integers in the engine ----------------------------------------------
 
     def version_name(self, version: int) -> str:
         """A version of the engine's as the trainer calls it. No waiting: replies are made with it."""
-        raise NotImplementedError
+        return self._weights.names.name(version)
+
+    def version_number(self, name: str) -> int | None:
+        """The engine's version of this name, which may be one that is still to come; None: there can be none."""
+        return self._weights.names.number(name)
 
     async def serving_version(self) -> str:
         """The name of the version that serves."""
-        raise NotImplementedError
+        return self.version_name(await self._weights.call("get_weight_version"))
 
     async def name_version(self, name: str) -> None:
         """Give the version that serves a name, or, while a session is open, the one that it will become."""
-        raise NotImplementedError
+        if self.session_open:
+            self._weights.version = name
+        else:
+            self._weights.names.rename(await self._weights.call("get_weight_version"), name)
 
     # -- groups: gloo on a CPU, NCCL on CUDA; the trainer is rank 0 -------------------------------------------------
 
@@ -86,17 +110,42 @@ class Control:
                 an ordinary `init_process_group`.
             timeout: seconds; None: the server's.
         """
+        if self.session_open:
+            raise ApiError(409, "a weight update is open; finish it before a group is joined.")
+        await self._weights.call(
+            "join_group",
+            self._weights.seconds(timeout),
+            group=name,
+            host=host,
+            port=port,
+            rank=rank,
+            world_size=world_size,
+            backend=backend,
+            named=named,
+        )
+
+    def has_group(self, name: str) -> bool:
+        """Whether a group of this name has formed and not been lost: by an update that failed, or with the engine."""
         raise NotImplementedError
 
     async def leave_group(self, name: str) -> None:
         """Leave it. 404 where there is none of this name."""
-        raise NotImplementedError
+        if not await self._weights.call("leave_group", group=name):
+            raise ApiError(404, f"there is no group {name!r}.")
 
     # -- updates: gathered in a session, checked, and written in one piece between two steps ------------------------
 
-    async def begin_update(self, *, version: str | None = None) -> None:
-        """Open the session. 409 if one is open, or if the weights are asleep."""
-        raise NotImplementedError
+    async def begin_update(
+        self, *, version: str | None = None, complete: bool = False, check_finite: bool = False
+    ) -> None:
+        """Open the session. 409 if one is open, or if the weights are asleep.
+
+        Args:
+            version: what the trainer calls the new version; None: by its number, unless it says so later.
+            complete: refuse an update that lacks a tensor.
+            check_finite: refuse NaN and infinite values.
+        """
+        await self._weights.begin(version, complete=complete, check_finite=check_finite)
 
     async def receive_broadcast(
         self,
@@ -111,30 +160,49 @@ class Control:
         With `packed_bytes` they come as flat uint8 runs instead: tensors are put together until a run is longer than
         that (vLLM's packed format), one broadcast a run.
         """
-        raise NotImplementedError
+        told = [(tensor.name, tensor.dtype.removeprefix("torch."), tensor.shape) for tensor in tensors]
+        await self._weights.receive("receive_broadcast", timeout, group=group, tensors=told, packed_bytes=packed_bytes)
 
     async def receive_stream(self, group: str, *, timeout: float | None = None) -> None:
         """Take what a `nano_inference` `WeightSender` sends, which describes itself."""
-        raise NotImplementedError
+        self._name_session(await self._weights.receive("receive_stream", timeout, group=group))
 
-    async def receive_file(self, content: bytes) -> None:
+    async def receive_file(self, content: bytes, *, timeout: float | None = None) -> None:
         """Take the tensors of a safetensors file, given whole. A pickle is refused by its first bytes, and named."""
-        raise NotImplementedError
+        async with self._weights.next(timeout) as (session, seconds):
+            require_safetensors(content)
+            whole = memoryview(content)
+            for start in range(0, len(whole), PART):
+                part = whole[start : start + PART]
+                await self._weights.call("receive_file", seconds, session=session, size=len(whole), content=part)
 
     async def receive_folder(self, path: str, *, timeout: float | None = None) -> None:
         """Take the safetensors of a folder (or a file) on this machine."""
-        raise NotImplementedError
+        self._name_session(await self._weights.receive("receive_folder", timeout, path=path))
 
-    async def finish_update(self, *, version: str | None = None, kv_policy: KvPolicy | None = None) -> str:
+    async def finish_update(
+        self, *, version: str | None = None, kv_policy: KvPolicy | None = None, timeout: float | None = None
+    ) -> str:
         """Close the session and wait until its weights serve, paused or not; returns the version's name.
 
-        `kv_policy` None: what the pause asked for, `"keep"` without one. Never `"abort"` unless asked.
+        Args:
+            version: its name, for who learns it late.
+            kv_policy: what becomes of running requests; None: what the pause asked for, `"keep"` without one. 409 if it
+                would wait for requests that are paused.
+            timeout: seconds; None: the server's.
         """
-        raise NotImplementedError
+        policy: KvPolicy = kv_policy or self.pause_policy or "keep"
+        async with self._weights.next(timeout) as (session, seconds):
+            return await self._weights.finish(session, seconds, version, kv_policy=policy)
 
     async def cancel_update(self, reason: str) -> bool:
         """Forget the session, if one is open."""
-        raise NotImplementedError
+        return await self._weights.cancel(reason)
+
+    def _name_session(self, theirs: int | None) -> None:
+        """What was received may say itself which version it is."""
+        if theirs is not None and self._weights.version is None:
+            self._weights.version = str(theirs)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -184,8 +252,10 @@ class Control:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     async def flush_cache(self, *, only_idle: bool = False) -> None:
-        """Forget cached prefixes. `only_idle`: 409 while requests run or wait (SGLang's way)."""
-        if only_idle and self._client.num_samples:
+        """Forget cached prefixes. `only_idle`: 409 while requests run or wait (SGLang's way), except in a pause after
+        which they compute their context anew: what waits there, newcomers too, holds nothing back.
+        """
+        if only_idle and self._client.num_samples and self.pause_policy != "recompute":
             raise ApiError(409, f"{self._client.num_samples} sample(s) run or wait; the cache is flushed without them.")
         await self._client.call("flush_cache")
 
@@ -219,8 +289,23 @@ class Control:
 
     async def checksums(self) -> dict[str, str]:
         """SHA-256 of every tensor that serves, by checkpoint name."""
-        raise NotImplementedError
+        return await self._weights.call("weights_checksum", self._config.rl_timeout)
+
+    async def remember_checksums(self) -> None:
+        """Take those that serve now as what `changed_tensors` compares with."""
+        checksums = await self.checksums()
+        self._weights.notice_restart()
+        self._weights.snapshot = checksums
+
+    async def changed_tensors(self, baseline: Mapping[str, str] | None = None) -> list[str]:
+        """Names of tensors that differ from checksums: given ones, or those remembered (409 without)."""
+        self._weights.notice_restart()
+        before = self._weights.snapshot if baseline is None else baseline
+        if before is None:
+            raise ApiError(409, "there is nothing to compare with; take a snapshot first.")
+        now = await self.checksums()
+        return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
     async def info(self) -> dict[str, Any]:
-        """Device, dtype, block size and the like, for `/server_info`: `EngineInfo`, as a dict."""
-        return msgspec.structs.asdict(self._client.info)
+        """Device, dtype, block size and the like, for `/server_info`."""
+        return await self._weights.call("describe")

@@ -26,6 +26,7 @@ from nano_inference.serving.messages import (
     Stop,
     ToEngine,
 )
+from nano_inference.serving.weight_link import WeightLink
 from nano_inference.types import Delta
 
 log = logging.getLogger("nano_inference.serving")
@@ -45,6 +46,19 @@ METHODS: dict[str, Callable[..., object]] = {
     "wake": InferenceEngine.wake,
     "sleeping": InferenceEngine.sleeping,
     "take_in": lambda engine: engine.shared.handle(),  # what was said before it has happened when it returns
+}
+# The same, of what a trainer does in several calls.
+WEIGHT_METHODS: dict[str, Callable[..., object]] = {
+    "join_group": WeightLink.join_group,
+    "leave_group": WeightLink.leave_group,
+    "begin_update": WeightLink.begin_update,
+    "receive_broadcast": WeightLink.receive_broadcast,
+    "receive_stream": WeightLink.receive_stream,
+    "receive_file": WeightLink.receive_file,
+    "receive_folder": WeightLink.receive_folder,
+    "finish_update": WeightLink.finish_update,
+    "cancel_update": WeightLink.cancel_update,
+    "describe": WeightLink.describe,
 }
 
 MAX_CALLS = 32  # at a time; a thread each
@@ -70,6 +84,7 @@ class EngineCore:
 
     def __init__(self, engine: InferenceEngine, emit: Callable[[FromEngine], None]) -> None:
         self.engine = engine
+        self.weight_link = WeightLink(engine)
         self._emit = emit
         self._stopping = False
         self._busy = False
@@ -94,13 +109,6 @@ class EngineCore:
             numerics=engine.numerics.fingerprint,
             weight_version=engine.get_weight_version(),
             pid=os.getpid(),
-            device=str(engine.model.device),
-            dtype=engine.numerics.dtype,
-            backend=engine.numerics.backend,
-            block_size=engine.config.block_size,
-            cache_type=engine.config.cache_type,
-            num_kv_tokens=engine.memory_budget.num_tokens,
-            max_tokens_per_batch=engine.config.max_tokens_per_batch,
         )
 
     def prepare(self) -> None:
@@ -246,14 +254,16 @@ class EngineCore:
         self._emit(answer)
 
     def _called(self, message: Call) -> object:
-        method = METHODS.get(message.name)
+        method, owner = METHODS.get(message.name), self.engine
         if method is None:
-            raise InvalidRequest(f"{message.name!r} is not a call; there are {', '.join(METHODS)}.")
+            method, owner = WEIGHT_METHODS.get(message.name), self.weight_link
+        if method is None:
+            raise InvalidRequest(f"{message.name!r} is not a call; there are {', '.join((*METHODS, *WEIGHT_METHODS))}.")
         try:
-            signature(method).bind(self.engine, **message.arguments)
+            signature(method).bind(owner, **message.arguments)
         except TypeError as problem:
             raise InvalidRequest(f"{message.name}: {problem}.") from problem
-        return method(self.engine, **message.arguments)
+        return method(owner, **message.arguments)
 
 
 def _tokenizer_folder(engine: InferenceEngine) -> str | None:

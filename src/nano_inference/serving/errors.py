@@ -12,6 +12,9 @@ from nano_inference.errors import (
     RequestAborted,
     RequestTooLarge,
     VersionGone,
+    WeightTransferError,
+    WeightUpdateConflict,
+    WeightUpdateError,
 )
 from nano_inference.serving.dialects import paths
 
@@ -65,6 +68,9 @@ def api_error_of(problem: BaseException) -> ApiError:
             return ApiError(409, str(problem), code="weight_version_gone")
         case InvalidRequest():
             return ApiError(400, str(problem))
+        case WeightUpdateError():
+            late, conflict = isinstance(problem, WeightTransferError), isinstance(problem, WeightUpdateConflict)
+            return ApiError(504 if late else 409 if conflict else 400, str(problem))
         case EngineReplaced():
             text = "the engine has died, and is being started again."
             return ApiError(503, text, code="engine_restarting", headers=retry_after(5.0))

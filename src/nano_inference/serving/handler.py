@@ -53,10 +53,9 @@ class Generation:
         self._first.append(len(self.choices))
         eos = frozenset[int]() if ask.params.ignore_eos else frozenset(self.served.engine.eos_token_ids)
         stop_ids = ask.params.stop_token_ids | eos
+        tokenizer = self.served.tokenizer if ask.detokenize else None
         for index in range(len(self.choices), len(self.choices) + ask.num_samples):
-            self.choices.append(
-                new_choice(index, self.served.tokenizer, ask.params.stop, stop_ids, self.builder.make_parser)
-            )
+            self.choices.append(new_choice(index, tokenizer, ask.params.stop, stop_ids, self.builder.make_parser))
         stream = self.builder.stream and ask.stream
         name = ask.client_id if ask.client_id is not None else request_id
         asked = ask.prompt, ask.params, ask.num_samples
@@ -124,15 +123,15 @@ class Generation:
         return piece
 
 
-async def answer(generation: Generation) -> dict[str, object]:
+async def answer(generation: Generation) -> object:
     """Wait for all of it; the answer's body."""
     async with aclosing(generation.pieces()) as all_pieces:
         async for _ in all_pieces:
             pass
     builder, choices, usage = generation.builder, generation.choices, generation.usage
     if usage.prompt_tokens + usage.completion_tokens > LARGE_ANSWER:
-        return dict(await asyncio.to_thread(builder.response, choices, usage))
-    return dict(builder.response(choices, usage))
+        return await asyncio.to_thread(builder.response, choices, usage)
+    return builder.response(choices, usage)
 
 
 async def events(generation: Generation) -> AsyncGenerator[bytes]:

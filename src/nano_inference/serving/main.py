@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from nano_inference.config import EngineConfig
@@ -11,7 +11,7 @@ from nano_inference.serving.app import Routes, build_app
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.dialects import pipeline_rl, prime_rl, sglang, shared, vllm
-from nano_inference.serving.edge.access import Level
+from nano_inference.serving.dialects.sglang_generate import SGLangGenerate
 from nano_inference.serving.edge.logs import set_up_logs
 from nano_inference.serving.edge.runner import Runner
 from nano_inference.serving.in_process import InProcessClient
@@ -30,16 +30,8 @@ PROTOCOLS: dict[str, Protocol_] = {
 }
 ROUTES: Sequence[Routes] = (model_routes, anthropic.routes)
 # With `ServerConfig.rl`.
-RL_PROTOCOLS: dict[str, Protocol_] = {}
+RL_PROTOCOLS: dict[str, Protocol_] = {"/generate": SGLangGenerate()}
 RL_ROUTES: Sequence[Routes] = (shared.routes, vllm.routes, sglang.routes, prime_rl.routes, pipeline_rl.routes)
-# Who may use them: every route of a dialect is in its table.
-RL_LEVELS: Mapping[str, Level] = {
-    **shared.LEVELS,
-    **vllm.LEVELS,
-    **sglang.LEVELS,
-    **prime_rl.LEVELS,
-    **pipeline_rl.LEVELS,
-}
 
 
 def serve(engine: EngineConfig | EngineClient, config: ServerConfig) -> None:
@@ -110,6 +102,6 @@ def _client(engine: EngineConfig | EngineClient, config: ServerConfig) -> Engine
 
 
 def _runner(server: Server) -> Runner:
-    if server.config.rl:
-        return Runner(build_app(server, PROTOCOLS | RL_PROTOCOLS, (*ROUTES, *RL_ROUTES), levels=RL_LEVELS), server)
-    return Runner(build_app(server, PROTOCOLS, ROUTES, off={*RL_PROTOCOLS, *RL_LEVELS}), server)
+    rl = server.config.rl
+    protocols = PROTOCOLS | RL_PROTOCOLS if rl else PROTOCOLS
+    return Runner(build_app(server, protocols, (*ROUTES, *RL_ROUTES) if rl else ROUTES), server)

@@ -46,12 +46,6 @@ class EngineInfo(msgspec.Struct, frozen=True):
         numerics: fingerprint of the arithmetic.
         weight_version: that served when it started.
         pid: its process.
-        device, dtype: of the weights, as in "cpu" and "bfloat16".
-        backend: of the operations.
-        block_size: tokens of a KV block.
-        cache_type: "paged" or "radix".
-        num_kv_tokens: tokens whose keys and values fit at once.
-        max_tokens_per_batch: tokens in a step.
     """
 
     model_path: str
@@ -63,13 +57,6 @@ class EngineInfo(msgspec.Struct, frozen=True):
     numerics: str
     weight_version: int
     pid: int
-    device: str = "cpu"
-    dtype: str = "float32"
-    backend: str = "reference"
-    block_size: int = 16
-    cache_type: str = "paged"
-    num_kv_tokens: int = 0
-    max_tokens_per_batch: int = 8192
 
 
 # -- to the engine ------------------------------------------------------------------------------------------------

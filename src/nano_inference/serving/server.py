@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
@@ -46,6 +46,7 @@ class Server:
         started: `time.time()` when it was.
         stop: called when the engine is lost for good; ends the server.
         exchanges: what runs for clients.
+        beside: started when the engine is ready, and cancelled at the end.
         linger: seconds between the engine's end and that call.
         lost: why the engine is lost.
     """
@@ -56,6 +57,9 @@ class Server:
     started: float = 0.0
     stop: Callable[[], None] | None = None
     exchanges: set[Ends] = field(default_factory=set[Ends])
+    beside: list[Callable[[], Coroutine[Any, Any, None]]] = field(
+        default_factory=list[Callable[[], Coroutine[Any, Any, None]]]
+    )
     linger: float = field(default_factory=lambda: LINGER)
     lost: Exception | str | None = None
 
@@ -108,7 +112,7 @@ class Server:
     async def _live(self) -> None:
         try:
             await self.client.start()
-            self.served = await asyncio.to_thread(serve_what, self.config, self.client)
+            self.served = await asyncio.to_thread(serve_what, self.config, self.client, self.control)
         except Exception as problem:
             log.error("the engine could not be built: %s", problem)
             self.lost, self.lifecycle.failure = problem, str(problem)
@@ -119,8 +123,13 @@ class Server:
         self.metrics.serve(self.served.name)
         self.lifecycle.is_ready = True
         log_ready(self.config, self.served)
-        while not self.lifecycle.is_lost:
-            await asyncio.sleep(_GLANCE)
+        tasks = [asyncio.create_task(start()) for start in self.beside]
+        try:
+            while not self.lifecycle.is_lost:
+                await asyncio.sleep(_GLANCE)
+        finally:
+            for task in tasks:
+                task.cancel()
         if self.lifecycle.is_draining:
             return
         self.lost = self.client.why_dead
@@ -130,7 +139,7 @@ class Server:
             self.stop()
 
 
-def serve_what(config: ServerConfig, client: EngineClient) -> Served:
+def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> Served:
     """What builders need to know, once the engine is ready."""
     info = client.info
     tokenizer = _tokenizer(info.tokenizer_folder)
@@ -141,6 +150,7 @@ def serve_what(config: ServerConfig, client: EngineClient) -> Served:
         tokenizer=tokenizer,
         chat_format=chat_format(template, config.tool_format, config.reasoning_format),
         config=config,
+        version_name=control.version_name,
     )
 
 

@@ -12,52 +12,55 @@ from hypothesis import strategies as st
 from nano_inference.errors import ConfigError
 from nano_inference.serving.addresses import host_name, is_address
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.edge.access import Keys, Level
+from nano_inference.serving.dialects import paths
+from nano_inference.serving.edge.access import Keys
 from nano_inference.serving.edge.logs import log_start
 from nano_inference.serving.errors import ApiError
-from nano_inference.serving.main import PROTOCOLS, RL_LEVELS, RL_PROTOCOLS, RL_ROUTES, running_server
+from nano_inference.serving.main import PROTOCOLS, RL_PROTOCOLS, RL_ROUTES, running_server
 from nano_inference.serving.server import Server
 from tests.serving.scripted import ScriptedClient
 
-LEVELS = {"/swap": Level.ADMIN, "/read": Level.KEY, "/alive": Level.OPEN}
+SWAP, READ, ALIVE = "/update_weights", "/weight_info", "/liveness"  # one for administrators, for users, for all
 HERE = [(b"host", b"127.0.0.1:8000")]
 
 
 def status(config: ServerConfig, path: str, headers: list[tuple[bytes, bytes]]) -> int:
     try:
-        Keys(config, LEVELS).require(path, headers)
+        Keys(config).require(path, headers)
     except ApiError as problem:
         return problem.status
     return 200
 
 
 def test_every_route_of_a_dialect_has_a_level() -> None:
-    """And every level a route, or a path that is not a dialect's would be locked."""
+    """One that is in no table would be for all users."""
     server = Server(ServerConfig(rl=True), ScriptedClient())
     routes = [route for make in RL_ROUTES for route in make(server).routes if isinstance(route, APIRoute)]
-    assert {route.path for route in routes} == set(RL_LEVELS)
-    changing = {route.path for route in routes if (route.methods or set()) & {"POST", "PUT", "DELETE"}}
-    assert not {path for path in changing if RL_LEVELS[path] is Level.OPEN}
+    assert {route.path for route in routes} <= paths.CONTROL
+    changed = {route.path for route in routes if (route.methods or set()) & {"POST", "PUT", "DELETE"}}
+    only_read = {route.path for route in routes} - changed
+    assert only_read <= paths.READING | paths.OPEN
+    assert set(RL_PROTOCOLS) <= paths.GENERATION
 
 
 def test_without_an_admin_key_this_machine_may_do_all() -> None:
-    assert status(ServerConfig(), "/swap", HERE) == 403
-    assert status(ServerConfig(rl=True), "/swap", HERE) == 200
+    assert status(ServerConfig(), "/flush_cache", HERE) == 403
+    assert status(ServerConfig(rl=True), SWAP, HERE) == 200
     assert status(ServerConfig(rl=True), "/flush_cache", HERE) == 200
-    assert status(ServerConfig(rl=True), "/swap", []) == 200  # HTTP/1.0
+    assert status(ServerConfig(rl=True), SWAP, []) == 200  # HTTP/1.0
 
 
 def test_keys_open_as_they_do_elsewhere() -> None:
     user, admin = (b"x-api-key", b"user"), (b"authorization", b"Bearer admin")
     only_users = ServerConfig(rl=True, api_keys=("user",))
-    assert [status(only_users, path, HERE) for path in LEVELS] == [401, 401, 200]
-    assert [status(only_users, path, [*HERE, user]) for path in LEVELS] == [200, 200, 200]
+    assert [status(only_users, path, HERE) for path in (SWAP, READ, ALIVE)] == [401, 401, 200]
+    assert [status(only_users, path, [*HERE, user]) for path in (SWAP, READ, ALIVE)] == [200, 200, 200]
     both = ServerConfig(rl=True, api_keys=("user",), admin_key="admin")
-    assert [status(both, path, [*HERE, user]) for path in LEVELS] == [403, 200, 200]
-    assert [status(both, path, [*HERE, admin]) for path in LEVELS] == [200, 200, 200]
+    assert [status(both, path, [*HERE, user]) for path in (SWAP, READ, ALIVE)] == [403, 200, 200]
+    assert [status(both, path, [*HERE, admin]) for path in (SWAP, READ, ALIVE)] == [200, 200, 200]
     # A page has no key; a reverse proxy with one may forward any name.
-    assert status(both, "/swap", [(b"host", b"engine.example"), (b"origin", b"https://x.example"), admin]) == 200
-    assert status(ServerConfig(rl=True, admin_key="admin"), "/swap", HERE) == 401
+    assert status(both, SWAP, [(b"host", b"engine.example"), (b"origin", b"https://x.example"), admin]) == 200
+    assert status(ServerConfig(rl=True, admin_key="admin"), SWAP, HERE) == 401
 
 
 PAGES = [
@@ -76,8 +79,8 @@ PAGES = [
 
 @pytest.mark.parametrize("headers", PAGES)
 def test_web_pages_may_not(headers: list[tuple[bytes, bytes]]) -> None:
-    assert status(ServerConfig(rl=True), "/swap", headers) == 403
-    assert status(ServerConfig(rl=True), "/read", headers) == 200
+    assert status(ServerConfig(rl=True), SWAP, headers) == 403
+    assert status(ServerConfig(rl=True), READ, headers) == 200
 
 
 @pytest.mark.parametrize("host", ["localhost", "LocalHost:8000", "127.0.0.1", "[::1]:8000", "10.0.0.3:80", "mybox:1"])
@@ -85,13 +88,13 @@ def test_addresses_and_its_own_name_may(host: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nano_inference.serving.config.is_loopback", lambda _: True)
         config = ServerConfig(rl=True, host="MyBox")
-    assert status(config, "/swap", [(b"host", host.encode()), (b"sec-fetch-site", b"none")]) == 200
+    assert status(config, SWAP, [(b"host", host.encode()), (b"sec-fetch-site", b"none")]) == 200
 
 
 def test_where_all_are_trusted_any_name_does() -> None:
     config = ServerConfig(rl=True, rl_open=True, host="0.0.0.0")
-    assert status(config, "/swap", [(b"host", b"node-3:8000")]) == 200
-    assert status(config, "/swap", [(b"host", b"node-3:8000"), (b"origin", b"https://evil.example")]) == 403
+    assert status(config, SWAP, [(b"host", b"node-3:8000")]) == 200
+    assert status(config, SWAP, [(b"host", b"node-3:8000"), (b"origin", b"https://evil.example")]) == 403
 
 
 @given(st.text(st.characters(codec="latin-1"), max_size=40))
@@ -152,9 +155,8 @@ def test_a_group_of_the_start_is_checked(options: Mapping[str, Any]) -> None:
 
 
 def test_what_is_off_says_how_to_turn_it_on() -> None:
-    paths = {*RL_LEVELS, *RL_PROTOCOLS} - {"/flush_cache"}
     with running_server(ScriptedClient(), ServerConfig(port=0)) as url:
-        for path in paths:
+        for path in (paths.CONTROL | paths.GENERATION) - {"/flush_cache"}:
             for method in ("GET", "POST"):
                 reply = httpx.request(method, url + path)
                 assert (reply.status_code, "--rl" in reply.json()["error"]["message"]) == (404, True), path
@@ -163,9 +165,9 @@ def test_what_is_off_says_how_to_turn_it_on() -> None:
 
 def test_every_changing_route_refuses_pages_over_http() -> None:
     with running_server(ScriptedClient(), ServerConfig(port=0, rl=True, cors_origins=("*",))) as url:
-        for path, level in RL_LEVELS.items():
+        for path in paths.CONTROL:
             reply = httpx.post(url + path, json={}, headers={"origin": "https://evil.example"})
-            assert (reply.status_code == 403) == (level is Level.ADMIN), path
+            assert (reply.status_code == 403) == (path in paths.CHANGING), path
 
 
 def test_bodies_of_weights_may_be_larger() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nano_inference.engine.transports import wire
 from nano_inference.engine.transports.group import (
+    Address,
     Group,
     ask_for_room,
     check_backend,
@@ -25,7 +26,7 @@ from nano_inference.engine.transports.group import (
 from nano_inference.engine.transports.interface import Deadline, Incoming, Shapes
 from nano_inference.engine.transports.reuse import ReusedMemory
 from nano_inference.engine.weight_update import Bucket
-from nano_inference.errors import WeightUpdateError
+from nano_inference.errors import WeightTransferError, WeightUpdateError
 
 
 class BroadcastReceiver:
@@ -60,13 +61,21 @@ class BroadcastReceiver:
         if not 1 <= rank < world_size:
             raise WeightUpdateError(f"rank={rank} must be from 1 to world_size - 1 = {world_size - 1}.")
         check_backend(backend)
-        self.address = parse_address(address)
+        self.address: Address | None = parse_address(address)
         self.default_group = default_group
         self.rank, self.world_size, self.backend, self.host = rank, world_size, backend, host
         self.device = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
         self._group: Group | None = None
         self._memory = ReusedMemory()
         self._closing = threading.Lock()
+
+    @classmethod
+    def over(cls, group: Group, memory: ReusedMemory) -> "BroadcastReceiver":
+        """A receiver over a group that was joined already, and whose trainer sends by `WeightSender.over`."""
+        receiver = cls.__new__(cls)
+        receiver.address, receiver.device = None, group.device
+        receiver._group, receiver._memory, receiver._closing = group, memory, threading.Lock()
+        return receiver
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
         """Wait for the description of an update. Raises `WeightUpdateError`."""
@@ -135,6 +144,8 @@ class BroadcastReceiver:
 
     def _connect(self, deadline: Deadline) -> Group:
         if self._group is None:
+            if self.address is None:
+                raise WeightTransferError("the group that the receiver was given was closed.")
             store = join_store(self.address, self.world_size, deadline)
             room = default_room(self.backend) if self.default_group else ask_for_room(store, self.rank, deadline)
             made = join_group(store, room, self.rank, self.world_size, self.backend, self.device, self.host, deadline)

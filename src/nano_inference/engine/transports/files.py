@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,45 @@ class WeightFolder:
             for bucket in read_folder(file):
                 deadline.check(f"{file} was not read")
                 yield bucket
+
+
+class WeightFiles:
+    """Weights that are on disk already: a safetensors file, or a folder of them, with a marker or without.
+
+    Errors call files by their names alone.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
+        """Look what is there. Raises `WeightUpdateError`."""
+        if not self.path.exists():
+            raise WeightUpdateError("there is no such file or folder on the engine's machine.")
+        with self._without_folder():
+            if (self.path / MARKER).is_file():
+                incoming = WeightFolder(self.path).receive(shapes, deadline)
+            else:
+                incoming = Incoming(None, read_folder(self.path))
+        return Incoming(incoming.version, self._buckets(incoming.buckets, deadline))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _buckets(self, buckets: Iterator[Bucket], deadline: Deadline) -> Iterator[Bucket]:
+        with self._without_folder():
+            for bucket in buckets:
+                deadline.check("the weights were not read")
+                yield bucket
+
+    @contextmanager
+    def _without_folder(self) -> Iterator[None]:
+        try:
+            yield
+        except WeightUpdateError as problem:
+            folder = self.path if self.path.is_dir() else self.path.parent
+            told = str(problem).replace(f"{folder}{os.sep}", "").replace(str(folder), "the folder")
+            raise type(problem)(told) from problem
 
 
 def _read_marker(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ group are known ("default_pg", its name "0", the device), so that an engine can 
 """
 
 import atexit
+import re
 import secrets
 import socket
 import threading
@@ -21,7 +22,7 @@ import torch.distributed
 from torch import Tensor
 
 from nano_inference.engine.transports.interface import Deadline
-from nano_inference.errors import WeightUpdateError
+from nano_inference.errors import WeightTransferError, WeightUpdateError
 
 AT_EXIT = 5.0  # seconds that a process waits for groups to end
 LOOK = 0.1  # seconds between two looks at whether the trainer still lives
@@ -77,7 +78,9 @@ def join_store(address: Address, world_size: int, deadline: Deadline) -> Any:
             return dist.TCPStore(address[0], address[1], world_size, False, deadline.remaining(), wait_for_workers=True)
         except (OSError, RuntimeError) as problem:
             if not deadline.left():
-                raise WeightUpdateError(f"no trainer at {where} within {deadline.seconds:g} s: {problem}") from problem
+                raise WeightTransferError(
+                    f"no trainer at {where} within {deadline.seconds:g} s: {problem}"
+                ) from problem
             time.sleep(min(0.05, deadline.left()))
 
 
@@ -106,7 +109,7 @@ class Group:
         try:
             return self._require().broadcast([tensor], options)
         except RuntimeError as problem:
-            raise WeightUpdateError(f"{what} cannot travel: {_first_line(problem)}") from problem
+            raise WeightTransferError(f"{what} cannot travel: {_first_line(problem)}") from problem
 
     def agree(self, accepted: bool, deadline: Deadline, what: str) -> bool:
         """Whether everybody accepts."""
@@ -116,7 +119,7 @@ class Group:
         try:
             work = self._require().allreduce([flag], options)
         except RuntimeError as problem:
-            raise WeightUpdateError(f"{what} cannot travel: {_first_line(problem)}") from problem
+            raise WeightTransferError(f"{what} cannot travel: {_first_line(problem)}") from problem
         self.wait([work], what, deadline)
         return bool(flag.item())
 
@@ -126,10 +129,11 @@ class Group:
             for work in works:
                 while not _completed(work, self.device):
                     deadline.check(f"{what} did not travel")
-                    if self._alive is not None:
-                        self._alive()
+                    alive = self._alive
+                    if alive is not None:
+                        alive()
         except RuntimeError as problem:
-            raise WeightUpdateError(
+            raise WeightTransferError(
                 f"{what} did not travel, the other side is gone: {_first_line(problem)}"
             ) from problem
 
@@ -144,7 +148,7 @@ class Group:
 
     def _require(self) -> Any:
         if self._group is None:
-            raise WeightUpdateError("the group of trainer and engines was closed.")
+            raise WeightTransferError("the group of trainer and engines was closed.")
         return self._group
 
 
@@ -164,7 +168,7 @@ def ask_for_room(store: Any, rank: int, deadline: Deadline) -> str:
             time.sleep(min(0.01, max(deadline.left(), 0.001)))
         return store.get(room).decode()
     except RuntimeError as problem:
-        raise WeightUpdateError(f"the trainer is gone: {_first_line(problem)}") from problem
+        raise WeightTransferError(f"the trainer is gone: {_first_line(problem)}") from problem
 
 
 def open_room(store: Any, num_receivers: int, name: str, deadline: Deadline) -> None:
@@ -179,12 +183,17 @@ def open_room(store: Any, num_receivers: int, name: str, deadline: Deadline) -> 
             store.delete_key(f"engine/{rank}")
             store.set(f"room/{rank}/{token}", name)
     except RuntimeError as problem:
-        raise WeightUpdateError(f"the engines cannot be found: {_first_line(problem)}") from problem
+        raise WeightTransferError(f"the engines cannot be found: {_first_line(problem)}") from problem
 
 
 def default_room(backend: str) -> str:
     """Where the ranks of a process's first ordinary group meet."""
-    return "default_pg/0//" + ("cpu/" if backend == "gloo" else "cuda/")
+    return "default_pg/" + device_room("0", backend)
+
+
+def device_room(group_name: str, backend: str) -> str:
+    """Where the ranks of a group that torch knows by this name meet, below what its maker put in front of its store."""
+    return f"{group_name}//" + ("cpu/" if backend == "gloo" else "cuda/")
 
 
 def join_group(
@@ -203,7 +212,7 @@ def join_group(
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         return dist.ProcessGroupGloo(store, rank, world_size, options)
     except RuntimeError as problem:
-        raise WeightUpdateError(
+        raise WeightTransferError(
             f"rank {rank} of {world_size} found no group within {deadline.seconds:g} s: {_first_line(problem)}"
         ) from problem
 
@@ -239,4 +248,6 @@ def _let_go(holder: list[Any]) -> None:
 
 
 def _first_line(problem: Exception) -> str:
-    return str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+    """What went wrong, without the place in torch's own sources that it begins with."""
+    lines = re.sub(r"^\[/[^\]]*\]\s*", "", str(problem).strip()).splitlines()
+    return lines[0] if lines else type(problem).__name__

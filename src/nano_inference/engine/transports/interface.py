@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 from nano_inference.engine.weight_update import Bucket
-from nano_inference.errors import WeightUpdateError
+from nano_inference.errors import WeightTransferError, WeightUpdateError
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the model's checkpoint tensors
 
@@ -29,9 +29,9 @@ class Deadline:
         return timedelta(seconds=max(self.left(), 0.001))
 
     def check(self, what: str) -> None:
-        """Raise `WeightUpdateError` if the moment is past; `what` did not happen."""
+        """Raise `WeightTransferError` if the moment is past; `what` did not happen."""
         if not self.left():
-            raise WeightUpdateError(f"{what} within {self.seconds:g} s.")
+            raise WeightTransferError(f"{what} within {self.seconds:g} s.")
 
 
 class Incoming(NamedTuple):

@@ -7,10 +7,11 @@ from typing import Any, Literal
 from nano_inference.engine.transports.interface import Deadline, Shapes, WeightTransport
 from nano_inference.engine.weight_sync import WeightSyncManager
 from nano_inference.engine.weight_update import WeightUpdate
-from nano_inference.errors import WeightUpdateError
+from nano_inference.errors import WeightTransferError, WeightUpdateError
 from nano_inference.types import KvPolicy
 
 AHEAD = 2  # buckets that may wait while one is staged
+LOOK = 0.05  # seconds between two looks at whether the session was cancelled
 GRACE = 0.25  # seconds that a transport has to say itself what is late
 
 Kind = Literal["version", "bucket", "done", "failed"]
@@ -43,12 +44,32 @@ def receive_update(
     """
     deadline = Deadline(timeout)
     update = manager.begin(version=version, complete=complete, check_finite=check_finite, kv_policy=kv_policy)
-    arrivals = _Arrivals(transport, manager.shapes, deadline)
+    arrivals = _Arrivals(transport, manager.shapes, deadline, update)
     receive = threading.Thread(
         target=_receive, args=(manager, arrivals, update, version), name="weight-session", daemon=True
     )
     receive.start()
     return update
+
+
+def receive_into(
+    manager: WeightSyncManager, transport: WeightTransport, update: WeightUpdate, deadline: Deadline
+) -> int | None:
+    """Run a transport into the session that is open, on the calling thread; returns the version that the peer named.
+
+    Whatever goes wrong closes the session and, in the middle of the bytes, the transport; so does a session that is
+    cancelled meanwhile. Raises `WeightUpdateError`.
+    """
+    arrivals = _Arrivals(transport, manager.shapes, deadline, update)
+    try:
+        _, theirs = arrivals.take()
+        while (bucket := arrivals.take())[0] != "done":
+            manager.receive(bucket[1], copy=False, of=update)
+    except Exception as problem:
+        arrivals.stop()  # first: whoever sees the update failed may begin the next one with this transport
+        manager.cancel(_reason(problem), of=update)
+        raise
+    return theirs
 
 
 def _receive(manager: WeightSyncManager, arrivals: "_Arrivals", update: WeightUpdate, version: int | None) -> None:
@@ -62,16 +83,19 @@ def _receive(manager: WeightSyncManager, arrivals: "_Arrivals", update: WeightUp
             manager.receive(bucket[1], copy=False, of=update)
         manager.end(version=version, of=update)
     except Exception as problem:
-        reason = str(problem) if isinstance(problem, WeightUpdateError) else f"weights cannot be received: {problem!r}"
         arrivals.stop()  # first: whoever sees the update failed may begin the next one with this transport
-        manager.cancel(reason, of=update)
+        manager.cancel(_reason(problem), of=update)
+
+
+def _reason(problem: Exception) -> str:
+    return str(problem) if isinstance(problem, WeightUpdateError) else f"weights cannot be received: {problem!r}"
 
 
 class _Arrivals:
     """What a transport brings, on a thread of its own: its version, then its buckets."""
 
-    def __init__(self, transport: WeightTransport, shapes: Shapes, deadline: Deadline) -> None:
-        self.transport, self.shapes, self.deadline = transport, shapes, deadline
+    def __init__(self, transport: WeightTransport, shapes: Shapes, deadline: Deadline, update: WeightUpdate) -> None:
+        self.transport, self.shapes, self.deadline, self.update = transport, shapes, deadline, update
         self._arrived: queue.Queue[tuple[Kind, Any]] = queue.Queue(AHEAD)
         self._stopped = threading.Event()
         self._settled = False  # the transport has nothing under way
@@ -79,12 +103,22 @@ class _Arrivals:
         threading.Thread(target=self._bring, name="weight-transport", daemon=True).start()
 
     def take(self) -> tuple[Kind, Any]:
-        """What came next. Raises what the transport raised, and `WeightUpdateError` at the deadline."""
-        try:
-            kind, content = self._arrived.get(timeout=self.deadline.left() + GRACE)
-        except queue.Empty:
-            came = f"{self._buckets} buckets did"
-            raise WeightUpdateError(f"the weights did not arrive within {self.deadline.seconds:g} s; {came}.") from None
+        """What came next. Raises what the transport raised, what the update was cancelled with, and
+        `WeightTransferError` at the deadline.
+        """
+        late = Deadline(self.deadline.left() + GRACE)
+        while True:
+            try:
+                kind, content = self._arrived.get(timeout=min(LOOK, late.left()))
+                break
+            except queue.Empty:
+                if self.update.error is not None:
+                    raise self.update.error from None
+                if not late.left():
+                    came = (
+                        f"the weights did not arrive within {self.deadline.seconds:g} s; {self._buckets} buckets did."
+                    )
+                    raise WeightTransferError(came) from None
         self._settled = kind in ("done", "failed")
         self._buckets += kind == "bucket"
         if kind == "failed":

@@ -16,15 +16,18 @@ class ReusedMemory:
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
-    def take(self, num_bytes: int) -> Tensor:
-        """A tensor uint8 [num_bytes], not initialised. From 2 MiB on its memory is one that was used before, if any."""
-        if num_bytes < HUGE_PAGE:
+    def take(self, num_bytes: int, slack: int = 0) -> Tensor:
+        """A tensor uint8 [num_bytes + slack], not initialised. From 2 MiB on its memory is one that was used before, if
+        any. For the slack the system finds pages only if somebody writes to them.
+        """
+        used, num_bytes = num_bytes, num_bytes + slack
+        if used < HUGE_PAGE:
             return torch.empty(num_bytes, dtype=torch.uint8)
         piece = self._find(num_bytes)
         if piece is None:
             piece = torch.empty(num_bytes, dtype=torch.uint8)
-            advise_huge_pages(piece)
-            populate(piece)
+            advise_huge_pages(piece[:used])
+            populate(piece[:used])
         kind: Any = type("Lease", (ctypes.c_uint8 * num_bytes,), {})
         lease = kind.from_address(piece.data_ptr())
         weakref.finalize(lease, self._free.append, piece).atexit = False  # torch holds the lease while it holds memory

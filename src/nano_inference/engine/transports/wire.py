@@ -5,7 +5,7 @@ by row; of a patch the int64 indices, then the values.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -114,6 +114,14 @@ def decode(content: bytes, shapes: Shapes) -> Plan:
     if any(len({piece.count is None for piece in bucket}) != 1 for bucket in plan.buckets):
         raise WeightUpdateError("the trainer sent a bucket that is empty, or of both tensors and patches.")
     return plan
+
+
+def pieces(told: Iterable[tuple[str, str, Sequence[int]]], shapes: Shapes, seen: set[str]) -> list[Piece]:
+    """Whole tensors that a trainer describes by (name, dtype, shape), checked against the model.
+
+    `seen` has the names that came before in this update, and gets theirs. Raises `WeightUpdateError`.
+    """
+    return [_checked((name, dtype, list(shape), None), shapes, seen) for name, dtype, shape in told]
 
 
 def num_bytes(bucket: Iterable[Piece]) -> int:

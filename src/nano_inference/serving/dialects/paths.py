@@ -1,20 +1,16 @@
-"""The paths of the dialects: access and error bodies go by them."""
+"""The paths of the dialects: access and error bodies go by them. A test compares them with the routes."""
 
-# They change or tell of the engine; for administrators.
-CONTROL: frozenset[str] = frozenset(
+# They change the engine or what it does; for administrators.
+CHANGING: frozenset[str] = frozenset(
     (
         # both dialects
         "/flush_cache",
-        "/server_info",
         "/update_weight_version",
         "/update_weights",
         # vLLM
         "/abort_requests",
         "/finish_weight_update",
-        "/get_world_size",
         "/init_weight_transfer_engine",
-        "/is_paused",
-        "/is_sleeping",
         "/pause",
         "/reset_prefix_cache",
         "/resume",
@@ -23,32 +19,50 @@ CONTROL: frozenset[str] = frozenset(
         "/start_weight_update",
         "/wake_up",
         "/weight_checker",
-        "/weight_info",
         # SGLang
         "/abort_request",
         "/begin_weight_update",
         "/continue_generation",
         "/destroy_weights_update_group",
         "/end_weight_update",
-        "/get_model_info",
-        "/get_server_info",
-        "/get_weight_version",
-        "/health_generate",
         "/init_weights_update_group",
-        "/model_info",
         "/pause_generation",
+        "/post_process_weights",
+        "/pull_weights",
+        "/post_process_weights",
+        "/pull_weights",
         "/release_memory_occupation",
         "/resume_memory_occupation",
         "/update_weights_from_disk",
         "/update_weights_from_distributed",
+        "/update_weights_from_ipc",
+        "/update_weights_from_ipc",
         "/update_weights_from_tensor",
-        "/v1/loads",
         "/weights_checker",
         # prime-rl and PipelineRL
         "/init_broadcaster",
-        "/liveness",
+        "/load_lora_adapter",
         "/receive_weight_update",
     )
 )
+# They only tell; for users.
+READING: frozenset[str] = frozenset(
+    (
+        "/get_model_info",
+        "/get_server_info",
+        "/get_weight_version",
+        "/get_world_size",
+        "/health_generate",
+        "/is_paused",
+        "/is_sleeping",
+        "/model_info",
+        "/server_info",
+        "/v1/loads",
+        "/weight_info",
+    )
+)
+# It says that the engine lives, and nothing else; for whatever looks after processes.
+OPEN: frozenset[str] = frozenset(("/liveness",))
+CONTROL = CHANGING | READING | OPEN
 # They generate; for users.
 GENERATION: frozenset[str] = frozenset(("/generate", "/inference/v1/generate"))

@@ -1,16 +1,118 @@
-"""PipelineRL's one route, and the group that it joins at its start. Adapters over `serving/control.py`."""
+"""PipelineRL's one route, and the group that it joins at its start. Adapters over `serving/control.py`.
 
-from collections.abc import Mapping
+PipelineRL tells its engines by their command line where the group is. Its trainer waits for all of them there, then for
+their `/health`; so the group is joined in the background, while the server serves, and again when it was lost.
+"""
 
-from fastapi import APIRouter
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
 
-from nano_inference.serving.edge.access import Level
+from fastapi import APIRouter, Request, Response
+
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.control import TensorSpec
+from nano_inference.serving.dialects.reading import Fields, fields_of
+from nano_inference.serving.edge.replies import json_reply
+from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of, bad_request
+from nano_inference.serving.protocols.reading import shown
 from nano_inference.serving.server import Server
 
-# Each route: ADMIN changes the engine, KEY reads, OPEN tells nothing.
-LEVELS: Mapping[str, Level] = {}
+log = logging.getLogger("nano_inference.serving")
+
+GROUP = "pipeline-rl"
+_GLANCE = 0.05  # seconds between two looks whether the group stands
+_PAUSES = (1.0, 30.0)  # seconds between two tries to join it that fail at once, and how long that becomes
+_LARGEST = 2**48  # of a tensor's sizes
 
 
 def routes(server: Server) -> APIRouter:
     """The routes."""
-    return APIRouter()
+    router = APIRouter()
+    if has_group(server.config):
+        server.beside.append(lambda: _stay_joined(server))
+
+    @router.post("/receive_weight_update", summary="Take part in the trainer's broadcasts; decoding goes on")
+    async def receive_weight_update(request: Request) -> Response:
+        fields = await fields_of(request, server)
+        if not has_group(server.config):
+            raise ApiError(409, "there is no group: the server was started without --weight-update-group-init-method.")
+        version = fields.version("version")
+        tensors = tensors_of(fields)
+        await _joined(server)
+        await server.control.begin_update(version=version)
+        await server.control.receive_broadcast(GROUP, tensors)
+        await server.control.finish_update(kv_policy="keep")
+        return json_reply(200, {"status": "ok"})
+
+    return router
+
+
+def has_group(config: ServerConfig) -> bool:
+    """Whether a group is joined at the start."""
+    return config.weight_update_group_init_method is not None and not config.disable_weight_updates
+
+
+def tensors_of(fields: Fields) -> list[TensorSpec]:
+    """`parameters_info`. Raises `ApiError` 400."""
+    given = fields.body.get("parameters_info")
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise bad_request("parameters_info must be a list of {name, shape, dtype}, and not empty.", "parameters_info")
+    return [_tensor(f"parameters_info.{place}", each) for place, each in enumerate(given)]
+
+
+def _tensor(where: str, given: object) -> TensorSpec:
+    if not isinstance(given, Mapping):
+        raise bad_request(f"{where} must be an object, not {shown(given)}.", where)
+    name, dtype, shape = given.get("name"), given.get("dtype"), given.get("shape")
+    if not (isinstance(name, str) and name and isinstance(dtype, str) and dtype):
+        raise bad_request(f"{where} must have a name and a dtype.", where)
+    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < _LARGEST for size in shape):
+        raise bad_request(f"{where}.shape must be a list of sizes, not {shown(shape)}.", f"{where}.shape")
+    return TensorSpec(name, dtype.removeprefix("torch."), tuple(shape))
+
+
+async def _joined(server: Server) -> None:
+    """Wait for the group. Raises `ApiError` 504."""
+    seconds = server.config.rl_timeout
+    try:
+        async with asyncio.timeout(seconds):
+            while not server.control.has_group(GROUP):
+                await asyncio.sleep(_GLANCE)
+    except TimeoutError:
+        address = server.config.weight_update_group_init_method
+        message = f"the group at {address} has not formed within {seconds:g} seconds."
+        raise ApiError(504, message, headers=NO_RETRY) from None
+
+
+async def _stay_joined(server: Server) -> None:
+    """Join; where the group is lost, join again. Ends when it is cancelled."""
+    config = server.config
+    address: Any = urlsplit(config.weight_update_group_init_method)
+    assert config.actor_llm_idx is not None
+    assert config.weight_update_group_world_size is not None
+    pause, longest = _PAUSES
+    while True:
+        if server.control.has_group(GROUP):
+            await asyncio.sleep(_GLANCE)
+            continue
+        try:
+            await server.control.join_group(
+                GROUP,
+                address.hostname,
+                address.port,
+                rank=1 + config.actor_llm_idx,
+                world_size=config.weight_update_group_world_size,
+            )
+            pause = _PAUSES[0]
+            log.info("joined the weight group at %s.", config.weight_update_group_init_method)
+        except Exception as problem:
+            error = api_error_of(problem)
+            bug = problem if error.status == 500 else None
+            log.warning(
+                "the weight group at %s: %s", config.weight_update_group_init_method, error.message, exc_info=bug
+            )
+            await asyncio.sleep(pause)
+            pause = min(longest, 2 * pause)

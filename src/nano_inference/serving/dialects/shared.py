@@ -1,25 +1,14 @@
 """The routes that two dialects have under one path. Their replies hold what either of them looks for."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 import nano_inference
-from nano_inference.serving.dialects import prime_rl, vllm
 from nano_inference.serving.dialects.reading import Fields, fields_of
-from nano_inference.serving.edge.access import Level
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import ApiError, bad_request
 from nano_inference.serving.server import Server
-
-# Each route: ADMIN changes the engine, KEY reads.
-LEVELS: Mapping[str, Level] = {
-    "/server_info": Level.KEY,
-    "/update_weight_version": Level.ADMIN,
-    "/update_weights": Level.ADMIN,
-    "/flush_cache": Level.ADMIN,
-}
 
 
 def routes(server: Server) -> APIRouter:
@@ -27,21 +16,16 @@ def routes(server: Server) -> APIRouter:
     router = APIRouter()
 
     @router.get("/server_info", summary="What serves, as trainers ask for it")
-    async def info() -> Response:
-        return json_reply(200, await server_info(server))
+    async def info(request: Request) -> Response:
+        fields = await fields_of(request, server)
+        said = await server_info(server)
+        if fields.word("config_format", ("json", "text"), "json") == "text":
+            said["vllm_config"] = str(said["vllm_config"])
+        return json_reply(200, said)
 
     @router.post("/update_weight_version", summary="Name the weights that serve")
     async def update_weight_version(request: Request) -> Response:
         return await _name_version(server, await fields_of(request, server))
-
-    @router.post("/update_weights", summary="Take part in a transfer of weights: vLLM's, or prime-rl's")
-    async def update_weights(request: Request) -> Response:
-        fields = await fields_of(request, server)
-        if "update_info" in fields.body:
-            return await vllm.update_weights(server, fields)
-        if "weight_dir" in fields.body:
-            return await prime_rl.update_weights(server, fields)
-        raise bad_request("update_info (vLLM's trainers) or weight_dir (prime-rl's) is missing.", "update_info")
 
     @router.api_route("/flush_cache", methods=["GET", "POST"], summary="Forget cached prefixes, if nothing runs")
     async def flush_cache(request: Request) -> Response:

@@ -1,23 +1,279 @@
-"""vLLM's RL routes: pause, weight transfer, sleep, versions. Adapters over `serving/control.py`."""
+"""vLLM's RL routes: pause, weight transfer, sleep, versions. Adapters over `serving/control.py`.
 
-from collections.abc import Mapping
+Replies are vLLM 0.32's, and so is the order of calls that is asked for; out of order is a 409.
+"""
 
-from fastapi import APIRouter, Response
+from collections.abc import Awaitable, Callable
+from typing import Any, get_args
 
-from nano_inference.serving.dialects.reading import Fields
-from nano_inference.serving.edge.access import Level
-from nano_inference.serving.errors import ApiError
+from fastapi import APIRouter, Request, Response
+
+from nano_inference.serving.control import Control, Memory, TensorSpec
+from nano_inference.serving.dialects import prime_rl
+from nano_inference.serving.dialects.reading import Fields, fields_of
+from nano_inference.serving.edge.replies import json_reply
+from nano_inference.serving.errors import ApiError, bad_request
+from nano_inference.serving.protocols.reading import shown
 from nano_inference.serving.server import Server
+from nano_inference.types import PauseMode
 
-# Each route: ADMIN changes the engine, KEY reads, OPEN tells nothing.
-LEVELS: Mapping[str, Level] = {}
+GROUP = "vllm"  # its trainers have one group at a time, and give it no name
+PACKED_BYTES = 1 << 30  # of a run, unless the trainer says otherwise
+
+# What a memory part is called in `tags`; "scheduling" is what level 0 stops.
+_TAGS: tuple[str, ...] = (*get_args(Memory), "scheduling")
+_MODES: dict[str, PauseMode] = {mode: mode for mode in get_args(PauseMode)}
+# What vLLM answers with an id of its own begins so; clients may name a request by that id.
+_PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
+
+Answer = Callable[[Fields], Awaitable[dict[str, Any]]]
 
 
 def routes(server: Server) -> APIRouter:
     """The routes."""
-    return APIRouter()
+    router = APIRouter()
+    control = server.control
+    transfer = Transfer(control)
+    posts: dict[str, Answer] = {
+        "/pause": lambda fields: _pause(control, fields),
+        "/resume": lambda _: _resume(control),
+        "/abort_requests": lambda fields: _abort(control, fields),
+        "/init_weight_transfer_engine": transfer.join,
+        "/shutdown_weight_transfer_engine": transfer.leave,
+        "/start_weight_update": transfer.start,
+        "/finish_weight_update": transfer.finish,
+        "/weight_checker": lambda fields: _check(control, fields),
+        "/reset_prefix_cache": lambda fields: _reset_prefix_cache(control, fields),
+        "/sleep": lambda fields: _sleep(control, fields),
+        "/wake_up": lambda fields: _wake(control, fields),
+    }
+    gets: dict[str, Answer] = {
+        "/is_paused": lambda _: _said("is_paused", control.is_paused()),
+        "/is_sleeping": lambda _: _said("is_sleeping", control.is_paused()),  # as in vLLM, a pause is a light sleep
+        "/weight_info": lambda _: _said("weight_version", control.serving_version()),
+        "/get_world_size": _world_size,
+    }
+    for method, answers in (("POST", posts), ("GET", gets)):
+        for path, answer in answers.items():
+            router.add_api_route(path, _route(server, answer), methods=[method])
+
+    @router.post("/update_weights", summary="Take part in a transfer of weights: vLLM's, or prime-rl's")
+    async def update_weights(request: Request) -> Response:
+        fields = await fields_of(request, server)
+        if "weight_dir" in fields.body:
+            return await prime_rl.update_weights(server, fields)
+        return json_reply(200, await transfer.update(fields))
+
+    return router
 
 
-async def update_weights(server: Server, fields: Fields) -> Response:
-    """`POST /update_weights` with an `update_info`."""
-    raise ApiError(501, "update_info is not supported yet.", "update_info")
+def _route(server: Server, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+    async def route(request: Request) -> Response:
+        return json_reply(200, await answer(await fields_of(request, server)))
+
+    return route
+
+
+async def _said(name: str, value: Awaitable[object]) -> dict[str, Any]:
+    return {name: await value}
+
+
+async def _world_size(_: Fields) -> dict[str, Any]:
+    return {"world_size": 1}
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+async def _pause(control: Control, fields: Fields) -> dict[str, Any]:
+    mode = _MODES[fields.word("mode", get_args(PauseMode), "abort")]
+    clear_cache = fields.flag("clear_cache", default=True)
+    await control.pause(mode, kv_policy="recompute" if clear_cache else "keep")
+    if clear_cache:
+        await control.flush_cache()
+    return {"status": "paused"}
+
+
+async def _resume(control: Control) -> dict[str, Any]:
+    await control.resume()
+    return {"status": "resumed"}
+
+
+async def _abort(control: Control, fields: Fields) -> dict[str, Any]:
+    ids = fields.texts("request_ids")
+    if ids:
+        names = set(ids) | {each.removeprefix(prefix) for each in ids for prefix in _PREFIXES}
+        return {"status": "aborted", "aborted": await control.abort(names)}
+    return {"status": "aborted", "aborted": await control.abort(None)}  # vLLM's rule: none named, all meant
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+async def _reset_prefix_cache(control: Control, fields: Fields) -> dict[str, Any]:
+    if fields.flag("reset_running_requests", default=False) and (await control.loads()).running:
+        raise ApiError(
+            501,
+            "reset_running_requests is not supported while requests run: what they have cached is their own. An update "
+            "after /pause?mode=keep&clear_cache=true computes it again.",
+            "reset_running_requests",
+        )
+    fields.flag("reset_external", default=False)  # there is no cache outside
+    await control.flush_cache()
+    return {"success": True}
+
+
+async def _sleep(control: Control, fields: Fields) -> dict[str, Any]:
+    level = fields.number("level", least=0, most=2)
+    level = 1 if level is None else level
+    mode = _MODES[fields.word("mode", get_args(PauseMode), "abort")]
+    await control.pause(mode, kv_policy="recompute" if level else "keep")
+    if level:
+        # vLLM forgets the weights at level 2, for trainers that send them again. Here they stay in a file at either
+        # level, so that the version that is reported is always one that can serve.
+        await control.sleep(("weights", "kv_cache"))
+    return {"status": "sleeping", "level": level}
+
+
+async def _wake(control: Control, fields: Fields) -> dict[str, Any]:
+    tags = fields.texts("tags")
+    if unknown := [each for each in tags or () if each not in _TAGS]:
+        raise bad_request(f"tags holds {shown(unknown[0])}; there are {', '.join(_TAGS)}.", "tags")
+    parts = [part for part in get_args(Memory) if tags is None or part in tags]
+    if parts:
+        await control.wake(parts)
+    awake = not await control.sleeping()
+    if awake:
+        await control.resume()
+    return {"status": "awake" if awake else "sleeping", "tags": tags}
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+async def _check(control: Control, fields: Fields) -> dict[str, Any]:
+    action = fields.word("action", ("checksum", "reset", "compare"), "")
+    if action == "":
+        raise bad_request("action is missing; it must be checksum, reset or compare.", "action")
+    if action == "reset":
+        raise ApiError(501, "action=reset, which overwrites the weights with noise, is not supported.", "action")
+    baseline = fields.part("baseline")
+    if action == "compare" and baseline is None:
+        raise bad_request("action=compare needs a baseline: tensor name -> checksum.", "baseline")
+    checksums = await control.checksums()
+    if baseline is None or action == "checksum":
+        return {"checksums": checksums}
+    names = checksums.keys() | baseline.body.keys()
+    mismatches = sorted(name for name in names if checksums.get(name) != baseline.body.get(name))
+    return {"match": not mismatches, "mismatches": mismatches}
+
+
+class Transfer:
+    """One trainer's transfers of weights: join the group, then start, update as often as it likes, finish."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._joined = False
+        self._packed_bytes: int | None = None  # of the group's broadcasts; None: a broadcast a tensor
+
+    async def join(self, fields: Fields) -> dict[str, Any]:
+        """`/init_weight_transfer_engine`."""
+        info = _part(fields, "init_info")
+        if info.value("nccl_unique_id_b64") is not None:
+            raise ApiError(
+                501,
+                "nccl_unique_id_b64 is not supported: the trainer opens a torch.distributed group as rank 0, at "
+                "master_address and master_port.",
+                "init_info.nccl_unique_id_b64",
+            )
+        host = info.required_text("master_address")
+        port = info.required_number("master_port", least=1, most=65535)
+        world_size = info.required_number("world_size", least=2, most=2**16)
+        rank = info.required_number("rank_offset", least=1, most=world_size - 1)
+        packed_bytes = _packed_bytes(info, None)
+        await self._control.join_group(GROUP, host, port, rank=rank, world_size=world_size)
+        self._joined, self._packed_bytes = True, packed_bytes
+        return {"message": "Weight transfer initialized"}
+
+    async def leave(self, _: Fields) -> dict[str, Any]:
+        """`/shutdown_weight_transfer_engine`. Without a group it has nothing to do, as in vLLM."""
+        if self._control.session_open:
+            raise ApiError(409, "a weight update is open; finish it before the transfer is shut down.")
+        if self._joined:
+            self._joined = False
+            await self._control.leave_group(GROUP)
+        return {"message": "Weight transfer shut down"}
+
+    async def start(self, fields: Fields) -> dict[str, Any]:
+        """`/start_weight_update`."""
+        if not fields.flag("is_checkpoint_format", default=True):
+            raise bad_request("is_checkpoint_format must be true: tensors are named as in the checkpoint.")
+        self._require_group()
+        await self._control.begin_update()
+        return {"message": "Weight update started"}
+
+    async def update(self, fields: Fields) -> dict[str, Any]:
+        """`/update_weights`. What fails ends the update; the old weights serve on."""
+        self._require_group()
+        if not self._control.session_open:
+            raise ApiError(409, "no weight update is open; call /start_weight_update before /update_weights.")
+        try:
+            info = _update_info(fields)
+            await self._control.receive_broadcast(
+                GROUP, _tensors(info), packed_bytes=_packed_bytes(info, self._packed_bytes)
+            )
+        except ApiError as problem:
+            await self._control.cancel_update(problem.message)
+            raise
+        return {"message": "Weights updated"}
+
+    async def finish(self, fields: Fields) -> dict[str, Any]:
+        """`/finish_weight_update`."""
+        await self._control.finish_update(version=fields.version("weight_version"))
+        return {"message": "Weight update finished"}
+
+    def _require_group(self) -> None:
+        if not self._joined:
+            raise ApiError(409, "there is no weight transfer group; call /init_weight_transfer_engine first.")
+
+
+def _part(fields: Fields, name: str) -> Fields:
+    part = fields.part(name)
+    if part is None:
+        raise bad_request(f"{name} is missing; it must be an object.", name)
+    return part
+
+
+def _update_info(fields: Fields) -> Fields:
+    """One for all workers, or a list of one a worker; there is one worker."""
+    given = fields.value("update_info")
+    if isinstance(given, list) and len(given) == 1:
+        return _part(Fields({"update_info": given[0]}, {}), "update_info")
+    return _part(fields, "update_info")
+
+
+def _packed_bytes(info: Fields, default: int | None) -> int | None:
+    """Bytes of a packed run. vLLM says it of the group; before 0.28 it did so of each update."""
+    packed = info.flag("packed", default=default is not None)
+    size = info.number("packed_buffer_size_bytes", least=1, most=2**40)
+    info.number("packed_num_buffers", least=1)  # the sender's own affair
+    return (size or default or PACKED_BYTES) if packed else None
+
+
+def _tensors(info: Fields) -> list[TensorSpec]:
+    if info.value("num_updates_list") is not None:
+        raise bad_request("num_updates_list is not supported: tensors are sent whole.", "update_info.num_updates_list")
+    names, dtypes = info.texts("names"), info.texts("dtype_names")
+    shapes: Any = info.value("shapes")
+    if not names or dtypes is None or not isinstance(shapes, list) or not len(names) == len(dtypes) == len(shapes):
+        raise bad_request("update_info must have names, dtype_names and shapes, lists of one length.", "update_info")
+    return [
+        TensorSpec(name, dtype.removeprefix("torch."), _shape(shape, name))
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+    ]
+
+
+def _shape(shape: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(type(each) is int and 0 <= each < 2**63 for each in shape):
+        raise bad_request(f"the shape of {shown(name)} must be a list of sizes, not {shown(shape)}.", "shapes")
+    return tuple(shape)

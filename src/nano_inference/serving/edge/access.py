@@ -1,12 +1,13 @@
 """Who may call what: API keys on every route but `/health`, the admin key on routes that change the engine."""
 
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import Enum
 from hashlib import sha256
 
 from nano_inference.serving.addresses import host_name, is_address
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.dialects import paths
 from nano_inference.serving.errors import NO_RETRY, ApiError
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -20,8 +21,10 @@ class Level(Enum):
     ADMIN = "admin"
 
 
-# Every other path, also one that does not exist, is `KEY`. Dialects tell the levels of theirs (their `LEVELS`).
+# Every other path, also one that does not exist, is `KEY`.
 LEVELS: dict[str, Level] = {"/health": Level.OPEN, "/flush_cache": Level.ADMIN}
+# With `ServerConfig.rl`.
+RL_LEVELS: dict[str, Level] = dict.fromkeys(paths.CHANGING, Level.ADMIN) | dict.fromkeys(paths.OPEN, Level.OPEN)
 
 
 class Keys:
@@ -30,16 +33,12 @@ class Keys:
     Trainers send no key. So with `rl` and without an admin key, routes that change the engine ask for what the others
     ask for, on an address that only this machine can reach (or with `rl_open`), but never serve a web page: any page
     that somebody opens here could reach them.
-
-    Args:
-        config: the keys.
-        levels: of routes beside those in `LEVELS`.
     """
 
-    def __init__(self, config: ServerConfig, levels: Mapping[str, Level] | None = None) -> None:
+    def __init__(self, config: ServerConfig) -> None:
         self._keys = [_digest(key.encode()) for key in config.api_keys]
         self._admin = None if config.admin_key is None else _digest(config.admin_key.encode())
-        self._levels = {**LEVELS, **(levels or {})}
+        self._levels = LEVELS | RL_LEVELS if config.rl else LEVELS
         self._is_trusting = config.rl and config.admin_key is None
         self._name = None if config.rl_open else config.host.lower()  # by which it may be called, beside addresses
 

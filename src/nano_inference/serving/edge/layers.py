@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.edge.access import Headers, Keys, Level
+from nano_inference.serving.edge.access import Headers, Keys
 from nano_inference.serving.edge.record import RequestRecord, record_of, request_id_of
 from nano_inference.serving.edge.replies import error_reply
 from nano_inference.serving.errors import ApiError, api_error_of
@@ -72,15 +72,12 @@ class Gate:
         app: the routes.
         config: the limits.
         ready: raises `ApiError` while the engine is being built.
-        levels: of routes beside those that every server has.
     """
 
-    def __init__(
-        self, app: ASGIApp, config: ServerConfig, ready: Callable[[], None], levels: Mapping[str, Level] | None = None
-    ) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, ready: Callable[[], None]) -> None:
         self._app = app
         self._config = config
-        self._keys = Keys(config, levels)
+        self._keys = Keys(config)
         self._ready = ready
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,7 +103,7 @@ class Gate:
         if path != "/health":
             self._ready()
         if scope["method"] in _WITH_BODY:
-            _require_json(headers)
+            _require_json(headers, or_bytes=self._config.rl and path == _WITH_WEIGHTS)
             length = next((value for name, value in headers if name == b"content-length"), b"0")
             if not length.isdigit() or int(length[:20]) > self._limit(path)[0]:
                 raise self._too_large(path)
@@ -143,7 +140,7 @@ def _is_long(headers: Headers) -> bool:
     )
 
 
-def _require_json(headers: Headers) -> None:
+def _require_json(headers: Headers, *, or_bytes: bool = False) -> None:
     """JSON says that it is JSON, but `curl -d` says it is a form, and other tools say nothing.
 
     These are believed, but not in a browser: a page may post forms to any server without asking it first (no CORS), so
@@ -153,6 +150,8 @@ def _require_json(headers: Headers) -> None:
     if found.get(b"content-encoding", b"identity").lower() != b"identity":
         raise ApiError(415, "compressed bodies are not read; send the JSON as it is.")
     media_type = found.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if or_bytes and media_type == b"application/octet-stream":
+        return
     if media_type == b"application/json" or (media_type.startswith(b"application/") and media_type.endswith(b"+json")):
         return
     if media_type in (b"", b"application/x-www-form-urlencoded") and b"origin" not in found:
@@ -164,14 +163,10 @@ _ABOUT_CONTENT = frozenset((b"content-type", b"content-encoding", b"origin"))
 
 
 def in_layers(
-    routes: ASGIApp,
-    config: ServerConfig,
-    ready: Callable[[], None],
-    done: Callable[[RequestRecord], None],
-    levels: Mapping[str, Level] | None = None,
+    routes: ASGIApp, config: ServerConfig, ready: Callable[[], None], done: Callable[[RequestRecord], None]
 ) -> ASGIApp:
     """The routes with all that is around them."""
-    app: ASGIApp = Gate(routes, config, ready, levels)
+    app: ASGIApp = Gate(routes, config, ready)
     if config.cors_origins:  # outside the gate: a preflight carries no key, and pages may read refusals
         app = CORSMiddleware(
             app,

@@ -26,6 +26,7 @@ class Ask:
         client_id: by which `Control.abort` finds it; None: the id of the HTTP request (`x-request-id`).
         num_wanted, min_version, max_staleness, exact_version: as in `InferenceEngine.add_request`; versions are the
             engine's integers. An `exact_version` that is gone is answered with 409.
+        detokenize: False: its choices have no text but what the engine makes for stop strings.
     """
 
     prompt: list[int]
@@ -33,6 +34,7 @@ class Ask:
     num_samples: int = 1
     stream: bool = True
     client_id: str | None = None
+    detokenize: bool = True
     num_wanted: int | None = None
     min_version: int | None = None
     max_staleness: int | None = None
@@ -40,7 +42,7 @@ class Ask:
 
     @property
     def limits(self) -> Limits:
-        """The last four."""
+        """What it asks of its group and of weight versions."""
         return Limits(
             num_wanted=self.num_wanted,
             min_version=self.min_version,
@@ -59,6 +61,7 @@ class Served:
         tokenizer: None where the model has none; only token ids can be served then.
         chat_format: how it writes reasoning and tool calls.
         config: the server's limits.
+        version_name: what trainers call a version of the weights.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Served:
     tokenizer: Tokenizer | None
     chat_format: ChatFormat
     config: ServerConfig
+    version_name: Callable[[int], str] = str
 
     def __post_init__(self) -> None:
         # What takes a while at its first use has it here, where no request waits for it.
@@ -124,7 +128,7 @@ class Builder(Protocol):
         """What a stream ends with that cannot go on."""
         ...
 
-    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
+    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
         """The answer as a whole."""
         ...
 

@@ -45,15 +45,29 @@ def read_body(body: bytes, model: type[Model], config: ServerConfig, unsupported
         ApiError: 400, naming the field.
     """
     given = decode(body, config.max_depth)
-    for name, harmless in unsupported.items():
-        if (value := given.get(name)) is not None and not any(_same(value, each) for each in harmless):
-            raise bad_request(f"{name} is not supported by this server; leave it out.", name, "unsupported_parameter")
+    refuse_unsupported(given, unsupported)
     try:
         request = model.model_validate(given)
     except ValidationError as problem:
         raise bad_request(*_said(problem)) from None
     _log_unknown(name for name in request.model_extra or () if name not in unsupported)
     return request
+
+
+def refuse_unsupported(
+    given: Mapping[str, Any], unsupported: Mapping[str, Iterable[Any]], within: str | None = None
+) -> None:
+    """Raise `ApiError`, 400, for a field that asks for what this server has not got.
+
+    Args:
+        given: the fields.
+        unsupported: as in `read_body`.
+        within: the field that holds them.
+    """
+    for name, harmless in unsupported.items():
+        if (value := given.get(name)) is not None and not any(_same(value, each) for each in harmless):
+            where = name if within is None else f"{within}.{name}"
+            raise bad_request(f"{where} is not supported by this server; leave it out.", where, "unsupported_parameter")
 
 
 def decode(body: bytes, max_depth: int) -> dict[str, Any]:

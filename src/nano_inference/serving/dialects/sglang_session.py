@@ -1,0 +1,85 @@
+"""Which of SGLang's update requests belong together, although not every trainer says so."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from nano_inference.serving.control import Control
+from nano_inference.serving.errors import ApiError
+
+
+class UpdateSession:
+    """Requests are gathered into one update of `Control`'s, which takes effect as a whole.
+
+    Miles says where an update begins and ends. slime and AReaL pause, send their weights in as many requests as they
+    have buckets, and continue: between the two, requests are gathered. Outside of a pause each is an update of its own,
+    and so is one that says that it is whole.
+    """
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._is_open = False  # by a request of this dialect's, and nobody has ended it since
+        self._is_explicit = False  # by `begin`: it ends by `end`
+        self._turn = asyncio.Lock()
+
+    @property
+    def _is_ours(self) -> bool:
+        return self._is_open and self._control.session_open
+
+    async def begin(self) -> None:
+        """From now on requests are gathered, until `end`. 409 if an update is open."""
+        async with self._turn:
+            await self._open(explicit=True)
+
+    async def take(self, receive: Callable[[], Awaitable[None]], version: str | None, *, whole: bool) -> bool:
+        """Take a request's weights; returns whether they serve now.
+
+        Args:
+            receive: takes them in. What fails ends the update, with all that was gathered.
+            version: the name of what is gathered; None: nothing is said of it.
+            whole: they are all of the update, unless `begin` was called.
+        """
+        async with self._turn:
+            gathered = self._is_ours
+            if not gathered:
+                whole = whole or not await self._control.is_paused()
+                await self._open(explicit=False)
+            try:
+                if version is not None:
+                    await self._control.name_version(version)
+                await receive()
+            except BaseException as problem:
+                reason = problem.message if isinstance(problem, ApiError) else str(problem)
+                await self._control.cancel_update(reason)
+                raise
+            if self._is_explicit or not whole:
+                return False
+            await self._finish()
+            return True
+
+    async def end(self) -> str:
+        """What was gathered takes effect; returns its version. 409 if nothing is open."""
+        async with self._turn:
+            if not self._is_ours:
+                raise ApiError(409, "no weight update is open; call /begin_weight_update first.")
+            return await self._finish()
+
+    async def commit(self) -> bool:
+        """What was gathered without a `begin` takes effect; returns whether there was something."""
+        async with self._turn:
+            if not self._is_ours or self._is_explicit:
+                return False
+            await self._finish()
+            return True
+
+    async def cancel(self, reason: str) -> None:
+        """Forget what an earlier trainer has left; what it is still sending too."""
+        if self._is_ours:
+            await self._control.cancel_update(reason)
+
+    async def _open(self, *, explicit: bool) -> None:
+        await self._control.begin_update()
+        self._is_open, self._is_explicit = True, explicit
+
+    async def _finish(self) -> str:
+        self._is_open = False
+        return await self._control.finish_update()

@@ -1,0 +1,198 @@
+"""SGLang's weight groups, updates and checks of weights, over `serving/control.py`."""
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import Request
+
+from nano_inference.serving.control import Control, TensorSpec
+from nano_inference.serving.dialects.reading import Fields, fields_of
+from nano_inference.serving.dialects.sglang_session import UpdateSession
+from nano_inference.serving.edge.exchange import read_request
+from nano_inference.serving.errors import ApiError, bad_request
+from nano_inference.serving.protocols.reading import shown
+from nano_inference.serving.server import Server
+
+GROUP = "weight_update_group"  # where a trainer gives it no name
+WHOLE = 1 << 62  # bytes of a packed run that never ends: a flattened bucket is one broadcast
+_RANK: Mapping[str, object] = {
+    "role": "target",
+    **dict.fromkeys(("rank", "tp_rank", "dp_rank", "pp_rank"), 0),
+    **dict.fromkeys(("size", "tp_size", "dp_size", "pp_size"), 1),
+}
+
+
+class Weights:
+    """What the routes have in common: which requests belong to one update, and what a check is to compare with."""
+
+    def __init__(self, control: Control) -> None:
+        self.session = UpdateSession(control)
+        self._control = control
+        self._snapshot: Mapping[str, str] | None = None
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    async def join(self, fields: Fields) -> str:
+        """`/init_weights_update_group`."""
+        host = fields.required_text("master_address").strip("[]")  # AReaL writes IPv6 as in a URL
+        port = fields.required_number("master_port", least=1, most=65535)
+        world_size = fields.required_number("world_size", least=2, most=2**16)
+        rank = fields.required_number("rank_offset", least=1, most=world_size - 1)
+        backend = fields.text("backend")
+        if backend not in (None, "gloo", "nccl"):
+            raise bad_request(f"backend must be gloo or nccl, not {shown(backend)}.", "backend")
+        name = fields.text("group_name") or GROUP
+        await self._control.join_group(
+            name,
+            host,
+            port,
+            rank=rank,
+            world_size=world_size,
+            backend=backend,
+            named=True,
+            timeout=fields.seconds("timeout"),
+        )
+        await self.session.cancel("a trainer has made a new group.")
+        return f"the group {name} has formed."
+
+    async def leave(self, fields: Fields) -> str:
+        """`/destroy_weights_update_group`."""
+        name = fields.text("group_name") or GROUP
+        await self.session.cancel(f"the group {name} was destroyed.")
+        await self._control.leave_group(name)
+        return f"the group {name} is no more."
+
+    # -- updates ------------------------------------------------------------------------------------------------------
+
+    async def receive_broadcast(self, fields: Fields) -> str:
+        """`/update_weights_from_distributed`."""
+        tensors = _tensors(fields)
+        load_format = _load_format(fields, ("flattened_bucket",))
+        group, timeout = fields.text("group_name") or GROUP, fields.seconds("timeout")
+        packed_bytes = WHOLE if load_format == "flattened_bucket" else None
+
+        async def receive() -> None:
+            await self._control.receive_broadcast(group, tensors, packed_bytes=packed_bytes, timeout=timeout)
+
+        return await self._take(fields, receive, whole=fields.flag("flush_cache", default=False))
+
+    async def receive_file(self, request: Request, server: Server) -> str:
+        """`/update_weights_from_tensor`."""
+        media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if media_type == "application/octet-stream":
+            server.lifecycle.require_open()
+            content = await read_request(request, server, lambda body, _: body)
+            fields = Fields({}, {name: request.query_params.getlist(name) for name in request.query_params})
+            _load_format(fields, ("safetensors",))
+        else:
+            fields = await fields_of(request, server)
+            content = _content(fields)
+        return await self._take(
+            fields, lambda: self._control.receive_file(content), whole=fields.flag("flush_cache", default=False)
+        )
+
+    async def receive_folder(self, fields: Fields) -> str:
+        """`/update_weights_from_disk`. It is a whole update: slime deletes the folder while the engine is paused."""
+        path, timeout = fields.required_text("model_path"), fields.seconds("timeout")
+        _load_format(fields, ("safetensors",))
+        if fields.value("manifest") is not None:
+            raise ApiError(501, "manifest is not supported; leave it out.", "manifest")
+        return await self._take(fields, lambda: self._control.receive_folder(path, timeout=timeout), whole=True)
+
+    async def _take(self, fields: Fields, receive: Any, *, whole: bool) -> str:
+        if fields.word("selector", ("target", "all"), "all") and fields.flag("abort_all_requests", default=False):
+            await self._control.abort(None)
+        version = fields.version("weight_version")
+        if not await self.session.take(receive, version, whole=whole):
+            return "the weights are kept until the update is complete."
+        if fields.flag("flush_cache", default=False):
+            await self._control.flush_cache()
+        return f"the weights serve as version {await self._control.serving_version()}."
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    async def check(self, fields: Fields) -> dict[str, Any]:
+        """`/weights_checker`. What was gathered takes effect first."""
+        action = fields.word("action", ("checksum", "snapshot", "compare", "reset_tensors"), "checksum")
+        if action == "reset_tensors":
+            raise ApiError(501, "action=reset_tensors, which would overwrite the weights, is not supported.", "action")
+        fields.word("selector", ("target", "all"), "all")
+        fields.flag("allow_quant_error", default=False)  # nothing is quantized
+        await self.session.commit()
+        skipped = fields.texts("skip_tensor_list") or ()
+        checksums = {
+            name: each
+            for name, each in (await self._control.checksums()).items()
+            if not any(part in name for part in skipped)
+        }
+        match action:
+            case "snapshot":
+                self._snapshot = checksums
+            case "compare":
+                self._compare(checksums)
+            case _:
+                return {"success": True, "message": "Success.", **_ranks(checksums)}
+        return {"success": True, "message": "Success."}
+
+    def _compare(self, checksums: Mapping[str, str]) -> None:
+        if self._snapshot is None:
+            raise ApiError(409, "there is no snapshot to compare with; send action=snapshot first.", "action")
+        wrong = sorted(name for name, each in checksums.items() if self._snapshot.get(name) != each)
+        if wrong:
+            raise bad_request(
+                f"{len(wrong)} of {len(checksums)} tensors are not those of the snapshot: {', '.join(wrong[:3])} …"
+            )
+
+
+def _ranks(checksums: Mapping[str, str]) -> dict[str, Any]:
+    """One rank has all of them."""
+    own = hashlib.sha256()
+    for name, each in sorted(checksums.items()):
+        own.update(name.encode() + each.encode())
+    rank = {"checksums": checksums, "per_gpu_checksum": own.hexdigest(), "parallelism_info": [_RANK]}
+    return {"ranks": [rank], "per_engine_checksum": hashlib.sha256(own.hexdigest().encode()).hexdigest()}
+
+
+def _load_format(fields: Fields, known: Sequence[str]) -> str | None:
+    given = fields.text("load_format")
+    if given in (None, "auto", *known):
+        return given
+    what = f"leave it out, or say {' or '.join(known)}"
+    hint = "; flattened buckets come pickled, and pickles are not read" if given == "flattened_bucket" else ""
+    raise bad_request(f"load_format={shown(given)} is not supported: {what}{hint}.", "load_format")
+
+
+def _content(fields: Fields) -> bytes:
+    """The bytes of a safetensors file, out of base64."""
+    _load_format(fields, ("safetensors",))
+    given = fields.texts("serialized_named_tensors")
+    if given is None or len(given) != 1:
+        raise bad_request(
+            "serialized_named_tensors must hold one string, a safetensors file as base64; or send the file itself as "
+            "the body, as application/octet-stream.",
+            "serialized_named_tensors",
+        )
+    try:
+        return base64.b64decode(given[0], validate=True)
+    except (binascii.Error, ValueError):
+        raise bad_request("serialized_named_tensors is not base64.", "serialized_named_tensors") from None
+
+
+def _tensors(fields: Fields) -> list[TensorSpec]:
+    names, dtypes = fields.texts("names"), fields.texts("dtypes")
+    shapes: Any = fields.value("shapes")
+    if not names or dtypes is None or not isinstance(shapes, list) or not len(names) == len(dtypes) == len(shapes):
+        raise bad_request("names, dtypes and shapes must be lists of one length, and not empty.", "names")
+    return [
+        TensorSpec(name, dtype.removeprefix("torch."), _shape(shape, name))
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+    ]
+
+
+def _shape(shape: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(type(each) is int and 0 <= each < 2**63 for each in shape):
+        raise bad_request(f"the shape of {shown(name)} must be a list of sizes, not {shown(shape)}.", "shapes")
+    return tuple(shape)

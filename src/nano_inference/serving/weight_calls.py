@@ -1,0 +1,158 @@
+"""`WeightCalls`: the calls of one weight update after the other, in order, each before its deadline."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from nano_inference.errors import NanoInferenceError
+from nano_inference.serving.client import EngineClient
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.errors import ApiError, api_error_of, bad_request
+from nano_inference.serving.versions import VersionNames
+
+SOON = 60.0  # seconds of calls that wait for a step at most
+MARGIN = 10.0  # seconds that the engine gets to say itself that a deadline is past
+LATE = 504
+KEEPS_DEADLINE = frozenset(
+    ("join_group", "receive_broadcast", "receive_stream", "receive_file", "receive_folder", "finish_update")
+)
+
+
+class WeightCalls:
+    """What the API process knows of the engine's weights. It forgets all of it when another engine is started.
+
+    Attributes:
+        version: what the open session's version will be called, as far as anybody has said.
+        snapshot: checksums that somebody asked to remember.
+    """
+
+    def __init__(self, client: EngineClient, config: ServerConfig) -> None:
+        self.version: str | None = None
+        self.snapshot: dict[str, str] | None = None
+        self._client, self._config = client, config
+        self._restarts = client.num_restarts  # of the engine that all this is about
+        self._versions: VersionNames | None = None  # None: of an engine that was not asked yet
+        self._session: int | None = None  # its number
+        self._numbers = itertools.count(1)
+        self._turn = asyncio.Lock()  # held by the call that receives or finishes
+        self._cancelling: set[asyncio.Task[bool]] = set()
+
+    @property
+    def session(self) -> int | None:
+        """Number of the open session."""
+        self.notice_restart()
+        return self._session
+
+    @property
+    def names(self) -> VersionNames:
+        """Of versions."""
+        self.notice_restart()
+        if self._versions is None:
+            self._versions = VersionNames(self._client.info.weight_version)
+        return self._versions
+
+    def notice_restart(self) -> None:
+        """A new engine has the weights that it was built with, and knows nothing of groups, sessions and names."""
+        if self._restarts != self._client.num_restarts:
+            self._restarts = self._client.num_restarts
+            self._versions = self._session = self.version = self.snapshot = None
+
+    async def call(self, name: str, seconds: float = SOON, **arguments: Any) -> Any:
+        """Call the engine; it is told the seconds where it keeps the deadline itself. Raises `ApiError`."""
+        if name in KEEPS_DEADLINE:
+            arguments["seconds"] = seconds
+        try:
+            return await self._client.call(name, timeout=seconds + MARGIN, **arguments)
+        except TimeoutError:
+            raise ApiError(LATE, f"the engine did not answer within {seconds:g} s.") from None
+        except NanoInferenceError as problem:
+            raise api_error_of(problem) from problem
+
+    def seconds(self, timeout: float | None) -> float:
+        """A deadline as it was asked for, or the server's."""
+        seconds = self._config.rl_timeout if timeout is None else timeout
+        if not 0 < seconds < float("inf"):
+            raise bad_request(f"timeout={seconds!r} must be a positive number of seconds.", "timeout")
+        return seconds
+
+    # -- sessions -----------------------------------------------------------------------------------------------------
+
+    async def begin(self, version: str | None, **options: bool) -> None:
+        """Open a session, when what is left of an earlier one is gone."""
+        if self.session is not None:
+            raise ApiError(409, "a weight update is open already; finish it first.")
+        self._session, self.version = session, _ = next(self._numbers), version
+        async with self._or_cancel(session):
+            if self._cancelling:
+                await asyncio.wait(self._cancelling, timeout=SOON)
+            await self.call("begin_update", session=session, **options)
+
+    @asynccontextmanager
+    async def next(self, timeout: float | None) -> AsyncIterator[tuple[int, float]]:
+        """The next call of the session, alone in it: its number (0 where none is open) and the seconds that are left.
+
+        The engine itself refuses what comes outside of a session: it also ends the group of such a broadcast.
+        """
+        seconds = self.seconds(timeout)
+        until = time.monotonic() + seconds
+        try:
+            await asyncio.wait_for(self._turn.acquire(), seconds)
+        except TimeoutError:
+            raise ApiError(LATE, f"another call of the weight update did not end within {seconds:g} s.") from None
+        try:
+            session = self.session
+            async with self._or_cancel(session):
+                yield session or 0, max(until - time.monotonic(), 0.001)
+        finally:
+            self._turn.release()
+
+    async def receive(self, name: str, timeout: float | None, **arguments: Any) -> Any:
+        """A call that is the next of the session."""
+        async with self.next(timeout) as (session, seconds):
+            return await self.call(name, seconds, session=session, **arguments)
+
+    async def finish(self, session: int, seconds: float, name: str | None, **options: Any) -> str:
+        """Close the session; returns the version's name when it serves. Within `next`."""
+        names = self.names
+        before = names.newest
+        number = names.choose(name if name is not None else self.version)  # its first tokens come before the answer
+        try:
+            await self.call("finish_update", seconds, session=session, version=number, **options)
+        except ApiError as problem:
+            if problem.status != LATE:
+                names.give_back(number, before)
+            raise
+        self._session = None
+        return names.name(number)
+
+    async def cancel(self, reason: str) -> bool:
+        """Forget the session, also while a call of it is under way."""
+        session, self._session = self.session, None
+        return session is not None and await self._cancel(session, reason)
+
+    @asynccontextmanager
+    async def _or_cancel(self, session: int | None) -> AsyncIterator[None]:
+        """What fails inside ends the session, also where nobody knows how far the engine has come."""
+        try:
+            yield
+        except BaseException as problem:
+            if session is not None:
+                if self._session == session:
+                    self._session = None
+                why = problem.message if isinstance(problem, ApiError) else "its caller has gone."
+                task = asyncio.create_task(self._cancel(session, why))
+                self._cancelling.add(task)
+                task.add_done_callback(self._cancelling.discard)
+                if isinstance(problem, Exception):
+                    await asyncio.wait([task])
+            raise
+
+    async def _cancel(self, session: int, reason: str) -> bool:
+        text = f"the weight update was cancelled: {reason}"
+        try:
+            return await self._client.call("cancel_update", timeout=SOON, session=session, reason=text)
+        except Exception:  # the engine is gone, and the session with it
+            return False

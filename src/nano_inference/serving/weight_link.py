@@ -1,0 +1,273 @@
+"""`WeightLink`: what the engine's process holds of a trainer between two calls: groups by name, the open session."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.transports import Deadline, WeightTransport, wire
+from nano_inference.engine.transports.broadcast import BroadcastReceiver
+from nano_inference.engine.transports.files import WeightFiles
+from nano_inference.engine.transports.receive import receive_into
+from nano_inference.engine.transports.reuse import ReusedMemory
+from nano_inference.engine.transports.safetensors_bytes import SafetensorsBytes
+from nano_inference.engine.transports.trainer_broadcasts import TrainerBroadcasts
+from nano_inference.engine.transports.trainer_group import TrainerGroup, join_trainer
+from nano_inference.engine.weight_update import WeightUpdate
+from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
+from nano_inference.types import KvPolicy
+
+log = logging.getLogger("nano_inference.serving")
+
+LOOK = 0.1  # seconds between two looks at whether an update can still be applied
+
+
+class _Place:
+    """Of a group."""
+
+    joined: TrainerGroup | None = None  # None: somebody is about to
+
+
+class _Session:
+    """An update between its first call and its last."""
+
+    def __init__(self, number: int, update: WeightUpdate) -> None:
+        self.number, self.update = number, update
+        self.names: set[str] = set()  # that came, or are coming
+        self.file: SafetensorsBytes | None = None  # that is coming, part by part
+        self.busy = threading.Lock()  # held by the call that receives
+
+
+class WeightLink:
+    """Calls come on threads of their own and may wait, each until its deadline.
+
+    Whatever goes wrong in a session closes it, with the old version serving. What goes wrong around a broadcast, a call
+    at the wrong time too, also ends the group: the trainer may have sent what nobody took.
+    """
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._engine = engine
+        self._manager = engine.weight_sync
+        self._memory = ReusedMemory()
+        self._lock = threading.Lock()  # guards what follows
+        self._groups: dict[str, _Place] = {}
+        self._session: _Session | None = None
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def join_group(
+        self,
+        group: str,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        seconds: float,
+        backend: str | None = None,
+        named: bool = False,
+    ) -> None:
+        """See `Control.join_group`."""
+        deadline = Deadline(seconds)
+        device = self._engine.model.device
+        backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+        at = device if backend == "nccl" else torch.device("cpu")
+        place = self._reserve(group)
+        try:
+            place.joined = joined = join_trainer(
+                (host, port), rank, world_size, deadline, backend=backend, device=at, name=group if named else None
+            )
+        except BaseException:
+            self._leave(group, place)
+            raise
+        if self._groups.get(group) is not place:
+            joined.close()
+            raise WeightUpdateConflict(f"the group {group!r} was left while it was joined.")
+
+    def leave_group(self, group: str) -> bool:
+        """Whether there was one."""
+        place = self._groups.get(group)
+        return place is not None and self._leave(group, place)
+
+    def _reserve(self, group: str) -> "_Place":
+        """A place for a group, where no living trainer has it."""
+        with self._lock:
+            if self._session is not None and not self._session.update.done():
+                raise WeightUpdateConflict("a weight update is open; finish it before a group is joined.")
+            old = self._groups.get(group)
+            if old is not None and (old.joined is None or old.joined.trainer_lives()):
+                raise WeightUpdateConflict(f"there is a group {group!r} and its trainer lives; leave it first.")
+            place = self._groups[group] = _Place()
+        if old is not None and old.joined is not None:
+            old.joined.close()
+        return place
+
+    def _leave(self, group: str, place: "_Place") -> bool:
+        """Let a group go, unless another one has its name by now."""
+        with self._lock:
+            if self._groups.get(group) is not place:
+                return False
+            del self._groups[group]
+        if place.joined is not None:
+            place.joined.close()
+        return True
+
+    # -- a session ----------------------------------------------------------------------------------------------------
+
+    def begin_update(self, session: int, complete: bool = False, check_finite: bool = False) -> None:
+        """See `Control.begin_update`. `session` is the caller's number of it, named by all calls that follow."""
+        self._require_awake()
+        with self._lock:
+            if self._session is not None and not self._session.update.done():
+                raise WeightUpdateConflict("a weight update is open already; finish it, or cancel it, first.")
+            update = self._manager.begin(complete=complete, check_finite=check_finite)
+            self._session = _Session(session, update)
+
+    def receive_broadcast(
+        self,
+        session: int,
+        group: str,
+        tensors: Sequence[tuple[str, str, Sequence[int]]],
+        seconds: float,
+        packed_bytes: int | None = None,
+    ) -> None:
+        """See `Control.receive_broadcast`. A tensor is (name, dtype, shape)."""
+        with self._group(group) as joined:
+            current = self._require(session)
+
+            def transport() -> WeightTransport:
+                pieces = wire.pieces(tensors, self._manager.shapes, current.names)
+                if not pieces:
+                    raise WeightUpdateError("there is nothing to receive: no tensor is named.")
+                return TrainerBroadcasts(joined, pieces, packed_bytes=packed_bytes, memory=self._memory)
+
+            self._receive(current, transport, seconds)
+
+    def receive_stream(self, session: int, group: str, seconds: float) -> int | None:
+        """See `Control.receive_stream`; returns the version that the sender gave it."""
+        with self._group(group) as joined:
+            current = self._require(session)
+            return self._receive(current, lambda: BroadcastReceiver.over(joined.group, memory=self._memory), seconds)
+
+    def receive_file(self, session: int, size: int, content: bytes, seconds: float) -> None:
+        """Take one part of a safetensors file of `size` bytes; the parts come in order."""
+        current = self._require(session)
+        with self._step(current):
+            if current.file is None:
+                current.file = SafetensorsBytes(size, self._manager.shapes, current.names, self._memory)
+            current.file.add(content)
+            whole, current.file = current.file, None if current.file.is_whole else current.file
+            if whole.is_whole:
+                receive_into(self._manager, whole, current.update, Deadline(seconds))
+
+    def receive_folder(self, session: int, path: str, seconds: float) -> int | None:
+        """See `Control.receive_folder`; returns the version that the folder names."""
+        current = self._require(session)
+        return self._receive(current, lambda: WeightFiles(Path(path)), seconds)
+
+    def finish_update(self, session: int, version: int, kv_policy: KvPolicy, seconds: float) -> int:
+        """See `Control.finish_update`; returns the version when it serves."""
+        current = self._require(session)
+        deadline = Deadline(seconds)
+        with self._step(current):
+            if kv_policy not in get_args(KvPolicy):
+                raise WeightUpdateError(f"kv_policy={kv_policy!r} is not one of {', '.join(get_args(KvPolicy))}.")
+            self._require_possible(kv_policy)
+            current.update.kv_policy = kv_policy
+            self._manager.end(version=version, of=current.update)
+            while not current.update.wait(min(LOOK, max(deadline.left(), 0.001))):
+                self._require_awake()
+                deadline.check(f"weight version {version} was not applied")
+            return current.update.result(0)
+
+    def cancel_update(self, session: int, reason: str) -> bool:
+        """Close the session, also while another call receives; whether anything was there to be forgotten."""
+        with self._lock:
+            current = self._session
+        if current is None or current.number != session:
+            return False
+        return self._manager.withdraw(current.update, WeightUpdateConflict(reason))
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """What kind of engine it is, in words and numbers."""
+        engine = self._engine
+        return {
+            "device": str(engine.model.device),
+            "dtype": str(engine.model.dtype).removeprefix("torch."),
+            "architecture": engine.spec.architecture,
+            "block_size": engine.config.block_size,
+            "cache_type": engine.config.cache_type,
+            "max_batch_size": engine.config.max_batch_size,
+            "max_model_len": engine.max_model_len,
+            "vocab_size": engine.spec.vocab_size,
+            "kv_cache_tokens": engine.memory_budget.num_tokens,
+            "num_tensors": len(self._manager.shapes),
+            "numerics": engine.numerics.fingerprint,
+        }
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _require(self, session: int) -> _Session:
+        with self._lock:
+            current = self._session
+        if current is None or current.number != session:
+            raise WeightUpdateConflict("no weight update is open; begin one first.")
+        if current.update.done():
+            raise current.update.error or WeightUpdateConflict("this weight update is finished; begin another one.")
+        return current
+
+    @contextmanager
+    def _group(self, group: str) -> Iterator[TrainerGroup]:
+        """A group to receive in. Whatever fails ends it: the trainer may have sent what nobody took, and that would be
+        taken for what it sends next.
+        """
+        place = self._groups.get(group)
+        if place is None or place.joined is None:
+            raise WeightUpdateConflict(f"there is no group {group!r}; join it first.")
+        try:
+            yield place.joined
+        except BaseException:
+            self._leave(group, place)
+            raise
+
+    def _receive(self, current: _Session, transport: Callable[[], WeightTransport], seconds: float) -> int | None:
+        deadline = Deadline(seconds)
+        with self._step(current):
+            return receive_into(self._manager, transport(), current.update, deadline)
+
+    @contextmanager
+    def _step(self, current: _Session) -> Iterator[None]:
+        """A call of a session, alone in it. What fails closes the session."""
+        if not current.busy.acquire(blocking=False):
+            raise WeightUpdateConflict("another call of this weight update is under way; wait for its answer.")
+        try:
+            self._require_awake()
+            yield
+        except Exception as problem:
+            error = problem
+            if not isinstance(error, WeightUpdateError):
+                log.exception("weights could not be received")
+                error = WeightUpdateError("the weights could not be received; the engine's log says why.")
+            self._manager.withdraw(current.update, error)
+            raise error from problem
+        finally:
+            current.busy.release()
+
+    def _require_awake(self) -> None:
+        if self._engine.shared.has_no_weights():
+            raise WeightUpdateConflict("the weights are asleep; wake them first.")
+
+    def _require_possible(self, kv_policy: KvPolicy) -> None:
+        """Else the update would wait until somebody resumes, which the trainer does when the update is done."""
+        shared = self._engine.shared
+        with shared.lock:
+            if shared.loop.paused and shared.loop.would_wait(kv_policy):
+                raise WeightUpdateConflict(
+                    f"an update with kv_policy={kv_policy!r} would wait for requests that are paused; resume first."
+                )

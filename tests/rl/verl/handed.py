@@ -1,0 +1,38 @@
+"""A checkpoint engine for verl: the trainer's side writes a file, the replica's side reads it.
+
+verl brings NCCL, NIXL and the like, which want GPUs, and imports others by `custom_backend_module`.
+"""
+# pyright: reportMissingImports=false
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+
+@CheckpointEngineRegistry.register("handed")
+class Handed(CheckpointEngine):
+    def __init__(self, bucket_size: int, path: str, is_master: bool = False) -> None:
+        self.path = Path(path)
+
+    def prepare(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def build_topology(cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]) -> tuple:
+        return {"size": [actor_wg_world_size] * actor_wg_world_size}, {
+            "size": [rollout_world_size] * rollout_world_size
+        }
+
+    def init_process_group(self, **_: Any) -> None: ...
+
+    def finalize(self) -> None: ...
+
+    async def send_weights(self, weights: Iterator[tuple[str, Tensor]], global_steps: int | None = None) -> None:
+        save_file(dict(weights), self.path)
+
+    def receive_weights(self, global_steps: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        yield from load_file(self.path).items()
