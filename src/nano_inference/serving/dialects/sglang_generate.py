@@ -40,6 +40,7 @@ from nano_inference.serving.protocols.fields import (
     require_possible_length,
     room,
     sampling_params,
+    version_number,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
 from nano_inference.serving.protocols.lines import encode_line
@@ -103,6 +104,9 @@ class GenerateBuilder:
             served.version_name,
             not served.config.hide_cached_tokens,
         )
+        version = request.weight_version
+        self._min_version = version and version_number(version.min_version, served, "weight_version.min_version")
+        self._exact_version = version and version_number(version.exact_version, served, "weight_version.exact_version")
         given, is_batch = prompts_of(request)
         samplings = [self._sampling(place, len(given)) for place in range(len(given))]
         self.num_samples = samplings[0].n or 1
@@ -173,6 +177,9 @@ class GenerateBuilder:
             # The prompt's scores, and masks, come with the whole sample.
             stream=wanted.scored_from is None and not (wanted.hides or wanted.mask or wanted.flat_mask),
             client_id=prompt.request_id,
+            num_wanted=self.request.n_wanted,
+            min_version=self._min_version,
+            exact_version=self._exact_version,
             text=TextStyle(special_tokens=sampling.skip_special_tokens is False, stop=bool(sampling.no_stop_trim)),
         )
 
