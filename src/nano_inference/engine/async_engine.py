@@ -75,7 +75,9 @@ class AsyncInferenceEngine:
         """
         many = many_prompts(prompts)
         if request_id is not None and len(many) != 1:
-            raise InvalidRequest(f"request_id={request_id} is the id of one request, and there are {len(many)} prompts.")
+            raise InvalidRequest(
+                f"request_id={request_id} is the id of one request, and there are {len(many)} prompts."
+            )
         each = params_for(sampling_params, len(many))
         order: dict[int, int] = {}
         with self._listen() as listener:

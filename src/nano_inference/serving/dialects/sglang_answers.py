@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Literal
 
-from nano_inference.serving.protocols.openai_answers import LOWEST, at_least
+from nano_inference.serving.protocols.per_token import LOWEST, at_least
 from nano_inference.text.token_texts import TokenTexts
 from nano_inference.types import TopLogprobs, TrainingSample
 

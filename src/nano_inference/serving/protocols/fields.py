@@ -89,8 +89,6 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "stop_regex": ([], ""),
     "prompt_embeds": (),
     "truncate_prompt_tokens": (-1,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "logprob_token_ids": ([],),
     "thinking_token_budget": (),
     "kv_transfer_params": ({},),
@@ -199,6 +197,12 @@ def require_possible_length(text: str, served: Served, name: str) -> None:
             name,
             "context_length_exceeded",
         )
+
+
+def require_logprobs(count: int, served: Served, name: str) -> None:
+    """Raise `ApiError`, 400, for more logprobs a token than the server tells."""
+    most = served.config.max_logprobs
+    require_at_most(count, served.engine.vocab_size if most < 0 else most, name)
 
 
 def sampling_params(fields: SamplingFields, served: Served, *, max_tokens: int, **more: Any) -> SamplingParams:

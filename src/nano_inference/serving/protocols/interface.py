@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from nano_inference.serving.choices import Choice, Piece
+from nano_inference.serving.choices import PLAIN, Choice, Piece, TextStyle
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.messages import EngineInfo
@@ -25,6 +25,7 @@ class Ask:
         stream: False: its samples come whole, also where the answer is a stream.
         client_id: by which `Control.abort` finds it; None: the id of the HTTP request (`x-request-id`).
         detokenize: False: its choices have no text but what the engine makes for stop strings.
+        text: what the text shows.
     """
 
     prompt: list[int]
@@ -33,6 +34,7 @@ class Ask:
     stream: bool = True
     client_id: str | None = None
     detokenize: bool = True
+    text: TextStyle = PLAIN
 
 
 @dataclass(frozen=True)
