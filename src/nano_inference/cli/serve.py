@@ -2,7 +2,7 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -67,10 +67,21 @@ def serve(
         bool, _option(_KEYS, "--hide-cached-tokens", help="Do not tell how much of a prompt was cached.")
     ] = False,
     max_queued_samples: Annotated[
-        int, _option(_LIMITS, "--max-queued-samples", help="Samples that may wait; others are refused with 429.")
-    ] = 1024,
-    max_samples: Annotated[int, _option(_LIMITS, "--max-samples", help="Of one request: n times its prompts.")] = 128,
-    max_logprobs: Annotated[int, _option(_LIMITS, "--max-logprobs", help="top_logprobs of one request.")] = 20,
+        int | None,
+        _option(
+            _LIMITS,
+            "--max-queued-samples",
+            help="Samples that may wait; others are refused with 429. Default: 1024, or 65536 with --rl.",
+        ),
+    ] = None,
+    max_samples: Annotated[
+        int | None,
+        _option(_LIMITS, "--max-samples", help="Of one request: n times its prompts. Default: 128, or 4096 with --rl."),
+    ] = None,
+    max_logprobs: Annotated[
+        int | None,
+        _option(_LIMITS, "--max-logprobs", help="top_logprobs of one request; -1: all. Default: 20, or -1 with --rl."),
+    ] = None,
     max_stop: Annotated[int, _option(_LIMITS, "--max-stop", help="Stop strings of one request.")] = 16,
     max_stop_length: Annotated[int, _option(_LIMITS, "--max-stop-length", help="Characters of each.")] = 256,
     max_logit_bias: Annotated[int, _option(_LIMITS, "--max-logit-bias", help="Entries of logit_bias.")] = 1024,
@@ -84,8 +95,13 @@ def serve(
     ] = 64 << 10,
     max_depth: Annotated[int, _option(_LIMITS, "--max-depth", help="How deep its JSON may nest.")] = 64,
     request_timeout: Annotated[
-        float, _option(_LIMITS, "--request-timeout", help="Seconds until a request is aborted.")
-    ] = 600.0,
+        float | None,
+        _option(
+            _LIMITS,
+            "--request-timeout",
+            help="Seconds until a request is aborted. Default: 600, or six hours with --rl.",
+        ),
+    ] = None,
     drain_timeout: Annotated[
         float, _option(_LIMITS, "--drain-timeout", help="Seconds that running requests get when the server ends.")
     ] = 30.0,
@@ -197,9 +213,9 @@ def serve(
         admin_key=_one_key(admin_key, admin_key_file),
         in_process=in_process,
         restart_engine=restart_engine,
-        max_queued_samples=max_queued_samples,
-        max_samples=max_samples,
-        max_logprobs=max_logprobs,
+        max_queued_samples=cast(int, max_queued_samples),
+        max_samples=cast(int, max_samples),
+        max_logprobs=cast(int, max_logprobs),
         max_stop=max_stop,
         max_stop_length=max_stop_length,
         max_logit_bias=max_logit_bias,
@@ -208,7 +224,7 @@ def serve(
         max_body_bytes=max_body_bytes,
         max_header_bytes=max_header_bytes,
         max_depth=max_depth,
-        request_timeout=request_timeout,
+        request_timeout=cast(float, request_timeout),
         drain_timeout=drain_timeout,
         max_backlog=max_backlog,
         cors_origins=tuple(cors_origin or ()),

@@ -9,6 +9,7 @@ import msgspec
 
 from nano_inference.serving.parsing import OutputParser, Parsed, ToolCallDelta
 from nano_inference.text.detokenize import Detokenizer
+from nano_inference.text.output_text import OutputText
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import Delta, TopLogprobs, TrainingSample
 
@@ -46,6 +47,21 @@ class _News(NamedTuple):
     log_kept_mass: tuple[float, ...] | None
 
 
+class TextStyle(msgspec.Struct, frozen=True):
+    """What a choice's text shows beside the text of its tokens.
+
+    Attributes:
+        special_tokens: special tokens by their names.
+        stop: the stop string that ended it; with `special_tokens` also the id.
+    """
+
+    special_tokens: bool = False
+    stop: bool = False
+
+
+PLAIN = TextStyle()
+
+
 @dataclass(slots=True)
 class ToolCall:
     """A tool call, as far as it has come."""
@@ -61,16 +77,18 @@ class Choice:
 
     Attributes:
         index: see `Piece`.
-        detokenizer: None where the engine makes the text, because it looks for stop strings.
+        detokenizer: None where the engine makes the text, because it looks for stop strings; or nobody reads it.
         parser: takes reasoning and tool calls out of the text; None: it is all content.
         stop_ids: ids that end it; they have no text.
+        shows_stop: its text ends with the stop string, or the id, that ended it.
         contents, reasonings: new text of each, as it came: joined, they are `content` and `reasoning`.
     """
 
     index: int
-    detokenizer: Detokenizer | None
+    detokenizer: "Detokenizer | _Searched | None"
     parser: OutputParser | None
     stop_ids: frozenset[int]
+    shows_stop: bool = False
     tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
     num_tokens: int = 0
     cached_tokens: int = 0
@@ -110,6 +128,8 @@ class Choice:
         self.num_tokens += len(token_ids)
         if self.detokenizer is not None:
             text = self._text_of(token_ids, self.detokenizer)
+        if self.shows_stop and self.finished is not None:
+            text = (text or "") + _stop_string_of(self.finished)
         parsed = self._parsed(text or "") if self.parser is not None else Parsed(text or "")
         if parsed.content:
             self.contents.append(parsed.content)
@@ -126,8 +146,8 @@ class Choice:
             new.log_kept_mass,
         )
 
-    def _text_of(self, token_ids: tuple[int, ...], detokenizer: Detokenizer) -> str:
-        stop_ids = self.stop_ids
+    def _text_of(self, token_ids: tuple[int, ...], detokenizer: "Detokenizer | _Searched") -> str:
+        stop_ids = frozenset[int]() if self.shows_stop else self.stop_ids
         text = detokenizer.push([each for each in token_ids if each not in stop_ids])
         return text + detokenizer.finish() if self.finished is not None else text
 
@@ -150,6 +170,12 @@ class Choice:
         return parsed
 
 
+def _stop_string_of(sample: TrainingSample) -> str:
+    """The stop string that ended it, if one did."""
+    reason = sample.stop_reason
+    return reason if sample.finish_reason == "stop" and isinstance(reason, str) else ""
+
+
 def _joined(calls: tuple[ToolCallDelta, ...]) -> tuple[ToolCallDelta, ...]:
     """At most one piece a call."""
     joined: dict[int, ToolCallDelta] = {}
@@ -161,13 +187,35 @@ def _joined(calls: tuple[ToolCallDelta, ...]) -> tuple[ToolCallDelta, ...]:
     return tuple(joined.values())
 
 
+class _Searched:
+    """Text that is made here although there are stop strings, because it shows what the engine's does not."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self._text = OutputText(tokenizer, stop, skip_special_tokens=False)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        for token_id in token_ids:
+            self._text.append(token_id)
+        return self._text.take()
+
+    def finish(self) -> str:
+        return self._text.finish()
+
+
 def new_choice(
     index: int,
     tokenizer: Tokenizer | None,
     stop: tuple[str, ...],
     stop_ids: frozenset[int],
     make_parser: Callable[[], OutputParser] | None,
+    style: TextStyle = PLAIN,
 ) -> Choice:
     """A choice of which nothing has come."""
-    detokenizer = None if stop or tokenizer is None else Detokenizer(tokenizer)
-    return Choice(index, detokenizer, make_parser() if make_parser is not None else None, stop_ids)
+    detokenizer = None
+    if tokenizer is not None:
+        if not stop:
+            detokenizer = Detokenizer(tokenizer, skip_special_tokens=not style.special_tokens)
+        elif style.special_tokens:
+            detokenizer = _Searched(tokenizer, stop)
+    parser = make_parser() if make_parser is not None else None
+    return Choice(index, detokenizer, parser, stop_ids, style.stop)

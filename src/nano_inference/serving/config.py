@@ -1,7 +1,8 @@
 """`ServerConfig`: how the server listens, whom it trusts, and what one client may ask for."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 from nano_inference.errors import ConfigError
@@ -25,9 +26,10 @@ class ServerConfig:
         admin_key: opens the routes that change the engine; None: they are off.
         in_process: run the engine in the server's process instead of one of its own.
         restart_engine: start a new engine when the old one has died.
-        max_queued_samples: samples that may wait beyond those that fit into a batch; more are refused with 429.
+        max_queued_samples: samples that may wait beyond those that fit into a batch; more are refused with 429. Of
+            this and the next two, and of `request_timeout`, None is a default that is larger with `rl`.
         max_samples: samples of one request: `n` times its prompts.
-        max_logprobs: `top_logprobs` and `logprobs` of one request.
+        max_logprobs: `top_logprobs` and `logprobs` of one request; -1: as many as there are tokens.
         max_stop: stop strings of one request.
         max_stop_length: characters of a stop string.
         max_logit_bias: entries of `logit_bias`.
@@ -66,9 +68,9 @@ class ServerConfig:
     admin_key: str | None = None
     in_process: bool = False
     restart_engine: bool = False
-    max_queued_samples: int = 1024
-    max_samples: int = 128
-    max_logprobs: int = 20
+    max_queued_samples: int = cast(int, None)  # None as given, never afterwards
+    max_samples: int = cast(int, None)
+    max_logprobs: int = cast(int, None)
     max_stop: int = 16
     max_stop_length: int = 256
     max_logit_bias: int = 1024
@@ -77,7 +79,7 @@ class ServerConfig:
     max_body_bytes: int = 32 * MIB
     max_header_bytes: int = 64 * 1024
     max_depth: int = 64
-    request_timeout: float = 600.0
+    request_timeout: float = cast(float, None)
     drain_timeout: float = 30.0
     max_backlog: int = 4096
     cors_origins: tuple[str, ...] = ()
@@ -99,17 +101,14 @@ class ServerConfig:
     disable_weight_updates: bool = False
 
     def __post_init__(self) -> None:
+        for name, (usual, training) in _DEFAULTS.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, training if self.rl else usual)
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port!r} must be in [0, 65535].")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together; give both, or neither.")
-        for name in _COUNTS:
-            value: Any = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be a positive integer.")
-        queued: Any = self.max_queued_samples
-        if not isinstance(queued, int) or isinstance(queued, bool) or queued < 0:
-            raise ConfigError(f"max_queued_samples={queued!r} must be an integer of at least 0.")
+        self._check_counts()
         self._check_keys()
         self._check_rl()
         self._check_weight_group()
@@ -117,6 +116,16 @@ class ServerConfig:
             seconds: Any = getattr(self, name)
             if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < float("inf"):
                 raise ConfigError(f"{name}={seconds!r} must be a positive number of seconds.")
+
+    def _check_counts(self) -> None:
+        for name in _COUNTS:
+            value: Any = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be a positive integer.")
+        for name, least in (("max_queued_samples", 0), ("max_logprobs", -1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name}={value!r} must be an integer of at least {least}.")
 
     def _check_keys(self) -> None:
         keys: Any = self.api_keys
@@ -171,9 +180,17 @@ class ServerConfig:
 _GROUP = ("weight_update_group_init_method", "weight_update_group_world_size", "actor_llm_idx")
 _WITH_RL = ("rl_open", "rl_timeout", "rl_max_body_bytes", "disable_weight_updates", *_GROUP)
 
+# Of those that are None: usually, and with `rl`. A trainer asks for a whole batch at once, for the logprobs of as many
+# tokens as it likes, and waits as long as its own step takes while requests are paused.
+_DEFAULTS: Mapping[str, tuple[float, float]] = {
+    "max_queued_samples": (1024, 65536),
+    "max_samples": (128, 4096),
+    "max_logprobs": (20, -1),
+    "request_timeout": (600.0, 6 * 3600.0),
+}
+
 _COUNTS = (
     "max_samples",
-    "max_logprobs",
     "max_stop",
     "max_stop_length",
     "max_logit_bias",

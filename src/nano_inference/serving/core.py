@@ -51,6 +51,7 @@ METHODS: dict[str, Callable[..., object]] = {
 WEIGHT_METHODS: dict[str, Callable[..., object]] = {
     "join_group": WeightLink.join_group,
     "leave_group": WeightLink.leave_group,
+    "has_group": WeightLink.has_group,
     "begin_update": WeightLink.begin_update,
     "receive_broadcast": WeightLink.receive_broadcast,
     "receive_stream": WeightLink.receive_stream,
@@ -138,6 +139,8 @@ class EngineCore:
                 Dead(str(problem) if isinstance(problem, EngineDead) else f"{type(problem).__name__}: {problem}")
             )
             raise
+        finally:
+            self.weight_link.close()
 
     def stop(self) -> None:
         """Let `run` return after the step that runs. For any thread."""

@@ -55,7 +55,9 @@ class Generation:
         stop_ids = ask.params.stop_token_ids | eos
         tokenizer = self.served.tokenizer if ask.detokenize else None
         for index in range(len(self.choices), len(self.choices) + ask.num_samples):
-            self.choices.append(new_choice(index, tokenizer, ask.params.stop, stop_ids, self.builder.make_parser))
+            self.choices.append(
+                new_choice(index, tokenizer, ask.params.stop, stop_ids, self.builder.make_parser, ask.text)
+            )
         stream = self.builder.stream and ask.stream
         name = ask.client_id if ask.client_id is not None else request_id
         asked = ask.prompt, ask.params, ask.num_samples

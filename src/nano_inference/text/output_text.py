@@ -20,18 +20,19 @@ class OutputText:
     stands in a run of byte tokens that goes on, is complete with the token that ends the wait.
 
     Args:
-        tokenizer: special tokens have no text.
+        tokenizer: of the tokens.
         stop: stop strings; none may be empty.
+        skip_special_tokens: special tokens have no text.
 
     Raises:
         InvalidRequest: a stop string is empty.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), skip_special_tokens: bool = True) -> None:
         if "" in stop:
             raise InvalidRequest(f"stop={stop!r} holds an empty string, which would end every sample; leave it out.")
         self._stop = stop
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
         self._shown: list[str] = []  # all text that may be shown, in pieces
         self._num_taken = 0  # pieces of it that `take` has returned
         self._held = ""  # final text, but a proper prefix of some stop string

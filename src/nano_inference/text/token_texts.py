@@ -77,13 +77,17 @@ class Offsets:
         texts: of the tokens.
         start: characters before the first.
         shown: the text that the tokens were made of. Special tokens that it writes out take room; without it none do.
+        special_tokens: all of them do.
     """
 
-    def __init__(self, texts: TokenTexts, start: int = 0, shown: str | None = None) -> None:
+    def __init__(
+        self, texts: TokenTexts, start: int = 0, shown: str | None = None, *, special_tokens: bool = False
+    ) -> None:
         self._texts = texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._here = start
         self._shown = shown
+        self._special_tokens = special_tokens
 
     def push(self, token_ids: Iterable[int]) -> list[int]:
         """Offsets of the next tokens, in characters."""
@@ -95,7 +99,8 @@ class Offsets:
         return offsets
 
     def _writes_out(self, token_id: int) -> bool:
-        return self._shown is not None and self._shown.startswith(self._texts.text(token_id), self._here)
+        shown = self._shown
+        return self._special_tokens or (shown is not None and shown.startswith(self._texts.text(token_id), self._here))
 
 
 def _in_the_middle(decoder: decoders.Decoder | None, token: str) -> str:

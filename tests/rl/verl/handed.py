@@ -1,9 +1,10 @@
-"""A checkpoint engine for verl: the trainer's side writes a file, the replica's side reads it.
+"""A checkpoint engine for verl: the trainer's side writes a file, the replica's side waits for it and reads it.
 
 verl brings NCCL, NIXL and the like, which want GPUs, and imports others by `custom_backend_module`.
 """
 # pyright: reportMissingImports=false
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,13 @@ class Handed(CheckpointEngine):
     def finalize(self) -> None: ...
 
     async def send_weights(self, weights: Iterator[tuple[str, Tensor]], global_steps: int | None = None) -> None:
-        save_file(dict(weights), self.path)
+        draft = self.path / "draft"
+        save_file(dict(weights), draft)
+        draft.rename(self.path / str(global_steps))
 
     def receive_weights(self, global_steps: int | None = None) -> Iterator[tuple[str, Tensor]]:
-        yield from load_file(self.path).items()
+        there, deadline = self.path / str(global_steps), time.monotonic() + 60
+        while not there.exists():
+            assert time.monotonic() < deadline, f"nobody wrote {there}"
+            time.sleep(0.05)
+        yield from load_file(there).items()

@@ -63,6 +63,7 @@ def test_a_rollout_says_what_its_requests_do_not() -> None:
     [
         ({"bad_words": ["x"]}, "'bad_words'"),
         ({"raw_logprobs": True}, "'raw_logprobs'"),
+        ({"top_logprobs": 3}, "'top_logprobs'"),
         ({"n": 2}, "n=2"),
         ({"logprobs": 5}, "logprobs"),
         ({"max_tokens": "7"}, "max_tokens='7'"),

@@ -222,6 +222,65 @@ def test_what_fails_leaves_the_old_weights_and_the_next_update_works(play: Calla
     play(scene)
 
 
+def test_a_hybrid_server_gives_its_memory_back_and_takes_it_part_by_part(
+    play: Callable[..., None], folder: Path
+) -> None:
+    expected = alone(folder, 3, NEW)
+
+    async def scene(server: RolloutServer) -> None:
+        running = asyncio.create_task(server.generate(PROMPT, LONG | {"max_tokens": 100}, "a"))
+        await begun(server)
+        await server.sleep()
+        assert sorted(server._engine.sleeping()) == ["kv_cache", "weights"]
+        with pytest.raises(InvalidRequest, match="asleep"):
+            await server.begin_update(5)
+        await server.wake_up(["weights"])
+        assert server._engine.sleeping() == ("kv_cache",)
+        assert await send(server, NEW, 5) == 5
+        assert not running.done()
+        await server.wake_up(["kv_cache"])
+        output = await running
+        assert len(output["token_ids"]) == 100
+        assert output["extra_fields"]["max_global_steps"] == 5
+        fresh = await server.generate(PROMPT, LONG | {"max_tokens": 3}, "b")
+        assert fresh["log_probs"] == list(expected.logprobs)
+
+    play(scene)
+
+
+def test_verls_update_of_a_server_that_has_its_device_alone(play: Callable[..., None]) -> None:
+    async def scene(server: RolloutServer) -> None:
+        await server.sleep()
+        assert server._engine.sleeping() == ()
+        running = asyncio.create_task(server.generate(PROMPT, LONG | {"max_tokens": 300}, "a"))
+        await begun(server)
+        await server.abort_all_requests()
+        assert (await running)["stop_reason"] == "aborted"
+        await server.release_kv_cache()
+        assert server._engine.sleeping() == ("kv_cache",)
+        late = asyncio.create_task(server.generate(PROMPT, LONG | {"max_tokens": 5}, "b"))
+        assert await send(server, NEW, 2) == 2
+        await server.resume_kv_cache()
+        assert server._engine.sleeping() == ()
+        assert server._engine.is_paused()
+        assert not late.done()
+        await server.resume_generation()
+        assert (await late)["extra_fields"]["min_global_steps"] == 2
+
+    play(scene, "standalone")
+
+
+def test_memory_stays_where_verl_says_so(play: Callable[..., None]) -> None:
+    async def scene(server: RolloutServer) -> None:
+        for call in (server.sleep, server.release_kv_cache):
+            await call()
+            assert server._engine.sleeping() == ()
+        await server.wake_up()
+        assert (await server.generate(PROMPT, LONG | {"max_tokens": 2}, "a"))["stop_reason"] == "completed"
+
+    play(scene, gives_memory_back=False)
+
+
 def test_only_methods_that_tell_are_called_from_afar(play: Callable[..., None]) -> None:
     async def scene(server: RolloutServer) -> None:
         assert await server.collective_rpc("get_weight_version") == 0

@@ -1,7 +1,7 @@
 """What verl makes of a replica: its own manager, balancer, clients and weight update, on a Ray of one machine.
 
 Run by the interpreter of an environment that has verl and Ray: it wants an older transformers than the other tests.
-Arguments: a model folder, one with `step4.safetensors` and so on, and a file to hand weights over. Prints one line of
+Arguments: a model folder, one with `step4.safetensors` and so on, and one to hand weights over. Prints one line of
 JSON.
 """
 # pyright: reportMissingImports=false
@@ -59,7 +59,9 @@ class Trainer(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int, mode: str = "auto") -> None:
-        await self.engine.send_weights(iter(load_file(self.steps / f"step{global_steps}.safetensors").items()))
+        await self.engine.send_weights(
+            iter(load_file(self.steps / f"step{global_steps}.safetensors").items()), global_steps
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
     def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +139,7 @@ async def updated(manager: LLMServerManager, seen: dict[str, Any]) -> None:
     seen["after"] = told(await client.generate("i", prompt_ids=PROMPT, sampling_params=params))
     seen["version"] = await server.collective_rpc.remote("get_weight_version")
 
-    Path(HANDED).write_bytes(b"no weights")
+    (Path(HANDED) / "7").write_bytes(b"no weights")
     try:
         await replica.workers[0].update_weights.remote(global_steps=7)
     except ray.exceptions.RayTaskError as problem:

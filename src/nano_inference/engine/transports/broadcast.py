@@ -58,8 +58,7 @@ class BroadcastReceiver:
         host: str = "127.0.0.1",
         default_group: bool = False,
     ) -> None:
-        if not 1 <= rank < world_size:
-            raise WeightUpdateError(f"rank={rank} must be from 1 to world_size - 1 = {world_size - 1}.")
+        check_ranks(rank, world_size)
         check_backend(backend)
         self.address: Address | None = parse_address(address)
         self.default_group = default_group
@@ -84,9 +83,12 @@ class BroadcastReceiver:
             length = self._empty(1, torch.int64)
             group.broadcast(length, deadline, "the description of the weights")
             size, most = int(length.item()), wire.most_bytes(shapes)
-            if not 0 < size <= most:
+            # A trainer that speaks another format sends a small number first, such as how many messages will come; then
+            # something longer, at which gloo would end this process.
+            if not wire.LEAST_BYTES <= size <= most:
                 raise WeightUpdateError(
-                    f"the trainer announces a description of {size} bytes; at most {most} make sense."
+                    f"the trainer announces a description of {size} bytes; from {wire.LEAST_BYTES} to {most} make "
+                    "sense. Only what WeightSender sends is understood: descriptions of other kinds may be pickles."
                 )
             content = self._empty(size, torch.uint8)
             group.broadcast(content, deadline, "the description of the weights")
@@ -159,6 +161,12 @@ class BroadcastReceiver:
         if self.device.type == "cpu":
             return self._memory.take(num_bytes)
         return self._empty(num_bytes, torch.uint8)  # torch keeps a device's memory itself
+
+
+def check_ranks(rank: int, world_size: int) -> None:
+    """Raise `WeightUpdateError` unless an engine can have this rank."""
+    if not 1 <= rank < world_size:
+        raise WeightUpdateError(f"rank={rank} must be from 1 to world_size - 1 = {world_size - 1}; 0 is the trainer.")
 
 
 def _decode(content: bytes, shapes: Shapes) -> tuple[wire.Plan | None, WeightUpdateError | None]:

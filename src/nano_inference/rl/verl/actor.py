@@ -4,7 +4,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import ray
@@ -36,7 +36,8 @@ class NanoServer(RolloutServer):
         self._model = cast(HFModelConfig, omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig))
         require_no_adapter(self._model)
         self._engine_config = engine_config(self._config, self._model.local_path, replica_rank)
-        self._mode, self._replica_rank = cast(Mode, mode), replica_rank
+        self._mode: Mode = cast(Mode, mode)
+        self._replica_rank = replica_rank
         # Replicas are told apart by address. Nobody listens at this one; bound, it is nobody else's.
         host = ray.util.get_node_ip_address().strip("[]")
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -76,10 +77,6 @@ class NanoServer(RolloutServer):
             raise InvalidRequest("images, video and sound are not understood; send token ids alone.")
         token_ids = normalize_token_ids(prompt_ids)
         return TokenOutput(**await super().generate(token_ids, sampling_params, request_id, priority=priority))
-
-    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """See `RolloutServer.wake_up`."""
-        await super().wake_up(tags)
 
     async def start_profile(self, **_: Any) -> None:
         """Nothing: there is no profiler."""

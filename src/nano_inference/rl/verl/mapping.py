@@ -10,7 +10,14 @@ from nano_inference.types import FinishReason, SamplingParams, TrainingSample
 # verl tells "go on with this one" (aborted) from everything else.
 STOP_REASONS: Mapping[FinishReason, str] = {"stop": "completed", "length": "completed", "abort": "aborted"}
 
-_OWN = {field.name for field in fields(SamplingParams)} - {"raw_logprobs", "prompt_logprobs", "prompt_top_logprobs"}
+# What a `TokenOutput` has no place for, or verl says by another name, is not among them.
+_OWN = {field.name for field in fields(SamplingParams)} - {
+    "raw_logprobs",
+    "prompt_logprobs",
+    "prompt_top_logprobs",
+    "top_logprobs",
+    "sampling_mask",
+}
 
 
 @dataclass(frozen=True)

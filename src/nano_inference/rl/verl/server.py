@@ -12,11 +12,11 @@ from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.rl.verl.buckets import Parcel, opened
 from nano_inference.rl.verl.gate import Gate
 from nano_inference.rl.verl.mapping import GlobalSteps, RequestDefaults, refused_output, token_output, wanted
+from nano_inference.types import Memory
 
 # Who shares the device: trainer and engine in turns, with new weights each time; both in turns, with the same weights;
 # the engine alone.
 Mode = Literal["hybrid", "colocated", "standalone"]
-Memory = Literal["weights", "kv_cache"]
 BOTH: tuple[Memory, ...] = ("weights", "kv_cache")
 
 # What `collective_rpc` may call: methods that only tell.
@@ -116,7 +116,7 @@ class RolloutServer:
         if self.mode != "standalone":
             await self._sleep(BOTH)
 
-    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
+    async def wake_up(self, tags: Iterable[Memory] | None = None) -> None:
         """Take the memory again; with tags only `"weights"` or `"kv_cache"`."""
         if self.mode != "standalone":
             await self._wake(BOTH if tags is None else tags)
@@ -206,7 +206,7 @@ class RolloutServer:
         if self.gives_memory_back:
             await asyncio.to_thread(self._engine.sleep, memory=memory)
 
-    async def _wake(self, tags: Iterable[str]) -> None:
+    async def _wake(self, tags: Iterable[Memory]) -> None:
         if self.gives_memory_back:
             await asyncio.to_thread(self._engine.wake, memory=tags)
 

@@ -7,6 +7,7 @@ their `/health`; so the group is joined in the background, while the server serv
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,35 +24,43 @@ from nano_inference.serving.server import Server
 log = logging.getLogger("nano_inference.serving")
 
 GROUP = "pipeline-rl"
-_GLANCE = 0.05  # seconds between two looks whether the group stands
+_GLANCE, _REST = 0.05, 0.5  # seconds between two looks whether the group stands: when somebody waits for it, or not
 _PAUSES = (1.0, 30.0)  # seconds between two tries to join it that fail at once, and how long that becomes
 _LARGEST = 2**48  # of a tensor's sizes
 
 
 def routes(server: Server) -> APIRouter:
     """The routes."""
-    router = APIRouter()
-    if has_group(server.config):
+    router, turn = APIRouter(), asyncio.Lock()
+    if _joins_group(server.config):
         server.beside.append(lambda: _stay_joined(server))
 
     @router.post("/receive_weight_update", summary="Take part in the trainer's broadcasts; decoding goes on")
     async def receive_weight_update(request: Request) -> Response:
         fields = await fields_of(request, server)
-        if not has_group(server.config):
+        if not _joins_group(server.config):
             raise ApiError(409, "there is no group: the server was started without --weight-update-group-init-method.")
-        version = fields.version("version")
-        tensors = tensors_of(fields)
-        await _joined(server)
-        await server.control.begin_update(version=version)
-        await server.control.receive_broadcast(GROUP, tensors)
-        await server.control.finish_update(kv_policy="keep")
+        async with turn:
+            try:
+                await _update(server, fields)
+            except BaseException:  # the trainer broadcasts by now; what nobody takes would be taken for the next update
+                with suppress(ApiError):
+                    await server.control.leave_group(GROUP)
+                raise
         return json_reply(200, {"status": "ok"})
 
     return router
 
 
-def has_group(config: ServerConfig) -> bool:
-    """Whether a group is joined at the start."""
+async def _update(server: Server, fields: Fields) -> None:
+    version, tensors = fields.version("version"), tensors_of(fields)
+    await _joined(server)
+    await server.control.begin_update(version=version)
+    await server.control.receive_broadcast(GROUP, tensors)
+    await server.control.finish_update(kv_policy="keep")
+
+
+def _joins_group(config: ServerConfig) -> bool:
     return config.weight_update_group_init_method is not None and not config.disable_weight_updates
 
 
@@ -79,7 +88,7 @@ async def _joined(server: Server) -> None:
     seconds = server.config.rl_timeout
     try:
         async with asyncio.timeout(seconds):
-            while not server.control.has_group(GROUP):
+            while not await server.control.has_group(GROUP):
                 await asyncio.sleep(_GLANCE)
     except TimeoutError:
         address = server.config.weight_update_group_init_method
@@ -95,10 +104,10 @@ async def _stay_joined(server: Server) -> None:
     assert config.weight_update_group_world_size is not None
     pause, longest = _PAUSES
     while True:
-        if server.control.has_group(GROUP):
-            await asyncio.sleep(_GLANCE)
-            continue
         try:
+            if await server.control.has_group(GROUP):
+                await asyncio.sleep(_REST)
+                continue
             await server.control.join_group(
                 GROUP,
                 address.hostname,

@@ -6,10 +6,12 @@ here reads; a broadcaster that is joined has to speak `WeightSender`'s format (`
 
 import asyncio
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
+from nano_inference.serving.control import Control
 from nano_inference.serving.dialects.reading import Fields, fields_of
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import ApiError, bad_request, retry_after
@@ -69,7 +71,7 @@ async def update_weights(server: Server, fields: Fields) -> Response:
     names the step. Else they are the folder's safetensors. `step_12` in its path names the version.
     """
     control, folder = server.control, fields.text("weight_dir")
-    has_broadcaster = control.has_group(GROUP)
+    has_broadcaster = await control.has_group(GROUP)
     if folder is None and not has_broadcaster:
         raise ApiError(
             409, "no broadcaster is joined; call /init_broadcaster first, or name a weight_dir.", "weight_dir"
@@ -77,13 +79,26 @@ async def update_weights(server: Server, fields: Fields) -> Response:
     step = None if folder is None else _step_of(folder)
     if folder is not None and not has_broadcaster and step is not None:
         await _require_stable(step)
-    await control.begin_update(version=None if step is None else _STEP.sub(r"\1", step.name))
+    version = None if step is None else _STEP.sub(r"\1", step.name)
     if has_broadcaster:
-        await control.receive_stream(GROUP)
-    elif folder is not None:
+        await _from_broadcaster(server.control, version)
+    else:
+        assert folder is not None
+        await control.begin_update(version=version)
         await control.receive_folder(folder)
-    await control.finish_update()
+        await control.finish_update()
     return json_reply(200, {"status": "ok"})
+
+
+async def _from_broadcaster(control: Control, version: str | None) -> None:
+    try:
+        await control.begin_update(version=version)
+        await control.receive_stream(GROUP)
+        await control.finish_update()
+    except BaseException:  # what it has sent and nobody took would be taken for the next update
+        with suppress(ApiError):
+            await control.leave_group(GROUP)
+        raise
 
 
 def _step_of(folder: str) -> Path | None:

@@ -46,7 +46,12 @@ from nano_inference.serving.protocols.reading import read_body
 from nano_inference.serving.server import Server
 from nano_inference.types import TrainingSample
 
-_UNSUPPORTED: Mapping[str, Sequence[Any]] = {**UNSUPPORTED, **chats.UNSUPPORTED}
+_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
+    **UNSUPPORTED,
+    **chats.UNSUPPORTED,
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+}
 _Request = TypeVar("_Request", bound=CountRequest)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from nano_inference.serving.choices import Choice, Piece
+from nano_inference.serving.choices import PLAIN, Choice, Piece, TextStyle
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.messages import EngineInfo
@@ -27,6 +27,7 @@ class Ask:
         num_wanted, min_version, max_staleness, exact_version: as in `InferenceEngine.add_request`; versions are the
             engine's integers. An `exact_version` that is gone is answered with 409.
         detokenize: False: its choices have no text but what the engine makes for stop strings.
+        text: what the text shows.
     """
 
     prompt: list[int]
@@ -35,6 +36,7 @@ class Ask:
     stream: bool = True
     client_id: str | None = None
     detokenize: bool = True
+    text: TextStyle = PLAIN
     num_wanted: int | None = None
     min_version: int | None = None
     max_staleness: int | None = None
@@ -62,6 +64,7 @@ class Served:
         chat_format: how it writes reasoning and tool calls.
         config: the server's limits.
         version_name: what trainers call a version of the weights.
+        version_number: the version of this name, which may still be to come; None: there can be none.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Served:
     chat_format: ChatFormat
     config: ServerConfig
     version_name: Callable[[int], str] = str
+    version_number: Callable[[str], int | None] = lambda name: int(name) if name.isdecimal() else None
 
     def __post_init__(self) -> None:
         # What takes a while at its first use has it here, where no request waits for it.

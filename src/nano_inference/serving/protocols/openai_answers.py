@@ -5,17 +5,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nano_inference.serving.choices import Choice
+from nano_inference.serving.choices import Choice, TextStyle
 from nano_inference.serving.errors import ApiError, bad_request, openai_error
 from nano_inference.serving.parsing import OutputParser
-from nano_inference.serving.protocols.fields import checked_stop, require_at_most, require_model, sampling_params
+from nano_inference.serving.protocols.fields import (
+    checked_stop,
+    require_at_most,
+    require_logprobs,
+    require_model,
+    sampling_params,
+)
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
 from nano_inference.serving.protocols.lines import encode_line
 from nano_inference.serving.protocols.openai_requests import OpenAIFields
-from nano_inference.types import SamplingParams, TopLogprobs, TrainingSample
+from nano_inference.serving.protocols.per_token import prompt_rows, token_name, version_spans
+from nano_inference.types import SamplingParams, TrainingSample
 
 DONE = b"data: [DONE]\n\n"
-LOWEST = -9999.0  # JSON has no infinity
 
 
 def fingerprint(served: Served) -> str:
@@ -49,7 +55,7 @@ class OpenAIBuilder:
         if request.best_of is not None and request.best_of != self.num_samples:
             raise bad_request("best_of must equal n: this server returns all samples that it draws.", "best_of")
         require_at_most(self.num_samples, served.config.max_samples, "n")
-        require_at_most(request.prompt_logprobs or 0, served.config.max_logprobs, "prompt_logprobs")
+        require_logprobs(request.prompt_logprobs or 0, served, "prompt_logprobs")
         self.stream = bool(request.stream)
         if request.stream_options is not None and not self.stream:
             raise bad_request("stream_options is for streams; set stream to true, or leave it out.", "stream_options")
@@ -57,6 +63,7 @@ class OpenAIBuilder:
         self.include_usage = options is not None and bool(options.include_usage)
         self.continuous_usage = self.include_usage and options is not None and bool(options.continuous_usage_stats)
         self.stop = checked_stop(request.stop, served)
+        self.style = TextStyle(request.skip_special_tokens is False, bool(request.include_stop_str_in_output))
         self.request = request
         self.texts = served.token_texts
         self.head = {
@@ -140,12 +147,10 @@ class OpenAIBuilder:
         told: dict[str, Any] = {
             "stop_reason": None if by_eos else sample.stop_reason,
             "seed": sample.seed,
-            "weight_version": sample.weight_version,
+            "weight_version": self._version(sample.weight_version),
         }
-        if len(sample.weight_versions) > 1:
-            told["weight_versions"] = [
-                {"version": span.version, "start": span.start, "end": span.end} for span in sample.weight_versions
-            ]
+        if self.served.config.rl or len(sample.weight_versions) > 1:
+            told["weight_versions"] = version_spans(sample.weight_versions, self._version)
         if sample.sampling_mask is not None:
             mask = sample.sampling_mask
             told["sampling_mask"] = {"offsets": mask.offsets, "token_ids": mask.token_ids}
@@ -153,33 +158,16 @@ class OpenAIBuilder:
             told["log_kept_mass"] = sample.log_kept_mass
         return told
 
+    def _version(self, version: int) -> int | str:
+        """As trainers call it, where there are some; else the engine's number."""
+        return self.served.version_name(version) if self.served.config.rl else version
+
     def token_text(self, token_id: int) -> str:
         """A token's name in logprobs."""
         if self.request.return_tokens_as_token_ids or self.texts is None:
-            return f"token_id:{token_id}"
+            return token_name(token_id)
         return self.texts.text(token_id)
 
     def prompt_logprobs(self, sample: TrainingSample) -> list[dict[str, Any] | None]:
-        """One entry a prompt token: id -> logprob, rank and text, of the token and of the most probable ones."""
-        assert sample.prompt_logprobs is not None
-        tops = sample.prompt_top_logprobs or (TopLogprobs((), ()),) * len(sample.prompt_tokens)
-        rows = zip(sample.prompt_tokens, sample.prompt_logprobs, tops, strict=True)
-        return [
-            None if not place else self._prompt_entry(token_id, logprob, top)
-            for place, (token_id, logprob, top) in enumerate(rows)
-        ]
-
-    def _prompt_entry(self, token_id: int, logprob: float, top: TopLogprobs) -> dict[str, Any]:
-        entry = {
-            each: {"logprob": at_least(score), "rank": rank, "decoded_token": self.token_text(each)}
-            for rank, (each, score) in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1)
-        }
-        entry.setdefault(
-            token_id, {"logprob": at_least(logprob), "rank": None, "decoded_token": self.token_text(token_id)}
-        )
-        return {str(each): what for each, what in entry.items()}
-
-
-def at_least(logprob: float) -> float:
-    """The logprob, or a number that JSON has."""
-    return logprob if logprob > LOWEST else LOWEST
+        """One entry a prompt token."""
+        return prompt_rows(sample, self.token_text)

@@ -11,14 +11,16 @@ from nano_inference.serving.protocols.fields import (
     arguments_of,
     checked_prompt,
     require_at_most,
+    require_logprobs,
     room,
     text_of,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least
+from nano_inference.serving.protocols.openai_answers import OpenAIBuilder
 from nano_inference.serving.protocols.openai_requests import CHAT_UNSUPPORTED, ChatRequest, ChatTemplateFields, Message
 from nano_inference.serving.protocols.openai_schemas import CHAT
 from nano_inference.serving.protocols.openapi import operation
+from nano_inference.serving.protocols.per_token import at_least
 from nano_inference.serving.protocols.reading import read_body, shown
 from nano_inference.types import TopLogprobs, TrainingSample
 
@@ -127,13 +129,13 @@ class ChatBuilder(OpenAIBuilder):
         top_logprobs = request.top_logprobs or 0
         if top_logprobs and not request.logprobs:
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
-        require_at_most(top_logprobs, served.config.max_logprobs, "top_logprobs")
+        require_logprobs(top_logprobs, served, "top_logprobs")
         self._prompt = checked_prompt(chat_prompt(request, request.messages, served), served, "messages")
         name = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
         max_tokens = room(self._prompt, getattr(request, name), served, None, name)
         scored = request.prompt_logprobs
         params = self.params(max_tokens, top_logprobs, scored_prompt=scored)
-        self.asks: Sequence[Ask] = [Ask(self._prompt, params, self.num_samples, stream=scored is None)]
+        self.asks: Sequence[Ask] = [Ask(self._prompt, params, self.num_samples, stream=scored is None, text=self.style)]
         tools = bool(request.tools) and request.tool_choice != "none"
         self.make_parser = chats.parser_of(self._prompt, served, tools=tools)
         self._extras = bool(request.logprobs or request.return_token_ids or request.raw_logprobs)

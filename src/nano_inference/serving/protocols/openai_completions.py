@@ -11,14 +11,16 @@ from nano_inference.serving.protocols.fields import (
     checked_prompt,
     need_tokenizer,
     require_at_most,
+    require_logprobs,
     require_possible_length,
     room,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.openai_answers import OpenAIBuilder, at_least
+from nano_inference.serving.protocols.openai_answers import OpenAIBuilder
 from nano_inference.serving.protocols.openai_requests import COMPLETION_UNSUPPORTED, CompletionRequest
 from nano_inference.serving.protocols.openai_schemas import COMPLETION
 from nano_inference.serving.protocols.openapi import operation
+from nano_inference.serving.protocols.per_token import at_least, flat
 from nano_inference.serving.protocols.reading import read_body, shown
 from nano_inference.text.token_texts import Offsets
 from nano_inference.types import TopLogprobs
@@ -56,7 +58,7 @@ class CompletionBuilder(OpenAIBuilder):
         self.request: CompletionRequest = request
         self.echo = bool(request.echo)
         self.logprobs = request.logprobs
-        require_at_most(request.logprobs or 0, served.config.max_logprobs, "logprobs")
+        require_logprobs(request.logprobs or 0, served, "logprobs")
         if self.logprobs is not None and self.texts is None:
             raise bad_request("logprobs name tokens, and the model has no tokenizer.", "logprobs")
         # The engine draws at least one token; it is not shown where none is wanted.
@@ -67,7 +69,11 @@ class CompletionBuilder(OpenAIBuilder):
         self._prompts = self._read_prompts(request.prompt)
         self.asks: Sequence[Ask] = [self._ask(prompt, scored) for prompt in self._prompts]
         self._plain = not (
-            self.logprobs is not None or request.return_token_ids or request.raw_logprobs or self.continuous_usage
+            self.logprobs is not None
+            or request.flat_logprobs is not None
+            or request.return_token_ids
+            or request.raw_logprobs
+            or self.continuous_usage
         )
         self._offsets: dict[int, Offsets] = {}  # of each choice
 
@@ -108,7 +114,9 @@ class CompletionBuilder(OpenAIBuilder):
         max_tokens = room(prompt.token_ids, asked, self.served, DEFAULT_MAX_TOKENS, "max_tokens")
         params = self.params(max_tokens, self.logprobs or 0, scored_prompt=scored)
         # Scores of a prompt come with the whole sample, and stand before the completion's.
-        return Ask(prompt.token_ids, params, self.num_samples, stream=scored is None and not self._hides)
+        return Ask(
+            prompt.token_ids, params, self.num_samples, stream=scored is None and not self._hides, text=self.style
+        )
 
     # -- a stream -----------------------------------------------------------------------------------------------------
 
@@ -185,10 +193,12 @@ class CompletionBuilder(OpenAIBuilder):
     def _whole(self, piece: Piece, text: str) -> dict[str, Any]:
         """A choice with all that is asked for."""
         sample, request = piece.finished, self.request
-        told = self._choice(piece.index, text, self._logprobs(piece), None)
         shows = 0 if self._hides else len(piece.token_ids)
-        if request.return_token_ids:
+        told = self._choice(piece.index, text, None if request.flat_logprobs else self._logprobs(piece), None)
+        if request.return_token_ids or request.flat_logprobs:
             told["token_ids"] = piece.token_ids[:shows]
+        if request.flat_logprobs:
+            told["token_logprobs"] = flat(piece.logprobs[:shows], request.flat_logprobs)
         if request.raw_logprobs:
             told["raw_logprobs"] = [at_least(each) for each in (piece.raw_logprobs or ())[:shows]]
         if sample is not None:
@@ -226,7 +236,7 @@ class CompletionBuilder(OpenAIBuilder):
         assert self.texts is not None
         sample = piece.finished
         if not self.echo or sample is None:
-            return Offsets(self.texts)
+            return self._new_offsets(0)
         assert sample.prompt_logprobs is not None
         tops = sample.prompt_top_logprobs or (TopLogprobs((), ()),) * len(sample.prompt_tokens)
         self._add(rows, sample.prompt_tokens, sample.prompt_logprobs, tops)
@@ -234,7 +244,11 @@ class CompletionBuilder(OpenAIBuilder):
         text = self._prompt_of(piece.index).text
         offsets = Offsets(self.texts, shown=text)
         rows.text_offset += offsets.push(sample.prompt_tokens)
-        return Offsets(self.texts, start=len(self._echo_of(piece.index)))
+        return self._new_offsets(len(self._echo_of(piece.index)))
+
+    def _new_offsets(self, start: int) -> Offsets:
+        assert self.texts is not None
+        return Offsets(self.texts, start=start, special_tokens=self.style.special_tokens)
 
     def _add(self, rows: "_Rows", ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]) -> None:
         for token_id, logprob, top in zip(ids, logprobs, tops, strict=True):

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from nano_inference.serving.protocols import chats, fields
 from nano_inference.serving.protocols.fields import MOST, OneOrMany, PromptLogprobs, SamplingFields
+from nano_inference.serving.protocols.per_token import Flat
 from nano_inference.serving.protocols.reading import Strict
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -48,6 +49,14 @@ Content = Annotated[
 Hint = Annotated[Any, WithJsonSchema({})]
 
 
+# True or false; some trainers say 1 and 0.
+Flag = Annotated[
+    bool | None,
+    BeforeValidator(lambda value: bool(value) if type(value) is int and value in (0, 1) else value),
+    WithJsonSchema({"type": ["boolean", "null"]}),
+]
+
+
 class StreamOptions(Strict):
     """What a stream holds beside the answer."""
 
@@ -67,6 +76,10 @@ class OpenAIFields(SamplingFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description='logprobs name tokens "token_id:123"')
     prompt_logprobs: PromptLogprobs = None
+    include_stop_str_in_output: bool | None = Field(
+        None, description="the text ends with the stop string that ended it"
+    )
+    skip_special_tokens: bool | None = Field(None, description="false: the text names special tokens")
     best_of: Annotated[int, Field(ge=1, le=MOST)] | None = Field(None, description="must equal n")
     user: Hint = None
     metadata: Hint = None
@@ -84,6 +97,7 @@ class CompletionRequest(OpenAIFields):
     max_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = Field(None, description="16 by default")
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
+    flat_logprobs: Flat | None = Field(None, description="token_logprobs alone, in each choice, and token_ids")
     add_special_tokens: bool | None = Field(None, description="what the tokenizer puts around a text; true by default")
 
 
@@ -146,7 +160,7 @@ class ChatRequest(OpenAIFields, ChatTemplateFields):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = Field(None, description="by default all that is left")
     max_completion_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
-    logprobs: bool | None = None
+    logprobs: Flag = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = Field(None, description="false: reasoning is left out of the answer")
