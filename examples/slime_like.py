@@ -198,7 +198,9 @@ class Trainer:
 
     def check(self) -> None:
         """What serves is what was sent."""
-        require(self._engine.get("/get_weight_version")["weight_version"] == str(self.version), "the version is another")
+        require(
+            self._engine.get("/get_weight_version")["weight_version"] == str(self.version), "the version is another"
+        )
         served = self._engine.checksums()
         for name, tensor in self._weights.items():
             data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
@@ -221,7 +223,7 @@ def named_group(address: str, world_size: int) -> dist.ProcessGroup:
     timeout = timedelta(seconds=PATIENCE)
     store, _, _ = next(c10d.rendezvous(address, 0, world_size, timeout=timeout))
     store.set_timeout(timeout)
-    group, _ = c10d._new_process_group_helper(  # noqa: SLF001
+    group, _ = c10d._new_process_group_helper(
         world_size,
         0,
         [],
@@ -230,7 +232,7 @@ def named_group(address: str, world_size: int) -> dist.ProcessGroup:
         group_name=GROUP,
         timeout=timeout,
     )
-    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}  # noqa: SLF001
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
 
 
@@ -247,7 +249,7 @@ def check_samples(samples: list[Sample], mode: str, newest: int, max_tokens: int
         require(lengths == {max_tokens}, f"sample {sample.seed} has {lengths} tokens, logprobs and versions")
         numbers = [int(each) for each in sample.versions]
         require(numbers == sorted(numbers), f"sample {sample.seed} has versions that fall: {sample.versions}")
-        require(0 <= numbers[0] and numbers[-1] <= newest, f"sample {sample.seed} has versions that never were")
+        require(numbers[0] >= 0 and numbers[-1] <= newest, f"sample {sample.seed} has versions that never were")
         require(mode == "abort" or not sample.aborts, f"sample {sample.seed} was cut off, in mode {mode}")
     crossed = [sample for sample in samples if len(set(sample.versions)) > 1]
     require(bool(crossed), "no sample was under way at an update")
