@@ -4,10 +4,10 @@ group, while rollouts are under way. It imports nothing of nano-inference: what 
     nano-inference serve MODEL --rl
     python examples/slime_like.py http://127.0.0.1:8000 MODEL_FOLDER --mode abort
 
-Training is left out: a "step" adds a little noise to all weights. In mode `abort`, slime's, rollouts are cut off at each
-update and go on afterwards from the tokens that they have; with `retract` and `in_place`, which Miles has, they never
-notice. At the end it checks that each update arrived to the bit, that every token says which weights drew it, and that
-these only get newer.
+Training is left out: a "step" adds a little noise to all weights. In mode `abort`, slime's, rollouts are cut off at
+each update and go on afterwards from the tokens that they have; with `retract` and `in_place`, which Miles has, they
+never notice. At the end it checks that each update arrived to the bit, that every token says which weights drew it, and
+that these only get newer.
 """
 
 import argparse
@@ -87,6 +87,15 @@ class Rollouts:
         self._pool = ThreadPoolExecutor(count)
         self._workers = [self._pool.submit(self._work) for _ in range(count)]
 
+    def wait_until_under_way(self) -> None:
+        """Return when the engine is at work for them. Raises what went wrong instead."""
+        until = time.monotonic() + PATIENCE
+        while not self._engine.get("/v1/loads?include=core")["loads"][0]["num_running_reqs"]:
+            for worker in self._workers:
+                if worker.done():
+                    worker.result()
+            require(time.monotonic() < until, "no rollout runs")
+
     def finish(self) -> list[Sample]:
         """All samples; those under way end first."""
         self._stop.set()
@@ -135,7 +144,7 @@ class Trainer:
         self._engine, self._mode, self._bucket_bytes = engine, mode, bucket_bytes
         self._weights = weights
         self._noise = torch.Generator().manual_seed(0)
-        self.version = 0
+        self.version = int(engine.get("/get_weight_version")["weight_version"])  # an earlier trainer may have been here
         self.num_buckets = 0
 
     def connect(self) -> None:
@@ -198,7 +207,8 @@ class Trainer:
 
     def check(self) -> None:
         """What serves is what was sent."""
-        require(self._engine.get("/get_weight_version")["weight_version"] == str(self.version), "the version is another")
+        version = self._engine.get("/get_weight_version")["weight_version"]
+        require(version == str(self.version), f"version {version} serves, not {self.version}")
         served = self._engine.checksums()
         for name, tensor in self._weights.items():
             data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
@@ -221,7 +231,7 @@ def named_group(address: str, world_size: int) -> dist.ProcessGroup:
     timeout = timedelta(seconds=PATIENCE)
     store, _, _ = next(c10d.rendezvous(address, 0, world_size, timeout=timeout))
     store.set_timeout(timeout)
-    group, _ = c10d._new_process_group_helper(  # noqa: SLF001
+    group, _ = c10d._new_process_group_helper(
         world_size,
         0,
         [],
@@ -230,7 +240,7 @@ def named_group(address: str, world_size: int) -> dist.ProcessGroup:
         group_name=GROUP,
         timeout=timeout,
     )
-    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}  # noqa: SLF001
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
 
 
@@ -247,7 +257,7 @@ def check_samples(samples: list[Sample], mode: str, newest: int, max_tokens: int
         require(lengths == {max_tokens}, f"sample {sample.seed} has {lengths} tokens, logprobs and versions")
         numbers = [int(each) for each in sample.versions]
         require(numbers == sorted(numbers), f"sample {sample.seed} has versions that fall: {sample.versions}")
-        require(0 <= numbers[0] and numbers[-1] <= newest, f"sample {sample.seed} has versions that never were")
+        require(numbers[-1] <= newest, f"sample {sample.seed} has versions that never were")
         require(mode == "abort" or not sample.aborts, f"sample {sample.seed} was cut off, in mode {mode}")
     crossed = [sample for sample in samples if len(set(sample.versions)) > 1]
     require(bool(crossed), "no sample was under way at an update")
@@ -275,9 +285,7 @@ def main() -> None:
     rollouts = Rollouts(Engine(given.url), given.requests, given.max_tokens)
     for _ in range(given.updates):
         trainer.step()
-        until = time.monotonic() + PATIENCE
-        while not engine.get("/v1/loads?include=core")["loads"][0]["num_running_reqs"]:
-            require(time.monotonic() < until, "no rollout runs")
+        rollouts.wait_until_under_way()
         trainer.publish()
         trainer.check()
     samples = rollouts.finish()

@@ -60,6 +60,13 @@ class Context(NamedTuple):
     version: int
 
 
+@dataclass(slots=True)
+class Group:
+    """What the samples of a request share of which only some are wanted."""
+
+    num_left: int  # how many of those have not finished
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Known tokens, how many of them are computed, and the blocks that hold their keys and values.
@@ -98,7 +105,9 @@ class Sequence:
     appended: tuple[range, ...] = ()  # completion tokens that were appended, not sampled
     min_version: int | None = None  # it is held until this version of the policy serves
     behind: int | None = None  # it is held until the update to this version, which waits for others, serves or failed
+    exact_version: int | None = None  # the version that samples its first token; it ends if that cannot be
     max_staleness: int | None = None  # it ends when its oldest version is this much older than the newest
+    group: Group | None = None  # where not all of its request's samples are wanted
     scored: range = range(0)  # rows (positions) whose next token's logprob is wanted
     score_temperature: float = 1.0  # under which; above 0
     scores: list[float] = field(default_factory=list[float])  # of the first of them; a group's samples share the list
@@ -228,7 +237,9 @@ class Sequence:
             queued=self.queued,
             contexts=list(self.contexts),
             min_version=self.min_version,
+            exact_version=self.exact_version,
             max_staleness=self.max_staleness,
+            group=self.group,
             scored=self.scored,
             score_temperature=self.score_temperature,
             scores=self.scores,
