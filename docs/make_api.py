@@ -27,7 +27,7 @@ GROUPS = {
     ),
     "Errors": (
         *("NanoInferenceError", "ConfigError", "ModelLoadError", "InvalidRequest", "RequestTooLarge"),
-        *("WeightUpdateError", "RequestAborted", "EngineDead"),
+        *("VersionGone", "WeightUpdateError", "RequestAborted", "EngineDead"),
     ),
 }
 TRANSPORTS = (

@@ -52,7 +52,7 @@ NAMES = {
     *("KVCacheManager", "PagedKVCache", "RadixKVCache", "WeightSyncManager", "WeightUpdate", "WeightPatch"),
     *("schedule", "sample_with_logprobs", "model_forward", "compute_block_hash"),
     *("NanoInferenceError", "ConfigError", "ModelLoadError", "InvalidRequest", "RequestTooLarge"),
-    *("WeightUpdateError", "RequestAborted", "EngineDead"),
+    *("VersionGone", "WeightUpdateError", "RequestAborted", "EngineDead"),
 }
 
 FIELDS: dict[type, dict[str, Any]] = {
@@ -177,6 +177,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "num_samples_per_prompt": 1,
         "stream": False,
         "progress": None,
+        "num_wanted": None,
     },
     "generate_text": {"prompt": REQUIRED, "sampling_params": None, "stream": False},
     "generate_async": {"prompt": REQUIRED, "sampling_params": None},
@@ -186,6 +187,8 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "num_samples": 1,
         "min_version": None,
         "max_staleness": None,
+        "num_wanted": None,
+        "exact_version": None,
     },
     "resume_from": {"sample": REQUIRED, "append": (), "max_new_tokens": None, "version": None, "sink": None},
     "pause": {"mode": "keep"},

@@ -15,6 +15,7 @@ from nano_inference.errors import (
     NanoInferenceError,
     RequestAborted,
     RequestTooLarge,
+    VersionGone,
     WeightUpdateError,
 )
 from nano_inference.kv_cache.block_hash import compute_block_hash
@@ -87,6 +88,7 @@ __all__ = [
     "SequenceStatus",
     "TopLogprobs",
     "TrainingSample",
+    "VersionGone",
     "VersionSpan",
     "WeightPatch",
     "WeightSyncManager",

@@ -21,6 +21,10 @@ class RequestTooLarge(InvalidRequest):
     """A well-formed request that can never fit this engine. The message says which limit and what would fit."""
 
 
+class VersionGone(InvalidRequest):
+    """A request is for weights of one version, and newer ones serve."""
+
+
 class RequestAborted(NanoInferenceError):
     """A call waited for a request that was aborted, and has nothing partial to return."""
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.options import strict_options
@@ -18,8 +18,20 @@ KvPolicy = Literal["recompute", "keep", "abort", "wait", "finish_old"]
 # What becomes of them at a pause. keep: they stop where they are; wait: they finish first; abort: they end.
 PauseMode = Literal["keep", "wait", "abort"]
 
+GROUP_COMPLETE = "group complete"  # stop_reason of samples that ended because enough others had finished
+VERSION_GONE = "the weight version is gone"  # and of such as were to be begun by a version that serves no more
+
 # Parts of the memory that an engine can give back while it sleeps.
 Memory = Literal["weights", "kv_cache"]
+
+
+class Limits(TypedDict, total=False):
+    """What a request asks of its group and of weight versions; see `InferenceEngine.add_request`."""
+
+    num_wanted: int | None
+    min_version: int | None
+    max_staleness: int | None
+    exact_version: int | None
 
 
 @strict_options(InvalidRequest)

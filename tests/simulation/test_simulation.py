@@ -28,6 +28,8 @@ def test_the_random_workloads_reach_the_hard_cases(cache_type: CacheType) -> Non
     assert sum(outcome.updates for outcome in outcomes) > 5
     assert sum(outcome.mixed for outcome in outcomes) > 5
     assert sum(outcome.previous for outcome in outcomes) > 3
+    assert sum(outcome.stragglers for outcome in outcomes) > 20
+    assert sum(outcome.belated for outcome in outcomes) > 1
     windowed = [random_workload(seed) for seed in range(200_000, 200_060)]
     windowed = [replace(workload, cache_type=cache_type) for workload in windowed if workload.layout.num_sliding]
     outcomes = [run(workload) for workload in windowed]

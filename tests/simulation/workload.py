@@ -2,6 +2,7 @@
 
 import random
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from nano_inference.config import CacheType, SchedulerConfig
@@ -10,8 +11,8 @@ from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.units import UNIFORM, BlockLayout
 from nano_inference.sampling.noise import noise_keys
-from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE, Sequence
-from nano_inference.types import KvPolicy, SamplingParams, TopLogprobs, TrainingSample
+from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE, Group, Sequence
+from nano_inference.types import GROUP_COMPLETE, VERSION_GONE, KvPolicy, SamplingParams, TopLogprobs, TrainingSample
 from tests.simulation.fake_model import EOS, VOCAB, FakeRunner, oracle, oracle_best, oracle_scores
 
 POLICIES: tuple[KvPolicy, ...] = typing.get_args(KvPolicy)
@@ -32,6 +33,8 @@ class Ask:
     prompt_top: int = 0
     min_version: int | None = None
     max_staleness: int | None = None
+    exact_version: int | None = None
+    num_wanted: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Outcome:
     updates: int = 0
     mixed: int = 0  # tokens that attended to keys of several versions
     previous: int = 0  # how often old weights were kept for somebody
+    stragglers: int = 0  # samples that ended because enough others had finished
+    belated: int = 0  # and because the version was gone that they were to be begun by
 
 
 def random_workload(seed: int) -> Workload:
@@ -90,6 +95,7 @@ def random_workload(seed: int) -> Workload:
                 max_staleness=r.randrange(0, 3) if r.random() < 0.15 else None,
             )
         )
+    asks = [_limited(ask, len(updates), random.Random(f"{seed} {place}")) for place, ask in enumerate(asks)]
     longest = max(len(ask.prompt) + ask.max_tokens for ask in asks)
     chunked = r.random() < 0.8
     config = SchedulerConfig(
@@ -110,6 +116,13 @@ def random_workload(seed: int) -> Workload:
     return workload if r.random() < 0.4 else _windowed(workload, longest, r)
 
 
+def _limited(ask: Ask, num_updates: int, r: random.Random) -> Ask:
+    """Not all of its samples are wanted, or it is for one version."""
+    if ask.num_samples > 1 and r.random() < 0.4:
+        ask = replace(ask, num_wanted=r.randrange(1, ask.num_samples + 1))
+    return replace(ask, exact_version=r.randrange(0, num_updates + 1)) if num_updates and r.random() < 0.1 else ask
+
+
 def _windowed(workload: Workload, longest: int, r: random.Random) -> Workload:
     """The same for a model that has layers with a window, and memory for the longest request alone or a bit more."""
     size, chunked = workload.config.block_size, workload.config.enable_chunked_prefill
@@ -122,8 +135,15 @@ def _windowed(workload: Workload, longest: int, r: random.Random) -> Workload:
     return replace(workload, layout=layout, num_blocks=num_blocks, num_units=num_units)
 
 
-def run(workload: Workload, max_steps: int = 4000) -> Outcome:
-    """Run to the end, asserting after every step; raises AssertionError on a leak, a livelock or a wrong token."""
+def run(
+    workload: Workload,
+    max_steps: int = 4000,
+    on_sample: Callable[[TrainingSample, int], object] = lambda sample, step: None,
+) -> Outcome:
+    """Run to the end, asserting after every step; raises AssertionError on a leak, a livelock or a wrong token.
+
+    `on_sample` is told every sample and the step that it came with.
+    """
     config = workload.config
     kind = CACHES[workload.cache_type]
     cache = kind(workload.num_blocks, config.block_size, layout=workload.layout, num_units=workload.num_units)
@@ -134,6 +154,7 @@ def run(workload: Workload, max_steps: int = 4000) -> Outcome:
         loop.sequences.versions[REFERENCE] = 0
     outcome = Outcome(updates=len(workload.updates))
     samples: list[TrainingSample] = []
+    ends: dict[tuple[int, int], int] = {}  # (request, sample) -> the step that it came with
     last_event = max(
         [0, *workload.updates, *(end for end, _ in workload.pauses.values()), *(ask.arrives for ask in workload.asks)]
     )
@@ -141,16 +162,23 @@ def run(workload: Workload, max_steps: int = 4000) -> Outcome:
         if step > last_event and not loop.has_pending():
             break
         _post_messages(loop, runner, workload, step)
-        samples += loop.step()
+        came = loop.step()
+        samples += came
+        ends |= {(sample.request_id, sample.sample_index): step for sample in came}
+        for sample in came:
+            on_sample(sample, step)
         loop.check()
     else:
         raise AssertionError("livelock: requests are left after many steps")
     _check_end(workload, loop, runner, samples)
+    _check_groups(workload, samples, ends)
     outcome.steps, outcome.preemptions = loop.num_steps, loop.num_preemptions
     outcome.tokens_computed, outcome.tokens_cached = runner.tokens_computed, loop.num_cached_tokens
     outcome.samples = len(samples)
     outcome.previous = runner.num_dropped
     outcome.mixed = sum(len(entry.versions) > 1 for sample in samples for entry in sample.kv_versions)
+    outcome.stragglers = sum(sample.stop_reason == GROUP_COMPLETE for sample in samples)
+    outcome.belated = sum(sample.stop_reason == VERSION_GONE for sample in samples)
     outcome.aborted = sum(sample.finish_reason == "abort" for sample in samples)
     return outcome
 
@@ -194,6 +222,8 @@ def _sequence(loop: EngineLoop, request_id: int, ask: Ask) -> Sequence:
         num_samples=ask.num_samples,
         min_version=ask.min_version,
         max_staleness=ask.max_staleness,
+        exact_version=ask.exact_version,
+        group=Group(ask.num_wanted) if ask.num_wanted is not None else None,
     )
 
 
@@ -224,6 +254,8 @@ def _check_versions(workload: Workload, runner: FakeRunner, ask: Ask, sample: Tr
     assert not length or sample.oldest_weight_version >= (ask.min_version or 0), "sampled by a version that was too old"
     newest = sample.weight_versions[-1].version if length else 0
     assert ask.max_staleness is None or newest - sample.oldest_weight_version <= ask.max_staleness, "it is too stale"
+    assert not length or ask.exact_version in (None, spans[0].version), "begun by another version than it is for"
+    assert sample.stop_reason != VERSION_GONE or (ask.exact_version is not None and not length)
     if workload.layout.num_sliding:
         return
     sampled_by = [span.version for span in spans for _ in range(span.start, span.end)]
@@ -235,6 +267,29 @@ def _check_versions(workload: Workload, runner: FakeRunner, ask: Ask, sample: Tr
             low, high = noise_keys([(sample.seed, sample.sample_index, position)])[0]
             assert context[:position] == runner.contexts[int(low), int(high)], "a context of other versions"
             assert context[position - 1] == sampled_by[token]
+
+
+def _check_groups(workload: Workload, samples: list[TrainingSample], ends: dict[tuple[int, int], int]) -> None:
+    """The rest of a group ends in the step in which enough have finished, and nothing that has finished is lost."""
+    for request_id, ask in enumerate(workload.asks):
+        group = [sample for sample in samples if sample.request_id == request_id]
+        finished = [sample for sample in group if sample.finish_reason != "abort"]
+        stragglers = [sample for sample in group if sample.stop_reason == GROUP_COMPLETE]
+        if ask.num_wanted is None:
+            assert not stragglers, "a sample ended that was wanted"
+            continue
+        cut = [s for s in group if s.finish_reason == "abort" and s.stop_reason != GROUP_COMPLETE]
+        assert len(finished) >= ask.num_wanted or cut or not group, "too few have finished"
+        for sample in stragglers:
+            alone = oracle(ask.prompt, 1000 + request_id, sample.sample_index, ask.max_tokens)
+            assert len(sample.completion_tokens) < len(alone), "a finished sample was thrown away"
+        if workload.judged:  # finished samples come later, with their scores
+            continue
+        steps = sorted(ends[request_id, sample.sample_index] for sample in finished)
+        if stragglers:
+            complete = steps[ask.num_wanted - 1]
+            assert {ends[request_id, sample.sample_index] for sample in stragglers} == {complete}, "they went on"
+            assert steps[-1] == complete, "one finished after the group was complete"
 
 
 def _check_end(workload: Workload, loop: EngineLoop, runner: FakeRunner, samples: list[TrainingSample]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.generation import in_order
 from nano_inference.engine.requests import many_prompts, params_for
 from nano_inference.errors import EngineDead, InvalidRequest
 from nano_inference.types import Delta, KvPolicy, PauseMode, SamplingParams, TrainingSample
@@ -66,6 +67,7 @@ class AsyncInferenceEngine:
         sampling_params: SamplingParams | Iterable[SamplingParams],
         num_samples_per_prompt: int = 1,
         *,
+        num_wanted: int | None = None,
         request_id: int | None = None,
     ) -> list[TrainingSample]:
         """As `InferenceEngine.generate`: the samples of all prompts, prompt by prompt.
@@ -79,22 +81,21 @@ class AsyncInferenceEngine:
                 f"request_id={request_id} is the id of one request, and there are {len(many)} prompts."
             )
         each = params_for(sampling_params, len(many))
-        order: dict[int, int] = {}
+        deltas: list[Delta] = []
         with self._listen() as listener:
-            for place, (prompt, params) in enumerate(zip(many, each, strict=True)):
-                options = {"stream": False, "request_id": request_id}
-                order[self._submit(listener, prompt, params, num_samples_per_prompt, **options)] = place
-            samples: list[TrainingSample] = []
+            for prompt, params in zip(many, each, strict=True):
+                options = {"num_wanted": num_wanted, "request_id": request_id}
+                self._submit(listener, prompt, params, num_samples_per_prompt, stream=False, **options)
             while listener.left:
-                delta = await listener.next()
-                if delta.finished is not None:
-                    samples.append(delta.finished)
-        return sorted(samples, key=lambda s: (order[s.request_id], s.sample_index))
+                deltas.append(await listener.next())
+            return in_order(deltas, listener.request_ids)
 
-    async def stream(self, prompt: Any, sampling_params: SamplingParams, num_samples: int = 1) -> AsyncIterator[Delta]:
+    async def stream(
+        self, prompt: Any, sampling_params: SamplingParams, num_samples: int = 1, *, num_wanted: int | None = None
+    ) -> AsyncIterator[Delta]:
         """Pieces of one prompt's samples as they grow; each sample's last piece has it whole, in `finished`."""
         with self._listen() as listener:
-            self._submit(listener, prompt, sampling_params, num_samples, stream=True)
+            self._submit(listener, prompt, sampling_params, num_samples, stream=True, num_wanted=num_wanted)
             while listener.left:
                 yield await listener.next()
 
@@ -171,10 +172,11 @@ class AsyncInferenceEngine:
         num_samples: int,
         *,
         stream: bool,
+        num_wanted: int | None = None,
         request_id: int | None = None,
     ) -> int:
         self._require_running()
-        options = {"stream": stream, "request_id": request_id}
+        options = {"stream": stream, "num_wanted": num_wanted, "request_id": request_id}
         request_id = self.engine.submit(prompt, params, num_samples, listener.take, **options)
         listener.expect(request_id, num_samples)
         self._require_running()  # it may have stopped meanwhile and missed this one

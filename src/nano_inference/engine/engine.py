@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine import generation
@@ -19,10 +19,10 @@ from nano_inference.engine.statistics import collect
 from nano_inference.engine.transports import WeightTransport
 from nano_inference.engine.updates import Updates
 from nano_inference.engine.weight_update import WeightUpdate
-from nano_inference.errors import InvalidRequest, WeightUpdateConflict
+from nano_inference.errors import InvalidRequest
 from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import Delta, EngineStats, KvPolicy, Memory, PauseMode, SamplingParams, TrainingSample
+from nano_inference.types import Delta, EngineStats, KvPolicy, Limits, Memory, PauseMode, SamplingParams, TrainingSample
 
 if TYPE_CHECKING:
     from nano_inference.engine.async_engine import AsyncInferenceEngine
@@ -75,6 +75,7 @@ class InferenceEngine:
         *,
         stream: Literal[False] = False,
         progress: Progress = None,
+        num_wanted: int | None = None,
     ) -> list[TrainingSample]: ...
     @overload
     def generate(
@@ -85,6 +86,7 @@ class InferenceEngine:
         *,
         stream: Literal[True],
         progress: Progress = None,
+        num_wanted: int | None = None,
     ) -> Iterator[Delta]: ...
     def generate(
         self,
@@ -94,6 +96,7 @@ class InferenceEngine:
         *,
         stream: bool = False,
         progress: Progress = None,
+        num_wanted: int | None = None,
     ) -> list[TrainingSample] | Iterator[Delta]:
         """Complete prompts; returns the samples prompt by prompt, whatever order they finish in.
 
@@ -105,17 +108,16 @@ class InferenceEngine:
             stream: return an iterator of `Delta` instead: pieces of all samples as they grow. Closing it aborts.
             progress: True shows a bar, False none, None one where generation is long and stderr is a terminal. Or a
                 function that is called after every step with (finished samples, samples in all, completion tokens).
+            num_wanted: of each prompt's samples; as in `add_request`.
 
         Samples of requests that others added are kept, and returned by the next `step()`. Raises `InvalidRequest` or
         `RequestTooLarge` before anything is added, and `EngineDead`.
         """
-        requests = self._requests(prompts, sampling_params, num_samples_per_prompt, stream)
+        requests = self._requests(prompts, sampling_params, num_samples_per_prompt, stream, num_wanted)
         deltas = generation.run(self.shared, requests, progress)
         if stream:
             return deltas
-        order = {request.request_id: place for place, request in enumerate(requests)}
-        samples = [delta.finished for delta in deltas if delta.finished is not None]
-        return sorted(samples, key=lambda s: (order[s.request_id], s.sample_index))
+        return generation.in_order(deltas, [request.request_id for request in requests])
 
     def generate_text(
         self, prompt: str | list[str], sampling_params: SamplingParams | None = None, *, stream: bool = False
@@ -144,6 +146,8 @@ class InferenceEngine:
         *,
         min_version: int | None = None,
         max_staleness: int | None = None,
+        num_wanted: int | None = None,
+        exact_version: int | None = None,
     ) -> int:
         """Queue a request; returns its id, which its samples carry. Raises `InvalidRequest` or `RequestTooLarge`.
 
@@ -154,9 +158,15 @@ class InferenceEngine:
             min_version: the request waits until weights of this version serve.
             max_staleness: it ends (`"abort"`, with what it has) when an update leaves the oldest version that it used
                 this many versions behind, and one more.
+            num_wanted: of its samples; when so many have finished, the others end with what they have (`"abort"`,
+                stop_reason "group complete"). None: all.
+            exact_version: its first token is sampled by this version: it waits for it, and is refused (`VersionGone`),
+                or ends with nothing (`"abort"`, stop_reason "the weight version is gone"), when a newer one serves.
         """
         self.shared.require_alive()
-        limits = {"min_version": min_version, "max_staleness": max_staleness}
+        limits = Limits(
+            num_wanted=num_wanted, min_version=min_version, max_staleness=max_staleness, exact_version=exact_version
+        )
         return self.shared.enqueue(self.intake.sequence(prompt, params, num_samples, stream=False, **limits))
 
     def resume_from(
@@ -202,15 +212,16 @@ class InferenceEngine:
         *,
         stream: bool,
         request_id: int | None = None,
+        **limits: Unpack[Limits],
     ) -> int:
-        """Queue a request whose deltas go to `sink`, called by whoever steps; returns its id.
+        """Queue a request whose deltas go to `sink`, called by whoever steps; returns its id. Limits: `add_request`.
 
         Without `stream` there is one delta a sample, when it has ended. Where another thread steps, deltas may come
         before this returns: who must know the id by then gives it (`intake.new_request_id()`). A sink that raises is
         not called again, and its request is aborted. For engines around this one.
         """
         self.shared.require_alive()
-        sequence = self.intake.sequence(prompt, params, num_samples, stream=stream, request_id=request_id)
+        sequence = self.intake.sequence(prompt, params, num_samples, stream=stream, request_id=request_id, **limits)
         self.shared.open([sequence], sink)
         return self.shared.enqueue(sequence)
 
@@ -295,11 +306,7 @@ class InferenceEngine:
         """SHA-256 of every tensor as it serves now, by its checkpoint name: of its bytes, row by row, in the engine's
         dtype.
         """
-        self.shared.require_alive()
-        with self.shared.lock:
-            if self.shared.has_no_weights():
-                raise WeightUpdateConflict("the weights are asleep; call wake() first.")
-            return self.weight_sync.checksum()
+        return self._updates.checksum()
 
     def get_weight_version(self) -> int:
         """The version that serves now."""
@@ -320,7 +327,7 @@ class InferenceEngine:
             mode: `"keep"`: requests stop where they are and go on later, token for token; `"wait"`: they finish first,
                 newcomers are held; `"abort"`: they end now, and their partial samples are returned.
         """
-        return self.shared.pause(mode)
+        return self.shared.pause(mode) or []
 
     def resume(self) -> None:
         """Go on after a pause. Without one nothing happens."""
@@ -382,9 +389,12 @@ class InferenceEngine:
 
         return AsyncInferenceEngine(self)
 
-    def _requests(self, prompts: Any, sampling_params: Params, num_samples: int, stream: bool) -> list[Sequence]:
+    def _requests(
+        self, prompts: Any, sampling_params: Params, num_samples: int, stream: bool, num_wanted: int | None = None
+    ) -> list[Sequence]:
         """One checked request a prompt; none is added."""
         self.shared.require_alive()
         many = many_prompts(prompts)
         pairs = zip(many, params_for(sampling_params, len(many)), strict=True)
-        return [self.intake.sequence(prompt, params, num_samples, stream=stream) for prompt, params in pairs]
+        sequence = self.intake.sequence
+        return [sequence(prompt, each, num_samples, stream=stream, num_wanted=num_wanted) for prompt, each in pairs]

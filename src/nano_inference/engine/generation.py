@@ -1,12 +1,12 @@
 """`generate`, seen from inside: add requests, step until they have ended, hand out their deltas."""
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 from nano_inference.engine.progress import Progress, progress_of
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.scheduling.sequence import Sequence
-from nano_inference.types import Delta
+from nano_inference.types import Delta, TrainingSample
 
 PATIENCE = 0.5  # seconds between two looks at an engine that is paused
 
@@ -35,6 +35,13 @@ def run(engine: SharedLoop, requests: list[Sequence], progress: Progress) -> Gen
     finally:
         show.close()
         engine.abandon(request_ids)
+
+
+def in_order(deltas: Iterable[Delta], request_ids: list[int]) -> list[TrainingSample]:
+    """The samples that deltas end with: request by request, as these ids have them."""
+    order = {request_id: place for place, request_id in enumerate(request_ids)}
+    samples = [delta.finished for delta in deltas if delta.finished is not None]
+    return sorted(samples, key=lambda sample: (order[sample.request_id], sample.sample_index))
 
 
 def texts(engine: SharedLoop, requests: list[Sequence]) -> Iterator[tuple[int, str]]:

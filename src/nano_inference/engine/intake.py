@@ -5,14 +5,14 @@ import random
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from nano_inference.engine.requests import RequestChecks, checked_ids, is_text
-from nano_inference.errors import InvalidRequest
+from nano_inference.errors import InvalidRequest, VersionGone
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.scheduling.sequence import Sequence, Sequences
+from nano_inference.scheduling.sequence import POLICY, Group, Sequence, Sequences
 from nano_inference.text.output_text import OutputText
-from nano_inference.types import SamplingParams, TopLogprobs, TrainingSample
+from nano_inference.types import Limits, SamplingParams, TopLogprobs, TrainingSample
 
 
 class Intake:
@@ -56,17 +56,19 @@ class Intake:
         num_samples: int,
         *,
         stream: bool,
-        min_version: int | None = None,
-        max_staleness: int | None = None,
         request_id: int | None = None,
+        **limits: Unpack[Limits],
     ) -> Sequence:
-        """A new request. Raises `InvalidRequest` or `RequestTooLarge`."""
+        """A new request. Raises `InvalidRequest` (`VersionGone` for an `exact_version`) or `RequestTooLarge`."""
         checks = self.checks
         self.request_ids(request_id)
         token_ids = checks.token_ids(prompt)
         checks.require(len(token_ids), params, num_samples)
-        _require_version("min_version", min_version)
-        _require_version("max_staleness", max_staleness)
+        for name in ("min_version", "max_staleness", "exact_version"):
+            _require_version(name, limits.get(name))
+        self._require_not_gone(limits.get("exact_version"))
+        num_wanted = limits.get("num_wanted")
+        _require_wanted(num_wanted, num_samples)
         stop_ids = checks.stop_ids(params)
         text = None
         if params.stop or is_text(prompt):
@@ -85,8 +87,10 @@ class Intake:
             num_best=params.prompt_top_logprobs,
             output_text=text,
             streaming=stream,
-            min_version=min_version,
-            max_staleness=max_staleness,
+            min_version=limits.get("min_version"),
+            exact_version=limits.get("exact_version"),
+            max_staleness=limits.get("max_staleness"),
+            group=Group(num_wanted) if num_wanted is not None else None,
         )
 
     def resumed(
@@ -129,6 +133,11 @@ class Intake:
             seq.output_text = text
         return seq
 
+    def _require_not_gone(self, version: int | None) -> None:
+        serving = self._sequences.versions[POLICY]
+        if version is not None and version < serving:
+            raise VersionGone(f"exact_version={version} is gone; this engine serves {serving}.")
+
     def _params_to_go_on(self, sample: TrainingSample, num_appended: int, max_new_tokens: int | None) -> SamplingParams:
         params = sample.sampling_params
         if params is None:
@@ -155,6 +164,12 @@ class Intake:
 def _require_version(name: str, value: int | None) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
         raise InvalidRequest(f"{name}={value!r} must be a whole number, or None.")
+
+
+def _require_wanted(num_wanted: Any, num_samples: int) -> None:
+    whole = isinstance(num_wanted, int) and not isinstance(num_wanted, bool)
+    if num_wanted is not None and not (whole and 1 <= num_wanted <= num_samples):
+        raise InvalidRequest(f"num_wanted={num_wanted!r} must be a whole number from 1 to num_samples={num_samples}.")
 
 
 def _appended_before(sample: TrainingSample) -> tuple[range, ...]:

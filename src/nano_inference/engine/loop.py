@@ -3,13 +3,14 @@
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
 
 from nano_inference.batch import BatchBuilder, Chunks, ForwardBatch, Scored
 from nano_inference.config import SchedulerConfig
 from nano_inference.engine.delivery import next_delta
+from nano_inference.engine.inbox import Abort, Add, ChangeWeights, Message
 from nano_inference.engine.isolation import draw_without_the_failing
 from nano_inference.engine.stats import StepClock
 from nano_inference.kv_cache.manager import KVCacheManager
@@ -30,12 +31,13 @@ from nano_inference.scheduling.failure import take_text
 from nano_inference.scheduling.schedule import schedule
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE, Sequence, Sequences, SequenceStatus
 from nano_inference.scheduling.stopping import Finish
-from nano_inference.scheduling.versions import begun, change_version, free_previous, is_held, release_held, stale
-from nano_inference.types import Delta, KvPolicy, TrainingSample
+from nano_inference.scheduling.versions import begun, change_version, free_previous, is_held, outdated, release_held
+from nano_inference.types import GROUP_COMPLETE, Delta, KvPolicy, TrainingSample
 
 logger = logging.getLogger("nano_inference")
 
 ABORTED = Finish("abort")
+NOT_WANTED = Finish("abort", GROUP_COMPLETE)
 _FINISHED = SequenceStatus.FINISHED  # finding a member of an enum takes 0.1 µs
 
 
@@ -63,39 +65,6 @@ class Runner(Protocol):
     def drop(self, weight_set: str) -> None:
         """Let go of a weight set that nothing will name again."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """A new sequence."""
-
-    sequence: Sequence
-    posted: float = field(default_factory=perf_counter, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """End these requests (None: all) with what they have."""
-
-    request_ids: frozenset[int] | None
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeWeights:
-    """Call `write` when nothing is in flight; it returns the new version of `weight_set`, or None if it failed.
-
-    With `wait` and `finish_old` it may have to wait, and later updates behind it. `version` is the one that `write`
-    will return, so that requests that come later can be held for it.
-    """
-
-    weight_set: str
-    write: Callable[[], int | None]
-    kv_policy: KvPolicy = "recompute"
-    version: int | None = None
-    set_aside: Callable[[], bool] | None = None  # keep the old weights as `previous`; False: the update failed
-
-
-Message = Add | Abort | ChangeWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +128,7 @@ class EngineLoop:
         lap("schedule")
         self.num_preemptions += len(decision.preempted_seqs)
         self._count_admitted(decision)  # before a group is forked
-        applied = apply(decision, live, self.cache, self.num_steps)  # also a decision that only preempts
+        applied = apply(decision, live, self.cache)  # also a decision that only preempts
         lap("apply")
         if not decision.seq_ids:
             return finished + self._retire(keep=0)
@@ -194,7 +163,7 @@ class EngineLoop:
             match self.inbox.popleft():
                 case Add(sequence, posted):
                     sequence.posted = posted
-                    self._enter(sequence)
+                    finished += self._enter(sequence)
                 case Abort(request_ids):
                     finished += self._end(self.sequences.of_requests(request_ids))
                 case ChangeWeights() as update:
@@ -261,23 +230,34 @@ class EngineLoop:
             ends = commit(flight.sampled, tokens, self.sequences, self.cache)
             for seq, before in streaming:
                 ends += self._stream(seq, before)
+            complete: set[int] = set()
             for seq, finish in dict(ends).items():  # of two the later one
                 ended = self._samples(seq, finish)
-                if ended[0].finish_reason != "abort" and REFERENCE in self.sequences.versions:
+                if ended[0].finish_reason == "abort":
+                    samples += ended
+                    continue
+                if seq.group is not None:
+                    seq.group.num_left -= 1
+                    complete |= {seq.request_id} if seq.group.num_left <= 0 else set()
+                if REFERENCE in self.sequences.versions:
                     judge(ended[0], seq, self.sequences, self.config.block_size)
                 else:
                     samples += ended
+            if complete:
+                rest = self.sequences.of_requests(frozenset(complete))
+                samples += self._end([seq for seq in rest if seq.judged is None], NOT_WANTED)
             self._free_previous()
             self.clock.lap("commit")
         return samples
 
-    def _enter(self, seq: Sequence) -> None:
+    def _enter(self, seq: Sequence) -> list[TrainingSample]:
         waits = [update.version for update in self.updates if update.kv_policy == "wait"]
         if waits and waits[-1] is not None and seq.weight_set == POLICY:  # else the update would wait for ever
             seq.behind = waits[-1]
         if not self.admitting or is_held(seq, self.sequences):
             seq.status = SequenceStatus.HELD
         enter(seq, self.sequences, self.config.block_size)
+        return self._end_outdated() if seq.exact_version is not None else []
 
     def would_wait(self, kv_policy: KvPolicy) -> bool:
         """Whether an update of this policy could not be applied now."""
@@ -303,7 +283,7 @@ class EngineLoop:
             version = update.write() if is_safe else None
             if version is not None:
                 change_version(self.sequences, self.cache, update.weight_set, version, update.kv_policy)
-                finished += self._end(stale(self.sequences), Finish("abort", "it is too stale"))
+                finished += self._end_outdated()
             else:
                 self._let_go_behind(update)
             if self.admitting:
@@ -332,6 +312,9 @@ class EngineLoop:
             samples += self._samples(seq, finish)
         self._free_previous()
         return samples
+
+    def _end_outdated(self) -> list[TrainingSample]:
+        return [sample for seq, finish in outdated(self.sequences) for sample in self._end([seq], finish)]
 
     def _free_previous(self) -> None:
         if PREVIOUS in self.sequences.versions and free_previous(self.sequences, self.cache):

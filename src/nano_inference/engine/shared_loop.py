@@ -1,6 +1,8 @@
 """`SharedLoop`: the loop for several threads. Who steps, who waits for what, pauses, and what a failure ends."""
 
+import math
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable
 from typing import get_args
 
@@ -147,20 +149,26 @@ class SharedLoop:
 
     # -- pauses -------------------------------------------------------------------------------------------------------
 
-    def pause(self, mode: PauseMode) -> list[TrainingSample]:
-        """See `InferenceEngine.pause`."""
+    def pause(self, mode: PauseMode, patience: float = math.inf) -> list[TrainingSample] | None:
+        """See `InferenceEngine.pause`. None: requests did not end in so many seconds, or another thread has resumed
+        meanwhile, and nothing is paused.
+        """
         self.require_alive()
         if mode not in get_args(PauseMode):
             raise InvalidRequest(f"mode={mode!r} is not one of {', '.join(get_args(PauseMode))}.")
         if mode == "wait":
+            deadline = time.monotonic() + patience
             with self.lock:
                 self.handle()
                 self.loop.admitting = False
             while self._is_busy() and not (self.loop.paused or self.loop.admitting):  # others may step, add and abort
+                if time.monotonic() > deadline:
+                    self.end_pause()
+                    return None
                 self.advance()
         with self.lock:
-            if mode == "wait" and self.loop.admitting:  # another thread has resumed
-                return []
+            if mode == "wait" and self.loop.admitting:
+                return None
             self._pause_asked = True
             self._stop()
             return self.abort(None) if mode == "abort" else []

@@ -9,7 +9,7 @@ from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.engine.transports import WeightTransport, receive_update
 from nano_inference.engine.weight_sync import WeightSyncManager
 from nano_inference.engine.weight_update import WeightUpdate
-from nano_inference.errors import InvalidRequest, WeightUpdateError
+from nano_inference.errors import InvalidRequest, WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS
 from nano_inference.types import KvPolicy
@@ -68,6 +68,14 @@ class Updates:
         self._shared.require_alive()
         policy = self._policy(kv_policy, blocking=False)
         return receive_update(self.manager, transport, kv_policy=policy, **options)
+
+    def checksum(self) -> dict[str, str]:
+        """See `InferenceEngine.weights_checksum`."""
+        self._shared.require_alive()
+        with self._shared.lock:
+            if self._shared.has_no_weights():
+                raise WeightUpdateConflict("the weights are asleep; call wake() first.")
+            return self.manager.checksum()
 
     def weight_set_of(self, version: int) -> str:
         """Which weights have this version. Raises `InvalidRequest`."""

@@ -60,6 +60,13 @@ class Context(NamedTuple):
     version: int
 
 
+@dataclass(slots=True)
+class Group:
+    """What the samples of a request share of which only some are wanted."""
+
+    num_left: int  # how many of those have not finished
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Known tokens, how many of them are computed, and the blocks that hold their keys and values.
@@ -86,7 +93,6 @@ class Sequence:
     num_computed_tokens: int = 0
     num_published_blocks: int = 0
     publishable: bool = True  # False once its blocks mix weight versions
-    last_step: int = -1  # the step that it was last part of: who waited longest goes first when steps are full
     cached_tokens: int = 0
     posted: float | None = None  # when it was handed in, by `time.perf_counter`; None once it has left the queue
     queued: float = 0.0  # seconds that this took
@@ -98,7 +104,9 @@ class Sequence:
     appended: tuple[range, ...] = ()  # completion tokens that were appended, not sampled
     min_version: int | None = None  # it is held until this version of the policy serves
     behind: int | None = None  # it is held until the update to this version, which waits for others, serves or failed
+    exact_version: int | None = None  # the version that samples its first token; it ends if that cannot be
     max_staleness: int | None = None  # it ends when its oldest version is this much older than the newest
+    group: Group | None = None  # where not all of its request's samples are wanted
     scored: range = range(0)  # rows (positions) whose next token's logprob is wanted
     score_temperature: float = 1.0  # under which; above 0
     scores: list[float] = field(default_factory=list[float])  # of the first of them; a group's samples share the list
@@ -223,12 +231,13 @@ class Sequence:
             num_computed_tokens=self.num_computed_tokens,
             num_published_blocks=self.num_published_blocks,
             publishable=self.publishable,
-            last_step=self.last_step,
             cached_tokens=self.cached_tokens,
             queued=self.queued,
             contexts=list(self.contexts),
             min_version=self.min_version,
+            exact_version=self.exact_version,
             max_staleness=self.max_staleness,
+            group=self.group,
             scored=self.scored,
             score_temperature=self.score_temperature,
             scores=self.scores,

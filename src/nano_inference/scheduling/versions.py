@@ -3,9 +3,12 @@
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.scheduling.commit import preempt
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS, Sequence, Sequences, SequenceStatus
-from nano_inference.types import KvPolicy, VersionSpan
+from nano_inference.scheduling.stopping import Finish
+from nano_inference.types import VERSION_GONE, KvPolicy, VersionSpan
 
 _ON_POLICY = (POLICY, PREVIOUS)
+STALE = Finish("abort", "it is too stale")
+BELATED = Finish("abort", VERSION_GONE)
 
 
 def begun(sequences: Sequences, *weight_sets: str) -> list[Sequence]:
@@ -61,21 +64,21 @@ def free_previous(sequences: Sequences, cache: KVCacheManager) -> bool:
     return True
 
 
-def stale(sequences: Sequences) -> list[Sequence]:
-    """Sequences whose oldest version is too much older than the policy's."""
-    newest = sequences.versions[POLICY]
-    found: list[Sequence] = []
+def outdated(sequences: Sequences) -> list[tuple[Sequence, Finish]]:
+    """Sequences that a version is too new for, and how they end."""
+    ends: list[tuple[Sequence, Finish]] = []
     for seq in sequences.by_id.values():
-        if seq.max_staleness is not None and seq.weight_set in _ON_POLICY:
-            oldest = seq.oldest_version
-            if oldest is not None and newest - oldest > seq.max_staleness:
-                found.append(seq)
-    return found
+        if seq.weight_set in _ON_POLICY:
+            if _is_stale(seq, sequences.versions[POLICY]):
+                ends.append((seq, STALE))
+            elif _is_belated(seq, sequences.versions[seq.weight_set]):
+                ends.append((seq, BELATED))
+    return ends
 
 
 def is_held(seq: Sequence, sequences: Sequences) -> bool:
     """Whether it waits for a version that does not serve yet."""
-    return max(seq.min_version or 0, seq.behind or 0) > sequences.versions[POLICY]
+    return max(seq.min_version or 0, seq.behind or 0, seq.exact_version or 0) > sequences.versions[POLICY]
 
 
 def release_held(sequences: Sequences) -> None:
@@ -89,3 +92,16 @@ def _mixed(seq: Sequence, old: int) -> tuple[VersionSpan, ...]:
     past = seq.contexts[-1].past if seq.contexts else ()
     start = past[-1].end if past else 0
     return (*past, VersionSpan(old, start, seq.num_computed_tokens)) if seq.num_computed_tokens > start else past
+
+
+def _is_stale(seq: Sequence, newest: int) -> bool:
+    """Whether its oldest version is too much older than the policy's."""
+    if seq.max_staleness is None:
+        return False
+    oldest = seq.oldest_version
+    return oldest is not None and newest - oldest > seq.max_staleness
+
+
+def _is_belated(seq: Sequence, version: int) -> bool:
+    """Whether its first token would be of a newer version than it is for."""
+    return seq.exact_version is not None and not seq.num_completion_tokens and version > seq.exact_version

@@ -5,7 +5,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
@@ -29,7 +29,7 @@ from nano_inference.serving.messages import (
     Returned,
     ToEngine,
 )
-from nano_inference.types import Delta, EngineStats, SamplingParams
+from nano_inference.types import Delta, EngineStats, Limits, SamplingParams
 
 SILENCE = 20.0  # seconds without a heartbeat; also an engine that has nothing to do tells one every ten
 
@@ -145,10 +145,11 @@ class EngineClient(ABC):
         *,
         stream: bool,
         name: str | None = None,
+        **limits: Unpack[Limits],
     ) -> RequestStream:
         """Queue a request; what the engine refuses is raised by the stream's first `next`.
 
-        `name` is what `abort` knows it by; others may have the same.
+        `name` is what `abort` knows it by; others may have the same. Limits: `InferenceEngine.add_request`.
 
         Raises `InvalidRequest` for what cannot even be said to it, `EngineDead`, and `ApiError` (503, with
         `retry-after`) while a new engine is being built.
@@ -162,7 +163,7 @@ class EngineClient(ABC):
         self._streams[request_id] = request
         self._widths[request_id] = num_samples
         try:
-            self._send(Generate(request_id, prompt, params, num_samples, stream))
+            self._send(Generate(request_id, prompt, params, num_samples, stream, **limits))
         except Exception:
             del self._streams[request_id], self._widths[request_id]
             raise

@@ -12,6 +12,7 @@ from nano_inference.serving.messages import GroupKind
 from nano_inference.serving.weight_calls import WeightCalls
 from nano_inference.types import EngineStats, KvPolicy, Memory, PauseMode
 
+SLACK = 30.0  # seconds in which an engine that keeps a deadline itself has said that it is over
 SEND = "send the bytes of a safetensors file, those of safetensors.torch.save(state_dict)."
 PART = 2**24  # bytes of a file in one message: a larger one would hold up the event loop
 
@@ -221,17 +222,14 @@ class Control:
             kv_policy: of updates during the pause that name none.
             timeout: seconds; None: the server's. With `"wait"` requests may need longer: then nothing is paused (504).
         """
-        timeout = self._config.rl_timeout if timeout is None else timeout
-        try:
-            await self._client.call("pause", mode="keep" if mode == "abort" else mode, timeout=timeout)
-        except TimeoutError as problem:
-            if mode != "wait":
-                raise
-            await self._client.call("end_pause", timeout=timeout)
-            raise ApiError(504, f"the requests did not end within {timeout:g} seconds; nothing is paused.") from problem
+        seconds = self._config.rl_timeout if timeout is None else timeout
+        how = "keep" if mode == "abort" else mode
+        # The engine keeps the deadline: a call that is given up here would go on there.
+        if not await self._client.call("pause_within", mode=how, seconds=seconds, timeout=seconds + SLACK):
+            raise ApiError(504, f"the requests did not end within {seconds:g} seconds; nothing is paused.")
         self.pause_policy = kv_policy
         if mode == "abort":
-            await self._client.abort(None, timeout=timeout)
+            await self._client.abort(None, timeout=seconds)
 
     async def resume(self) -> None:
         """End the pause; the engine goes on when nothing is asleep. Without one nothing happens."""

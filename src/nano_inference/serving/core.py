@@ -38,6 +38,7 @@ METHODS: dict[str, Callable[..., object]] = {
     "weights_checksum": InferenceEngine.weights_checksum,
     "flush_cache": InferenceEngine.flush_cache,
     "pause": InferenceEngine.pause,
+    "pause_within": lambda engine, mode, seconds: engine.shared.pause(mode, seconds) is not None,
     "resume": InferenceEngine.resume,
     "end_pause": lambda engine: engine.shared.end_pause(),
     "is_paused": InferenceEngine.is_paused,
@@ -138,6 +139,8 @@ class EngineCore:
                 Dead(str(problem) if isinstance(problem, EngineDead) else f"{type(problem).__name__}: {problem}")
             )
             raise
+        finally:
+            self.weight_link.close()
 
     def stop(self) -> None:
         """Let `run` return after the step that runs. For any thread."""
@@ -196,6 +199,10 @@ class EngineCore:
                 message.num_samples,
                 lambda delta: self._take(request, delta),
                 stream=message.stream,
+                num_wanted=message.num_wanted,
+                min_version=message.min_version,
+                max_staleness=message.max_staleness,
+                exact_version=message.exact_version,
             )
         except Exception as problem:
             self._emit(Refused(message.request_id, *_told(problem, "a request was not taken")))

@@ -11,6 +11,7 @@ from nano_inference.errors import (
     NanoInferenceError,
     RequestAborted,
     RequestTooLarge,
+    VersionGone,
     WeightTransferError,
     WeightUpdateConflict,
     WeightUpdateError,
@@ -63,6 +64,8 @@ def api_error_of(problem: BaseException) -> ApiError:
             return problem
         case RequestTooLarge():
             return ApiError(400, str(problem), code="context_length_exceeded")
+        case VersionGone():
+            return ApiError(409, str(problem), code="weight_version_gone")
         case InvalidRequest():
             return ApiError(400, str(problem))
         case WeightUpdateError():

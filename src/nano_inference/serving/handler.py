@@ -6,11 +6,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from nano_inference.errors import VersionGone
 from nano_inference.serving.choices import Choice, Piece, new_choice
 from nano_inference.serving.client import EngineClient, RequestStream
 from nano_inference.serving.errors import ApiError, api_error_of
 from nano_inference.serving.protocols.interface import Ask, Builder, Served, Usage
-from nano_inference.types import Delta
+from nano_inference.types import VERSION_GONE, Delta
 
 log = logging.getLogger("nano_inference.serving")
 
@@ -59,7 +60,8 @@ class Generation:
             )
         stream = self.builder.stream and ask.stream
         name = ask.client_id if ask.client_id is not None else request_id
-        self.streams.append(client.submit(ask.prompt, ask.params, ask.num_samples, stream=stream, name=name))
+        asked = ask.prompt, ask.params, ask.num_samples
+        self.streams.append(client.submit(*asked, stream=stream, name=name, **ask.limits))
         self.usage.prompt_tokens += len(ask.prompt)
 
     def close(self) -> None:
@@ -114,9 +116,12 @@ class Generation:
     def _checked(self, piece: Piece) -> Piece:
         """Raise what a failed sample says."""
         sample = piece.finished
-        if sample is not None and sample.finish_reason == "abort" and str(sample.stop_reason).startswith("error: "):
-            log.error("a request failed in the engine: %s", sample.stop_reason)
-            raise ApiError(500, "the engine could not go on with this request.")
+        if sample is not None and sample.finish_reason == "abort":
+            if str(sample.stop_reason).startswith("error: "):
+                log.error("a request failed in the engine: %s", sample.stop_reason)
+                raise ApiError(500, "the engine could not go on with this request.")
+            if sample.stop_reason == VERSION_GONE:  # while it waited
+                raise api_error_of(VersionGone(f"{VERSION_GONE} that the request is for."))
         return piece
 
 

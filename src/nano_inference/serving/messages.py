@@ -68,13 +68,17 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
-    """A request. `request_id` is the API process's own."""
+    """A request, as `InferenceEngine.submit` takes it. `request_id` is the API process's own."""
 
     request_id: int
     prompt: list[int]
     params: SamplingParams
     num_samples: int = 1
     stream: bool = False
+    num_wanted: int | None = None
+    min_version: int | None = None
+    max_staleness: int | None = None
+    exact_version: int | None = None
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

@@ -151,6 +151,7 @@ def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> 
         chat_format=chat_format(template, config.tool_format, config.reasoning_format),
         config=config,
         version_name=control.version_name,
+        version_number=control.version_number,
     )
 
 

@@ -6,13 +6,11 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any
 
-from nano_inference.serving.protocols.per_token import LOWEST, at_least
+from nano_inference.serving.protocols.per_token import LOWEST, Flat, at_least, flat, mask_rows, version_spans
 from nano_inference.text.token_texts import TokenTexts
 from nano_inference.types import TopLogprobs, TrainingSample
-
-Flat = Literal["list", "base64"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +25,6 @@ class Wanted:
         flat_mask: the same in slime's form.
         raw_logprobs: the model's own.
         hides: nothing was to be generated; the engine has drawn a token all the same.
-        no_stop_trim: the text has what stopped it.
-        skip_special_tokens: the text leaves them out.
     """
 
     logprobs: bool
@@ -38,13 +34,6 @@ class Wanted:
     flat_mask: bool
     raw_logprobs: bool
     hides: bool
-    no_stop_trim: bool
-    skip_special_tokens: bool
-
-    @property
-    def has_own_text(self) -> bool:
-        """Whether the text is another than other protocols show."""
-        return self.no_stop_trim or not self.skip_special_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +78,6 @@ def top_rows(
     ]
 
 
-def flat(values: Sequence[float], form: Flat) -> list[float] | str:
-    """Numbers as they are, or as base64 of little-endian float32."""
-    return list(values) if form == "list" else _base64("f", values)
-
-
 def finish_reason(sample: TrainingSample, num_tokens: int) -> dict[str, Any]:
     """Why it ended, as an object."""
     match sample.finish_reason:
@@ -124,10 +108,7 @@ def meta_info(request_id: str, sample: TrainingSample, wanted: Wanted, form: For
         "prompt_tokens": len(sample.prompt_tokens),
         "completion_tokens": len(ids),
         "weight_version": form.version_name(sample.weight_version),
-        "weight_versions": [
-            {"version": form.version_name(span.version), "start": span.start, "end": span.end}
-            for span in (() if wanted.hides else sample.weight_versions)
-        ],
+        "weight_versions": version_spans(() if wanted.hides else sample.weight_versions, form.version_name),
         "seed": sample.seed,
         "e2e_latency": seconds,
     }
@@ -180,16 +161,15 @@ def _masks(sample: TrainingSample, wanted: Wanted) -> dict[str, Any]:
         return {}
     told: dict[str, Any] = {}
     if wanted.mask:
-        ends = zip(mask.offsets, mask.offsets[1:], strict=False)
         told |= {
-            "output_token_sampling_mask": [mask.token_ids[begin:end] for begin, end in ends],
+            "output_token_sampling_mask": mask_rows(mask),
             "output_token_sampling_logprobs": _finite(sample.logprobs),
             "output_token_sampling_mask_length": len(sample.completion_tokens),
         }
     if wanted.flat_mask:
         told |= {
-            "top_p_token_ids": _base64("i", mask.token_ids),
-            "top_p_token_offsets": _base64("i", mask.offsets),
+            "top_p_token_ids": _base64(mask.token_ids),
+            "top_p_token_offsets": _base64(mask.offsets),
         }
     return told
 
@@ -199,9 +179,9 @@ def _finite(values: Sequence[float]) -> Sequence[float]:
     return values if not values or min(values) > LOWEST else [at_least(each) for each in values]
 
 
-def _base64(kind: Literal["f", "i"], values: Sequence[float] | Sequence[int]) -> str:
-    """Little-endian numbers of 4 bytes."""
-    numbers = array(kind, values)
+def _base64(numbers: Sequence[int]) -> str:
+    """Little-endian int32."""
+    packed = array("i", numbers)
     if sys.byteorder == "big":
-        numbers.byteswap()
-    return base64.b64encode(numbers.tobytes()).decode("ascii")
+        packed.byteswap()
+    return base64.b64encode(packed.tobytes()).decode("ascii")

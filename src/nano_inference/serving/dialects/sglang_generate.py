@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nano_inference.serving.choices import Choice, Piece
+from nano_inference.serving.choices import Choice, Piece, TextStyle
 from nano_inference.serving.dialects.sglang_answers import Form, Wanted, full_logprobs, meta_info, rows, top_rows
 from nano_inference.serving.dialects.sglang_requests import (
     SAMPLING_UNSUPPORTED,
@@ -36,16 +36,17 @@ from nano_inference.serving.protocols.fields import (
     checked_stop,
     need_tokenizer,
     require_at_most,
+    require_logprobs,
     require_possible_length,
     room,
     sampling_params,
+    version_number,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
 from nano_inference.serving.protocols.lines import encode_line
 from nano_inference.serving.protocols.openai_answers import DONE
 from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, operation, thing
 from nano_inference.serving.protocols.reading import read_body, refuse_unsupported
-from nano_inference.text.detokenize import Detokenizer
 from nano_inference.types import SamplingParams, TrainingSample
 
 _ONE = thing("text", "output_ids", "meta_info", text=STRING, output_ids=list_of(INTEGER), meta_info={"type": "object"})
@@ -77,7 +78,6 @@ class _Prompt:
 class _Grown:
     """A choice of a stream so far; ids and logprobs as JSON, so that none is encoded twice."""
 
-    detokenizer: Detokenizer | None
     text: str = ""
     num_tokens: int = 0
     ids: bytearray = field(default_factory=bytearray)
@@ -104,6 +104,9 @@ class GenerateBuilder:
             served.version_name,
             not served.config.hide_cached_tokens,
         )
+        version = request.weight_version
+        self._min_version = version and version_number(version.min_version, served, "weight_version.min_version")
+        self._exact_version = version and version_number(version.exact_version, served, "weight_version.exact_version")
         given, is_batch = prompts_of(request)
         samplings = [self._sampling(place, len(given)) for place in range(len(given))]
         self.num_samples = samplings[0].n or 1
@@ -153,9 +156,8 @@ class GenerateBuilder:
                 f"logprob_start_len is {start}, and the prompt has {len(token_ids)} tokens.", "logprob_start_len"
             )
         top = max(0, one_of(request.top_logprobs_num, place, count, "top_logprobs_num") or 0)
-        require_at_most(top, self.served.config.max_logprobs, "top_logprobs_num")
+        require_logprobs(top, self.served, "top_logprobs_num")
         custom = sampling.custom_params
-        own_text = self.served.tokenizer is not None
         return Wanted(
             logprobs=logprobs,
             scored_from=start if logprobs and start is not None and start >= 0 else None,
@@ -164,8 +166,6 @@ class GenerateBuilder:
             flat_mask=custom is not None and bool(custom.return_top_p_token_ids),
             raw_logprobs=bool(sampling.raw_logprobs),
             hides=sampling.max_new_tokens == 0,
-            no_stop_trim=own_text and bool(sampling.no_stop_trim),
-            skip_special_tokens=not (own_text and sampling.skip_special_tokens is False),
         )
 
     def _ask(self, prompt: _Prompt, sampling: Sampling, place: int) -> Ask:
@@ -177,7 +177,10 @@ class GenerateBuilder:
             # The prompt's scores, and masks, come with the whole sample.
             stream=wanted.scored_from is None and not (wanted.hides or wanted.mask or wanted.flat_mask),
             client_id=prompt.request_id,
-            detokenize=not wanted.has_own_text,
+            num_wanted=self.request.n_wanted,
+            min_version=self._min_version,
+            exact_version=self._exact_version,
+            text=TextStyle(special_tokens=sampling.skip_special_tokens is False, stop=bool(sampling.no_stop_trim)),
         )
 
     def _params(self, prompt: _Prompt, sampling: Sampling, place: int) -> SamplingParams:
@@ -215,7 +218,7 @@ class GenerateBuilder:
         prompt = self._prompts[piece.index // self.num_samples]
         grown = self._grown.get(piece.index)
         if grown is None:
-            grown = self._grown[piece.index] = _Grown(self._detokenizer(prompt.wanted))
+            grown = self._grown[piece.index] = _Grown()
         self._grow(grown, piece, prompt.wanted)
         if piece.finished is not None:
             return self._event(self._told(piece.index, piece.finished, grown.text))
@@ -223,7 +226,7 @@ class GenerateBuilder:
 
     def _grow(self, grown: _Grown, piece: Piece, wanted: Wanted) -> None:
         new = piece.token_ids
-        grown.text += piece.content if grown.detokenizer is None else grown.detokenizer.push(new)
+        grown.text += piece.content
         if piece.finished is not None:
             return
         grown.num_tokens += len(new)
@@ -280,11 +283,10 @@ class GenerateBuilder:
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _told(self, index: int, sample: TrainingSample, shown: str) -> dict[str, Any]:
-        """A choice in full. `shown`: its text as other protocols have it."""
+    def _told(self, index: int, sample: TrainingSample, text: str) -> dict[str, Any]:
+        """A choice in full."""
         prompt = self._prompts[index // self.num_samples]
         wanted = prompt.wanted
-        text = self._text(sample, wanted) if wanted.has_own_text else shown
         seconds = time.perf_counter() - self._started
         told: dict[str, Any] = {
             "text": "" if wanted.hides else text,
@@ -296,22 +298,6 @@ class GenerateBuilder:
         if self.stream and self._is_list:
             told["index"] = index
         return told
-
-    def _detokenizer(self, wanted: Wanted) -> Detokenizer | None:
-        """That of a text that other protocols would not show."""
-        tokenizer = self.served.tokenizer
-        return Detokenizer(tokenizer, wanted.skip_special_tokens) if tokenizer and wanted.has_own_text else None
-
-    def _text(self, sample: TrainingSample, wanted: Wanted) -> str:
-        detokenizer = self._detokenizer(wanted)
-        assert detokenizer is not None
-        ids, matched = sample.completion_tokens, sample.stop_reason
-        if sample.finish_reason == "stop" and isinstance(matched, int) and not wanted.no_stop_trim:
-            ids = ids[:-1]
-        text = detokenizer.push(ids) + detokenizer.finish()
-        if sample.finish_reason == "stop" and isinstance(matched, str) and (place := text.find(matched)) >= 0:
-            text = text[: place + len(matched) if wanted.no_stop_trim else place]
-        return text
 
     def _correct(self, usage: Usage) -> None:
         """Tokens that nobody asked for are not told of."""

@@ -205,6 +205,23 @@ def require_logprobs(count: int, served: Served, name: str) -> None:
     require_at_most(count, served.engine.vocab_size if most < 0 else most, name)
 
 
+def version_number(name: object, served: Served, field: str) -> int | None:
+    """The engine's number of a weight version that a client names, by a string or a number; None: it names none.
+
+    Raises `ApiError`: 400 for something else, 409 for a name that no version has or can get.
+    """
+    if name is None:
+        return None
+    if isinstance(name, int) and not isinstance(name, bool) and 0 <= name < 2**63:
+        name = str(name)
+    if not isinstance(name, str) or not 0 < len(name) <= 256:
+        raise bad_request(f"{field} must be the name of a weight version, not {shown(name)}.", field)
+    number = served.version_number(name)
+    if number is None:
+        raise ApiError(409, f"there is no weight version {shown(name)}.", field, "weight_version_gone")
+    return number
+
+
 def sampling_params(fields: SamplingFields, served: Served, *, max_tokens: int, **more: Any) -> SamplingParams:
     """The engine's parameters.
 

@@ -14,7 +14,7 @@ from nano_inference.text.chat import warm_up
 from nano_inference.text.detokenize import Detokenizer
 from nano_inference.text.token_texts import TokenTexts
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import SamplingParams
+from nano_inference.types import Limits, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class Ask:
     Attributes:
         stream: False: its samples come whole, also where the answer is a stream.
         client_id: by which `Control.abort` finds it; None: the id of the HTTP request (`x-request-id`).
+        num_wanted, min_version, max_staleness, exact_version: as in `InferenceEngine.add_request`; versions are the
+            engine's integers. An `exact_version` that is gone is answered with 409.
         detokenize: False: its choices have no text but what the engine makes for stop strings.
         text: what the text shows.
     """
@@ -35,6 +37,20 @@ class Ask:
     client_id: str | None = None
     detokenize: bool = True
     text: TextStyle = PLAIN
+    num_wanted: int | None = None
+    min_version: int | None = None
+    max_staleness: int | None = None
+    exact_version: int | None = None
+
+    @property
+    def limits(self) -> Limits:
+        """What it asks of its group and of weight versions."""
+        return Limits(
+            num_wanted=self.num_wanted,
+            min_version=self.min_version,
+            max_staleness=self.max_staleness,
+            exact_version=self.exact_version,
+        )
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,7 @@ class Served:
         chat_format: how it writes reasoning and tool calls.
         config: the server's limits.
         version_name: what trainers call a version of the weights.
+        version_number: the version of this name, which may still be to come; None: there can be none.
     """
 
     name: str
@@ -56,6 +73,7 @@ class Served:
     chat_format: ChatFormat
     config: ServerConfig
     version_name: Callable[[int], str] = str
+    version_number: Callable[[str], int | None] = lambda name: int(name) if name.isdecimal() else None
 
     def __post_init__(self) -> None:
         # What takes a while at its first use has it here, where no request waits for it.
