@@ -10,8 +10,8 @@ from verl.utils.device import get_resource_name, get_visible_devices_keyword
 from verl.utils.net_utils import is_valid_ipv6_address
 from verl.workers.rollout.replica import RolloutReplica
 
-from nano_inference.errors import ConfigError
 from nano_inference.rl.verl.actor import NanoServer
+from nano_inference.rl.verl.settings import require_able
 
 
 def actor_name(replica_rank: int, kind: str = "", suffix: str = "") -> str:
@@ -23,12 +23,8 @@ class NanoReplica(RolloutReplica):
     """One engine in one actor, on the node and the device of the replica's worker."""
 
     async def launch_servers(self) -> None:
-        """Start the actor and load the model. Raises `ConfigError` for more than one process a replica."""
-        if self.world_size != 1:
-            raise ConfigError(
-                f"a replica of {self.world_size} processes: set tensor_model_parallel_size, data_parallel_size and "
-                "pipeline_model_parallel_size to 1, and use more replicas."
-            )
+        """Start the actor and load the model. Raises `ConfigError` for options that the engine does not have."""
+        require_able(self.config)
         (worker,) = self.workers
         node_id, devices = await worker.__ray_call__.remote(_where)
         kind = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
