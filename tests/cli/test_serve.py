@@ -39,7 +39,7 @@ def other(value: Any, kind: str) -> Any:
         return ("other", "more")
     if isinstance(value, int | float):
         return value + 2
-    return 2 if "int" in kind else "other"
+    return 2 if "int" in kind else 2.5 if "float" in kind else "other"
 
 
 CHOICES = {"cache_type": "radix", "dtype": "float32", "backend": "reference", "device": "cpu"}

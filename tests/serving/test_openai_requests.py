@@ -110,7 +110,7 @@ BOTH = [
     ({"logits_processors": ["x"]}, "logits_processors"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"bad_words": ["x"]}, "bad_words"),
-    ({"skip_special_tokens": False}, "skip_special_tokens"),
+    ({"skip_special_tokens": 0}, "skip_special_tokens"),
     ({"store": True}, "store"),
 ]
 OF_TEXT = [
@@ -151,7 +151,7 @@ OF_CHAT = [
     ({"max_completion_tokens": 256}, "max_completion_tokens"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"logprobs": 1}, "logprobs"),
+    ({"logprobs": 2}, "logprobs"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # the model has no way to call them
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),

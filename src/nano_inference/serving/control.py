@@ -8,6 +8,7 @@ import msgspec
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError, bad_request
+from nano_inference.serving.messages import GroupKind
 from nano_inference.serving.weight_calls import WeightCalls
 from nano_inference.types import EngineStats, KvPolicy, Memory, PauseMode
 
@@ -94,9 +95,13 @@ class Control:
         world_size: int,
         backend: str | None = None,
         named: bool = False,
+        sender: bool = False,
         timeout: float | None = None,
     ) -> None:
         """Meet the trainer in a `torch.distributed` group at its TCP store.
+
+        409 while a living trainer has a group of this name, or any group and an update that is open. What a dead one
+        has left is forgotten.
 
         Args:
             name: by which `receive_broadcast` and `leave_group` know it.
@@ -107,20 +112,20 @@ class Control:
             backend: "gloo" or "nccl"; None: by the engine's device.
             named: the trainer made it with `group_name=name`, beside a default group (slime, SGLang's way); False: by
                 an ordinary `init_process_group`.
+            sender: the trainer is a `WeightSender` at this address; its updates come by `receive_stream`.
             timeout: seconds; None: the server's.
         """
-        if self.session_open:
-            raise ApiError(409, "a weight update is open; finish it before a group is joined.")
+        kind: GroupKind = "sender" if sender else "named" if named else "ordinary"
         await self._weights.call(
             "join_group",
             self._weights.seconds(timeout),
             group=name,
+            kind=kind,
             host=host,
             port=port,
             rank=rank,
             world_size=world_size,
             backend=backend,
-            named=named,
         )
 
     async def has_group(self, name: str) -> bool:
@@ -165,7 +170,7 @@ class Control:
         await self._weights.receive("receive_broadcast", timeout, group=group, tensors=told, packed_bytes=packed_bytes)
 
     async def receive_stream(self, group: str, *, timeout: float | None = None) -> None:
-        """Take what a `nano_inference` `WeightSender` sends, which describes itself."""
+        """Take what a `nano_inference` `WeightSender` sends, which describes itself and may name its version."""
         self._name_session(await self._weights.receive("receive_stream", timeout, group=group))
 
     async def receive_file(self, content: bytes, *, timeout: float | None = None) -> None:

@@ -10,7 +10,7 @@ from nano_inference.errors import EngineDead, NanoInferenceError
 from nano_inference.serving.app import Routes, build_app
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.dialects import pipeline_rl, prime_rl, sglang, shared, vllm
+from nano_inference.serving.dialects import pipeline_rl, prime_rl, sglang, shared, vllm, vllm_generate
 from nano_inference.serving.dialects.sglang_generate import SGLangGenerate
 from nano_inference.serving.edge.logs import set_up_logs
 from nano_inference.serving.edge.runner import Runner
@@ -30,7 +30,7 @@ PROTOCOLS: dict[str, Protocol_] = {
 }
 ROUTES: Sequence[Routes] = (model_routes, anthropic.routes)
 # With `ServerConfig.rl`.
-RL_PROTOCOLS: dict[str, Protocol_] = {"/generate": SGLangGenerate()}
+RL_PROTOCOLS: dict[str, Protocol_] = {"/generate": SGLangGenerate(), "/inference/v1/generate": vllm_generate.Generate()}
 RL_ROUTES: Sequence[Routes] = (shared.routes, vllm.routes, sglang.routes, prime_rl.routes, pipeline_rl.routes)
 
 

@@ -16,6 +16,7 @@ from nano_inference.serving.versions import VersionNames
 SOON = 60.0  # seconds of calls that wait for a step at most
 MARGIN = 10.0  # seconds that the engine gets to say itself that a deadline is past
 LATE = 504
+SILENT = "engine_silent"
 KEEPS_DEADLINE = frozenset(
     ("join_group", "receive_broadcast", "receive_stream", "receive_file", "receive_folder", "finish_update")
 )
@@ -39,6 +40,7 @@ class WeightCalls:
         self._numbers = itertools.count(1)
         self._turn = asyncio.Lock()  # held by the call that receives or finishes
         self._cancelling: set[asyncio.Task[bool]] = set()
+        self._expiry: asyncio.TimerHandle | None = None
 
     @property
     def session(self) -> int | None:
@@ -67,7 +69,7 @@ class WeightCalls:
         try:
             return await self._client.call(name, timeout=seconds + MARGIN, **arguments)
         except TimeoutError:
-            raise ApiError(LATE, f"the engine did not answer within {seconds:g} s.") from None
+            raise ApiError(LATE, f"the engine did not answer within {seconds:g} s.", code=SILENT) from None
         except NanoInferenceError as problem:
             raise api_error_of(problem) from problem
 
@@ -81,14 +83,15 @@ class WeightCalls:
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     async def begin(self, version: str | None, **options: bool) -> None:
-        """Open a session, when what is left of an earlier one is gone."""
-        if self.session is not None:
-            raise ApiError(409, "a weight update is open already; finish it first.")
-        self._session, self.version = session, _ = next(self._numbers), version
-        async with self._or_cancel(session):
+        """Open a session, when what is left of an earlier one is gone. It ends when nothing is heard of it for long."""
+        number = next(self._numbers)
+        async with self._or_cancel(number):
             if self._cancelling:
                 await asyncio.wait(self._cancelling, timeout=SOON)
-            await self.call("begin_update", session=session, **options)
+            await self.call("begin_update", session=number, **options)  # which knows whether another one is open
+            self.notice_restart()
+            self._session, self.version = number, version
+        self._expire_later(number)
 
     @asynccontextmanager
     async def next(self, timeout: float | None) -> AsyncIterator[tuple[int, float]]:
@@ -104,8 +107,10 @@ class WeightCalls:
             raise ApiError(LATE, f"another call of the weight update did not end within {seconds:g} s.") from None
         try:
             session = self.session
+            self._expire_later(None)
             async with self._or_cancel(session):
                 yield session or 0, max(until - time.monotonic(), 0.001)
+            self._expire_later(self._session)
         finally:
             self._turn.release()
 
@@ -122,7 +127,7 @@ class WeightCalls:
         try:
             await self.call("finish_update", seconds, session=session, version=number, **options)
         except ApiError as problem:
-            if problem.status != LATE:
+            if problem.code != SILENT:  # else it may serve
                 names.give_back(number, before)
             raise
         self._session = None
@@ -133,6 +138,28 @@ class WeightCalls:
         session, self._session = self.session, None
         return session is not None and await self._cancel(session, reason)
 
+    def _expire_later(self, session: int | None) -> None:
+        """Forget the session unless a call of it comes within the server's deadline; None: never."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        if session is not None:
+            seconds = self._config.rl_timeout
+            self._expiry = asyncio.get_running_loop().call_later(seconds, self._expire, session, seconds)
+
+    def _expire(self, session: int, seconds: float) -> None:
+        if self._session == session:
+            self._forget(session, f"nothing was heard of it for {seconds:g} s.")
+
+    def _forget(self, session: int, why: str) -> "asyncio.Task[bool]":
+        """Let the engine cancel it, and the next session wait for that."""
+        if self._session == session:
+            self._session = None
+        task = asyncio.create_task(self._cancel(session, why))
+        self._cancelling.add(task)
+        task.add_done_callback(self._cancelling.discard)
+        return task
+
     @asynccontextmanager
     async def _or_cancel(self, session: int | None) -> AsyncIterator[None]:
         """What fails inside ends the session, also where nobody knows how far the engine has come."""
@@ -140,12 +167,7 @@ class WeightCalls:
             yield
         except BaseException as problem:
             if session is not None:
-                if self._session == session:
-                    self._session = None
-                why = problem.message if isinstance(problem, ApiError) else "its caller has gone."
-                task = asyncio.create_task(self._cancel(session, why))
-                self._cancelling.add(task)
-                task.add_done_callback(self._cancelling.discard)
+                task = self._forget(session, problem.message if isinstance(problem, ApiError) else "its caller left.")
                 if isinstance(problem, Exception):
                     await asyncio.wait([task])
             raise

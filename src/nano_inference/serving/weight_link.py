@@ -11,15 +11,16 @@ import torch
 
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.transports import Deadline, WeightTransport, wire
-from nano_inference.engine.transports.broadcast import BroadcastReceiver
 from nano_inference.engine.transports.files import WeightFiles
+from nano_inference.engine.transports.group import Address
 from nano_inference.engine.transports.receive import receive_into
 from nano_inference.engine.transports.reuse import ReusedMemory
 from nano_inference.engine.transports.safetensors_bytes import SafetensorsBytes
 from nano_inference.engine.transports.trainer_broadcasts import TrainerBroadcasts
-from nano_inference.engine.transports.trainer_group import TrainerGroup, join_trainer
+from nano_inference.engine.transports.trainer_group import SenderGroup, TrainerGroup, join_sender, join_trainer
 from nano_inference.engine.weight_update import WeightUpdate
-from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
+from nano_inference.errors import WeightTransferError, WeightUpdateConflict, WeightUpdateError
+from nano_inference.serving.messages import GroupKind
 from nano_inference.types import KvPolicy
 
 log = logging.getLogger("nano_inference.serving")
@@ -30,7 +31,11 @@ LOOK = 0.1  # seconds between two looks at whether an update can still be applie
 class _Place:
     """Of a group."""
 
-    joined: TrainerGroup | None = None  # None: somebody is about to
+    joined: TrainerGroup | SenderGroup | None = None  # None: somebody is about to
+
+    def is_held(self) -> bool:
+        """Whether there is, or may be, a living trainer."""
+        return self.joined is None or self.joined.trainer_lives()
 
 
 class _Session:
@@ -63,13 +68,13 @@ class WeightLink:
     def join_group(
         self,
         group: str,
+        kind: GroupKind,
         host: str,
         port: int,
         rank: int,
         world_size: int,
         seconds: float,
         backend: str | None = None,
-        named: bool = False,
     ) -> None:
         """See `Control.join_group`."""
         deadline = Deadline(seconds)
@@ -78,9 +83,7 @@ class WeightLink:
         at = device if backend == "nccl" else torch.device("cpu")
         place = self._reserve(group)
         try:
-            place.joined = joined = join_trainer(
-                (host, port), rank, world_size, deadline, backend=backend, device=at, name=group if named else None
-            )
+            place.joined = joined = _join(kind, group, (host, port), rank, world_size, deadline, backend, at)
         except BaseException:
             self._leave(group, place)
             raise
@@ -99,13 +102,16 @@ class WeightLink:
         return place is not None and place.joined is not None and place.joined.trainer_lives()
 
     def _reserve(self, group: str) -> "_Place":
-        """A place for a group, where no living trainer has it."""
+        """A place for a group, where no living trainer has it. An update that a dead one has left is forgotten."""
         with self._lock:
-            if self._session is not None and not self._session.update.done():
-                raise WeightUpdateConflict("a weight update is open; finish it before a group is joined.")
-            old = self._groups.get(group)
-            if old is not None and (old.joined is None or old.joined.trainer_lives()):
+            old, session = self._groups.get(group), self._session
+            if old is not None and old.is_held():
                 raise WeightUpdateConflict(f"there is a group {group!r} and its trainer lives; leave it first.")
+            if session is not None and not session.update.done():
+                if any(place.is_held() for place in self._groups.values()):
+                    raise WeightUpdateConflict("a weight update is open; finish it before a group is joined.")
+                lost = WeightTransferError("the trainer of the weight update is gone, and another one has come.")
+                self._manager.withdraw(session.update, lost)
             place = self._groups[group] = _Place()
         if old is not None and old.joined is not None:
             old.joined.close()
@@ -143,6 +149,8 @@ class WeightLink:
         """See `Control.receive_broadcast`. A tensor is (name, dtype, shape)."""
         with self._group(group) as joined:
             current = self._require(session)
+            if not isinstance(joined, TrainerGroup):
+                raise WeightUpdateConflict(f"a WeightSender made the group {group!r}; its updates come as streams.")
 
             def transport() -> WeightTransport:
                 pieces = wire.pieces(tensors, self._manager.shapes, current.names)
@@ -156,7 +164,7 @@ class WeightLink:
         """See `Control.receive_stream`; returns the version that the sender gave it."""
         with self._group(group) as joined:
             current = self._require(session)
-            return self._receive(current, lambda: BroadcastReceiver.over(joined.group, memory=self._memory), seconds)
+            return self._receive(current, lambda: joined.stream(self._memory), seconds)
 
     def receive_file(self, session: int, size: int, content: bytes, seconds: float) -> None:
         """Take one part of a safetensors file of `size` bytes; the parts come in order."""
@@ -228,17 +236,16 @@ class WeightLink:
         return current
 
     @contextmanager
-    def _group(self, group: str) -> Iterator[TrainerGroup]:
-        """A group to receive in. Whatever fails ends it: the trainer may have sent what nobody took, and that would be
-        taken for what it sends next.
-        """
+    def _group(self, group: str) -> Iterator[TrainerGroup | SenderGroup]:
+        """A group to receive in. Whatever fails, a call at the wrong time too, ends it: see `TrainerGroup.restart`."""
         place = self._groups.get(group)
         if place is None or place.joined is None:
             raise WeightUpdateConflict(f"there is no group {group!r}; join it first.")
         try:
             yield place.joined
         except BaseException:
-            self._leave(group, place)
+            if not place.joined.restart():
+                self._leave(group, place)
             raise
 
     def _receive(self, current: _Session, transport: Callable[[], WeightTransport], seconds: float) -> int | None:
@@ -276,3 +283,21 @@ class WeightLink:
                 raise WeightUpdateConflict(
                     f"an update with kv_policy={kv_policy!r} would wait for requests that are paused; resume first."
                 )
+
+
+def _join(
+    kind: GroupKind,
+    name: str,
+    address: Address,
+    rank: int,
+    world_size: int,
+    deadline: Deadline,
+    backend: str,
+    device: torch.device,
+) -> TrainerGroup | SenderGroup:
+    if kind not in get_args(GroupKind):
+        raise WeightUpdateError(f"kind={kind!r} is not one of {', '.join(get_args(GroupKind))}.")
+    if kind == "sender":
+        return join_sender(address, rank, world_size, deadline, backend=backend, device=device)
+    called = name if kind == "named" else None
+    return join_trainer(address, rank, world_size, deadline, backend=backend, device=device, name=called)

@@ -58,8 +58,7 @@ class BroadcastReceiver:
         host: str = "127.0.0.1",
         default_group: bool = False,
     ) -> None:
-        if not 1 <= rank < world_size:
-            raise WeightUpdateError(f"rank={rank} must be from 1 to world_size - 1 = {world_size - 1}.")
+        check_ranks(rank, world_size)
         check_backend(backend)
         self.address: Address | None = parse_address(address)
         self.default_group = default_group
@@ -159,6 +158,12 @@ class BroadcastReceiver:
         if self.device.type == "cpu":
             return self._memory.take(num_bytes)
         return self._empty(num_bytes, torch.uint8)  # torch keeps a device's memory itself
+
+
+def check_ranks(rank: int, world_size: int) -> None:
+    """Raise `WeightUpdateError` unless an engine can have this rank."""
+    if not 1 <= rank < world_size:
+        raise WeightUpdateError(f"rank={rank} must be from 1 to world_size - 1 = {world_size - 1}; 0 is the trainer.")
 
 
 def _decode(content: bytes, shapes: Shapes) -> tuple[wire.Plan | None, WeightUpdateError | None]:

@@ -1,4 +1,4 @@
-"""An engine in a trainer's own `torch.distributed` group: rank 0 is the trainer, and the store that all meet at is its.
+"""An engine in a trainer's `torch.distributed` group: rank 0 is the trainer, and the store that all meet at is its.
 
 Two ways of making such a group are known. An ordinary one is the first `init_process_group` of the trainer's process.
 A named one stands beside it, as trainers of the SGLang kind make it: by a rendezvous of its own, whose store gets the
@@ -7,10 +7,11 @@ device in front once more (seen with torch 2.11 and 2.13).
 """
 
 import socket
-from typing import Literal
+import time
 
 import torch
 
+from nano_inference.engine.transports.broadcast import BroadcastReceiver, check_ranks
 from nano_inference.engine.transports.group import (
     Address,
     Group,
@@ -21,13 +22,12 @@ from nano_inference.engine.transports.group import (
     join_store,
 )
 from nano_inference.engine.transports.interface import Deadline
-from nano_inference.errors import WeightTransferError, WeightUpdateError
-
-Kind = Literal["ordinary", "named"]
+from nano_inference.engine.transports.reuse import ReusedMemory
+from nano_inference.errors import WeightTransferError
 
 
 class TrainerGroup:
-    """A group that was joined; made by `join_trainer`.
+    """A group that a trainer made by itself, and that was joined by `join_trainer`.
 
     Attributes:
         group: for collectives.
@@ -43,9 +43,47 @@ class TrainerGroup:
         """Whether the process that serves the store is there; one that was stopped is."""
         return _is_open(self._watch)
 
+    def stream(self, memory: ReusedMemory) -> BroadcastReceiver:
+        """What takes the updates of a `WeightSender.over` this group."""
+        return BroadcastReceiver.over(self.group, memory)
+
+    def restart(self) -> bool:
+        """The trainer may have sent what nobody took, and that would be taken for what it sends next: the group ends.
+        Returns whether there may be another one without joining it.
+        """
+        self.close()
+        return False
+
     def close(self) -> None:
         """Leave. What is under way fails on every side."""
         self.group.close()
+        self._watch.close()
+
+
+class SenderGroup:
+    """The groups that a `WeightSender` makes, one after the other as they are needed; joined by `join_sender`."""
+
+    group = None
+
+    def __init__(self, receiver: BroadcastReceiver, watch: socket.socket) -> None:
+        self._receiver, self._watch = receiver, watch
+
+    def trainer_lives(self) -> bool:
+        """See `TrainerGroup`."""
+        return _is_open(self._watch)
+
+    def stream(self, memory: ReusedMemory) -> BroadcastReceiver:
+        """What takes its updates."""
+        return self._receiver
+
+    def restart(self) -> bool:
+        """See `TrainerGroup`. The next update makes a new one."""
+        self._receiver.close()
+        return True
+
+    def close(self) -> None:
+        """Leave."""
+        self._receiver.close()
         self._watch.close()
 
 
@@ -72,8 +110,7 @@ def join_trainer(
 
     Raises `WeightUpdateError`; `WeightTransferError` if they are not there in time.
     """
-    if not 1 <= rank < world_size:
-        raise WeightUpdateError(f"rank={rank} must be from 1 to world_size - 1 = {world_size - 1}; 0 is the trainer.")
+    check_ranks(rank, world_size)
     check_backend(backend)
     device = device or torch.device("cuda" if backend == "nccl" else "cpu")
     store = join_store(address, world_size, deadline)
@@ -92,16 +129,46 @@ def join_trainer(
     return TrainerGroup(Group(made, device, alive), rank, world_size, watch)
 
 
+def join_sender(
+    address: Address,
+    rank: int,
+    world_size: int,
+    deadline: Deadline,
+    *,
+    backend: str = "gloo",
+    device: torch.device | None = None,
+) -> SenderGroup:
+    """Find a `WeightSender`; the group itself is made with its first update. See `join_trainer`."""
+    check_ranks(rank, world_size)
+    check_backend(backend)
+    watch = _watch(address, deadline)
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    receiver = BroadcastReceiver(
+        f"tcp://{host}:{address[1]}",
+        rank=rank,
+        world_size=world_size,
+        backend=backend,
+        device=device,
+        host=watch.getsockname()[0],
+    )
+    return SenderGroup(receiver, watch)
+
+
 def _watch(address: Address, deadline: Deadline) -> socket.socket:
     """A connection to the store that nothing is ever sent over: it ends with the trainer's process.
 
     Its own end has the address of this machine that the trainer reaches. To ask the store something instead would wait
     for a trainer that is stopped, without a limit.
     """
-    try:
-        return socket.create_connection(address, timeout=max(deadline.left(), 0.001))
-    except OSError as problem:
-        raise WeightTransferError(f"the trainer at tcp://{address[0]}:{address[1]} is gone: {problem}") from problem
+    while True:
+        try:
+            return socket.create_connection(address, timeout=max(deadline.left(), 0.001))
+        except OSError as problem:
+            if not deadline.left():
+                where = f"tcp://{address[0]}:{address[1]}"
+                told = f"no trainer at {where} within {deadline.seconds:g} s: {problem}"
+                raise WeightTransferError(told) from problem
+            time.sleep(min(0.05, deadline.left()))
 
 
 def _is_open(connection: socket.socket) -> bool:

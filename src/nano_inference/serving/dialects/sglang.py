@@ -67,8 +67,8 @@ def routes(server: Server) -> APIRouter:
         "/resume_memory_occupation": lambda fields: _resume_memory(control, fields),
         "/init_weights_update_group": lambda fields: _done(weights.join(fields)),
         "/destroy_weights_update_group": lambda fields: _done(weights.leave(fields)),
-        "/update_weights_from_distributed": lambda fields: _done(weights.receive_broadcast(fields)),
-        "/update_weights_from_disk": lambda fields: _done(weights.receive_folder(fields), num_paused_requests=0),
+        "/update_weights_from_distributed": lambda fields: _done(weights.update_from_distributed(fields)),
+        "/update_weights_from_disk": lambda fields: _done(weights.update_from_disk(fields), num_paused_requests=0),
         "/begin_weight_update": lambda fields: _done(_begin(weights, fields)),
         "/end_weight_update": lambda _: _done(_end(weights)),
         "/weights_checker": weights.check,
@@ -81,7 +81,7 @@ def routes(server: Server) -> APIRouter:
 
     @router.post("/update_weights_from_tensor", summary="An update of safetensors, in the body")
     async def update_weights_from_tensor(request: Request) -> Response:
-        return json_reply(200, await _done(weights.receive_file(request, server)))
+        return json_reply(200, await _done(weights.update_from_tensor(request, server)))
 
     return router
 

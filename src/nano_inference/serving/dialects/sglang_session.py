@@ -19,6 +19,7 @@ class UpdateSession:
         self._control = control
         self._is_open = False  # by a request of this dialect's, and nobody has ended it since
         self._is_explicit = False  # by `begin`: it ends by `end`
+        self._groups: set[str] = set()  # that brought something
         self._turn = asyncio.Lock()
 
     @property
@@ -30,27 +31,26 @@ class UpdateSession:
         async with self._turn:
             await self._open(explicit=True)
 
-    async def take(self, receive: Callable[[], Awaitable[None]], version: str | None, *, whole: bool) -> bool:
-        """Take a request's weights; returns whether they serve now.
+    async def take(
+        self, receive: Callable[[], Awaitable[None]], version: str | None, *, whole: bool, group: str | None = None
+    ) -> bool:
+        """Take a request's weights; returns whether they serve now. What fails ends the update.
 
         Args:
-            receive: takes them in. What fails ends the update, with all that was gathered.
+            receive: takes them in.
             version: the name of what is gathered; None: nothing is said of it.
             whole: they are all of the update, unless `begin` was called.
+            group: that brings them.
         """
         async with self._turn:
-            gathered = self._is_ours
-            if not gathered:
+            if not self._is_ours:
                 whole = whole or not await self._control.is_paused()
                 await self._open(explicit=False)
-            try:
-                if version is not None:
-                    await self._control.name_version(version)
-                await receive()
-            except BaseException as problem:
-                reason = problem.message if isinstance(problem, ApiError) else str(problem)
-                await self._control.cancel_update(reason)
-                raise
+            if group is not None:
+                self._groups.add(group)
+            if version is not None:
+                await self._control.name_version(version)
+            await receive()
             if self._is_explicit or not whole:
                 return False
             await self._finish()
@@ -72,13 +72,20 @@ class UpdateSession:
             return True
 
     async def cancel(self, reason: str) -> None:
-        """Forget what an earlier trainer has left; what it is still sending too."""
+        """Forget what was gathered, and what is still coming."""
         if self._is_ours:
             await self._control.cancel_update(reason)
 
+    async def cancel_abandoned(self) -> None:
+        """Forget what was gathered from trainers that have died since."""
+        if self._is_ours and self._groups:
+            lives = [await self._control.has_group(each) for each in sorted(self._groups)]
+            if not any(lives):
+                await self.cancel("its trainer is gone.")
+
     async def _open(self, *, explicit: bool) -> None:
         await self._control.begin_update()
-        self._is_open, self._is_explicit = True, explicit
+        self._is_open, self._is_explicit, self._groups = True, explicit, set()
 
     async def _finish(self) -> str:
         self._is_open = False

@@ -3,7 +3,8 @@
 import base64
 import binascii
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
@@ -25,13 +26,45 @@ _RANK: Mapping[str, object] = {
 }
 
 
+@dataclass(frozen=True)
+class _Update:
+    """An update request. `flush_cache: true` says that it is the last of several, too."""
+
+    receive: Callable[[], Awaitable[None]]
+    version: str | None
+    whole: bool
+    aborts: bool
+    flushes: bool
+    group: str | None
+
+    @classmethod
+    def of(
+        cls,
+        fields: Fields,
+        receive: Callable[[], Awaitable[None]],
+        *,
+        whole: bool = False,
+        group: str | None = None,
+    ) -> "_Update":
+        """What all such requests say alike."""
+        fields.word("selector", ("target", "all"), "all")  # there is no draft model
+        flushes = fields.flag("flush_cache", default=False)
+        return cls(
+            receive,
+            fields.version("weight_version"),
+            whole or flushes,
+            fields.flag("abort_all_requests", default=False),
+            flushes,
+            group,
+        )
+
+
 class Weights:
-    """What the routes have in common: which requests belong to one update, and what a check is to compare with."""
+    """What the routes have in common: which requests belong to one update."""
 
     def __init__(self, control: Control) -> None:
         self.session = UpdateSession(control)
         self._control = control
-        self._snapshot: Mapping[str, str] | None = None
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -45,6 +78,7 @@ class Weights:
         if backend not in (None, "gloo", "nccl"):
             raise bad_request(f"backend must be gloo or nccl, not {shown(backend)}.", "backend")
         name = fields.text("group_name") or GROUP
+        await self.session.cancel_abandoned()
         await self._control.join_group(
             name,
             host,
@@ -55,7 +89,6 @@ class Weights:
             named=True,
             timeout=fields.seconds("timeout"),
         )
-        await self.session.cancel("a trainer has made a new group.")
         return f"the group {name} has formed."
 
     async def leave(self, fields: Fields) -> str:
@@ -67,48 +100,61 @@ class Weights:
 
     # -- updates ------------------------------------------------------------------------------------------------------
 
-    async def receive_broadcast(self, fields: Fields) -> str:
+    async def update_from_distributed(self, fields: Fields) -> str:
         """`/update_weights_from_distributed`."""
-        tensors = _tensors(fields)
-        load_format = _load_format(fields, ("flattened_bucket",))
-        group, timeout = fields.text("group_name") or GROUP, fields.seconds("timeout")
-        packed_bytes = WHOLE if load_format == "flattened_bucket" else None
 
-        async def receive() -> None:
-            await self._control.receive_broadcast(group, tensors, packed_bytes=packed_bytes, timeout=timeout)
+        async def read() -> _Update:
+            tensors, group, timeout = _tensors(fields), fields.text("group_name") or GROUP, fields.seconds("timeout")
+            packed_bytes = WHOLE if _load_format(fields, ("flattened_bucket",)) == "flattened_bucket" else None
 
-        return await self._take(fields, receive, whole=fields.flag("flush_cache", default=False))
+            async def receive() -> None:
+                await self._control.receive_broadcast(group, tensors, packed_bytes=packed_bytes, timeout=timeout)
 
-    async def receive_file(self, request: Request, server: Server) -> str:
+            return _Update.of(fields, receive, group=group)
+
+        return await self._update(read)
+
+    async def update_from_tensor(self, request: Request, server: Server) -> str:
         """`/update_weights_from_tensor`."""
-        media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
-        if media_type == "application/octet-stream":
-            server.lifecycle.require_open()
-            content = await read_request(request, server, lambda body, _: body)
-            fields = Fields({}, {name: request.query_params.getlist(name) for name in request.query_params})
-            _load_format(fields, ("safetensors",))
-        else:
-            fields = await fields_of(request, server)
-            content = _content(fields)
-        return await self._take(
-            fields, lambda: self._control.receive_file(content), whole=fields.flag("flush_cache", default=False)
-        )
 
-    async def receive_folder(self, fields: Fields) -> str:
+        async def read() -> _Update:
+            media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+            if media_type == "application/octet-stream":
+                server.lifecycle.require_open()
+                content = await read_request(request, server, lambda body, _: body)
+                fields = Fields({}, {name: request.query_params.getlist(name) for name in request.query_params})
+                _load_format(fields, ("safetensors",))
+            else:
+                fields = await fields_of(request, server)
+                content = _content(fields)
+            return _Update.of(fields, lambda: self._control.receive_file(content))
+
+        return await self._update(read)
+
+    async def update_from_disk(self, fields: Fields) -> str:
         """`/update_weights_from_disk`. It is a whole update: slime deletes the folder while the engine is paused."""
-        path, timeout = fields.required_text("model_path"), fields.seconds("timeout")
-        _load_format(fields, ("safetensors",))
-        if fields.value("manifest") is not None:
-            raise ApiError(501, "manifest is not supported; leave it out.", "manifest")
-        return await self._take(fields, lambda: self._control.receive_folder(path, timeout=timeout), whole=True)
 
-    async def _take(self, fields: Fields, receive: Any, *, whole: bool) -> str:
-        if fields.word("selector", ("target", "all"), "all") and fields.flag("abort_all_requests", default=False):
+        async def read() -> _Update:
+            path, timeout = fields.required_text("model_path"), fields.seconds("timeout")
+            _load_format(fields, ("safetensors",))
+            if fields.value("manifest") is not None:
+                raise ApiError(501, "manifest is not supported; leave it out.", "manifest")
+            return _Update.of(fields, lambda: self._control.receive_folder(path, timeout=timeout), whole=True)
+
+        return await self._update(read)
+
+    async def _update(self, read: Callable[[], Awaitable["_Update"]]) -> str:
+        """Carry an update request out. One that cannot be read ends the update too: its weights are missing."""
+        try:
+            update = await read()
+        except ApiError as problem:
+            await self.session.cancel(problem.message)
+            raise
+        if update.aborts:
             await self._control.abort(None)
-        version = fields.version("weight_version")
-        if not await self.session.take(receive, version, whole=whole):
+        if not await self.session.take(update.receive, update.version, whole=update.whole, group=update.group):
             return "the weights are kept until the update is complete."
-        if fields.flag("flush_cache", default=False):
+        if update.flushes:
             await self._control.flush_cache()
         return f"the weights serve as version {await self._control.serving_version()}."
 
@@ -121,30 +167,27 @@ class Weights:
             raise ApiError(501, "action=reset_tensors, which would overwrite the weights, is not supported.", "action")
         fields.word("selector", ("target", "all"), "all")
         fields.flag("allow_quant_error", default=False)  # nothing is quantized
-        await self.session.commit()
         skipped = fields.texts("skip_tensor_list") or ()
-        checksums = {
-            name: each
-            for name, each in (await self._control.checksums()).items()
-            if not any(part in name for part in skipped)
-        }
-        match action:
-            case "snapshot":
-                self._snapshot = checksums
-            case "compare":
-                self._compare(checksums)
-            case _:
-                return {"success": True, "message": "Success.", **_ranks(checksums)}
+        await self.session.commit()
+        if action == "snapshot":
+            await self._control.remember_checksums()
+        elif action == "compare":
+            _require_same(_without(await self._control.changed_tensors(), skipped))
+        else:
+            checksums = await self._control.checksums()
+            kept = {name: checksums[name] for name in _without(checksums, skipped)}
+            return {"success": True, "message": "Success.", **_ranks(kept)}
         return {"success": True, "message": "Success."}
 
-    def _compare(self, checksums: Mapping[str, str]) -> None:
-        if self._snapshot is None:
-            raise ApiError(409, "there is no snapshot to compare with; send action=snapshot first.", "action")
-        wrong = sorted(name for name, each in checksums.items() if self._snapshot.get(name) != each)
-        if wrong:
-            raise bad_request(
-                f"{len(wrong)} of {len(checksums)} tensors are not those of the snapshot: {', '.join(wrong[:3])} …"
-            )
+
+def _without(names: Iterable[str], skipped: Sequence[str]) -> list[str]:
+    return [name for name in names if not any(part in name for part in skipped)]
+
+
+def _require_same(changed: Sequence[str]) -> None:
+    if changed:
+        shown_names = ", ".join(changed[:3]) + (" …" if len(changed) > 3 else "")
+        raise bad_request(f"{len(changed)} tensor(s) are not those of the snapshot: {shown_names}.")
 
 
 def _ranks(checksums: Mapping[str, str]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from nano_inference.serving.protocols.fields import (
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
 from nano_inference.serving.protocols.lines import encode_line
 from nano_inference.serving.protocols.openai_requests import OpenAIFields
-from nano_inference.serving.protocols.per_token import at_least, token_name, version_spans
-from nano_inference.types import SamplingParams, TopLogprobs, TrainingSample
+from nano_inference.serving.protocols.per_token import prompt_rows, token_name, version_spans
+from nano_inference.types import SamplingParams, TrainingSample
 
 DONE = b"data: [DONE]\n\n"
 
@@ -169,25 +169,5 @@ class OpenAIBuilder:
         return self.texts.text(token_id)
 
     def prompt_logprobs(self, sample: TrainingSample) -> list[dict[str, Any] | None]:
-        """One entry a prompt token: id -> logprob, rank and text, of the token and of the most probable ones.
-
-        A token that is not among these has the rank behind the last of them: a lower bound, by which clients may sort.
-        """
-        assert sample.prompt_logprobs is not None
-        tops = sample.prompt_top_logprobs or (TopLogprobs((), ()),) * len(sample.prompt_tokens)
-        rows = zip(sample.prompt_tokens, sample.prompt_logprobs, tops, strict=True)
-        return [
-            None if not place else self._prompt_entry(token_id, logprob, top)
-            for place, (token_id, logprob, top) in enumerate(rows)
-        ]
-
-    def _prompt_entry(self, token_id: int, logprob: float, top: TopLogprobs) -> dict[str, Any]:
-        entry = {
-            each: {"logprob": at_least(score), "rank": rank, "decoded_token": self.token_text(each)}
-            for rank, (each, score) in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1)
-        }
-        rank = len(top.token_ids) + 1 if top.token_ids else None
-        entry.setdefault(
-            token_id, {"logprob": at_least(logprob), "rank": rank, "decoded_token": self.token_text(token_id)}
-        )
-        return {str(each): what for each, what in entry.items()}
+        """One entry a prompt token."""
+        return prompt_rows(sample, self.token_text)

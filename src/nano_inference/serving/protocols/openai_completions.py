@@ -20,7 +20,7 @@ from nano_inference.serving.protocols.openai_answers import OpenAIBuilder
 from nano_inference.serving.protocols.openai_requests import COMPLETION_UNSUPPORTED, CompletionRequest
 from nano_inference.serving.protocols.openai_schemas import COMPLETION
 from nano_inference.serving.protocols.openapi import operation
-from nano_inference.serving.protocols.per_token import at_least
+from nano_inference.serving.protocols.per_token import at_least, flat
 from nano_inference.serving.protocols.reading import read_body, shown
 from nano_inference.text.token_texts import Offsets
 from nano_inference.types import TopLogprobs
@@ -69,7 +69,11 @@ class CompletionBuilder(OpenAIBuilder):
         self._prompts = self._read_prompts(request.prompt)
         self.asks: Sequence[Ask] = [self._ask(prompt, scored) for prompt in self._prompts]
         self._plain = not (
-            self.logprobs is not None or request.return_token_ids or request.raw_logprobs or self.continuous_usage
+            self.logprobs is not None
+            or request.flat_logprobs is not None
+            or request.return_token_ids
+            or request.raw_logprobs
+            or self.continuous_usage
         )
         self._offsets: dict[int, Offsets] = {}  # of each choice
 
@@ -189,10 +193,12 @@ class CompletionBuilder(OpenAIBuilder):
     def _whole(self, piece: Piece, text: str) -> dict[str, Any]:
         """A choice with all that is asked for."""
         sample, request = piece.finished, self.request
-        told = self._choice(piece.index, text, self._logprobs(piece), None)
         shows = 0 if self._hides else len(piece.token_ids)
-        if request.return_token_ids:
+        told = self._choice(piece.index, text, None if request.flat_logprobs else self._logprobs(piece), None)
+        if request.return_token_ids or request.flat_logprobs:
             told["token_ids"] = piece.token_ids[:shows]
+        if request.flat_logprobs:
+            told["token_logprobs"] = flat(piece.logprobs[:shows], request.flat_logprobs)
         if request.raw_logprobs:
             told["raw_logprobs"] = [at_least(each) for each in (piece.raw_logprobs or ())[:shows]]
         if sample is not None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from nano_inference.types import SamplingMask, TopLogprobs, VersionSpan
+from nano_inference.types import SamplingMask, TopLogprobs, TrainingSample, VersionSpan
 
 LOWEST = -9999.0  # JSON has no infinity
 
@@ -105,3 +105,28 @@ def _entry(token_id: int, logprob: float, top: TopLogprobs, count: int) -> Entry
     first = Candidate(name, token_id, logprob, rank)
     rest = [each for each in others if each.token_id != token_id]
     return Entry(name, token_id, logprob, rank, (first, *rest[: count - 1]))
+
+
+def prompt_rows(sample: TrainingSample, name: Callable[[int], str]) -> list[dict[str, Any] | None]:
+    """One row a prompt token: id -> logprob, rank and text, of the token and of the most probable ones. The first is
+    None: nothing stands before it.
+
+    A token that is not among these has the rank behind the last of them: a lower bound, by which clients may sort.
+    """
+    assert sample.prompt_logprobs is not None
+    tops = sample.prompt_top_logprobs or (TopLogprobs((), ()),) * len(sample.prompt_tokens)
+    rows = zip(sample.prompt_tokens, sample.prompt_logprobs, tops, strict=True)
+    return [
+        _prompt_row(token_id, logprob, top, name) if place else None
+        for place, (token_id, logprob, top) in enumerate(rows)
+    ]
+
+
+def _prompt_row(token_id: int, logprob: float, top: TopLogprobs, name: Callable[[int], str]) -> dict[str, Any]:
+    row = {
+        each: {"logprob": at_least(score), "rank": rank, "decoded_token": name(each)}
+        for rank, (each, score) in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1)
+    }
+    rank = len(top.token_ids) + 1 if top.token_ids else None
+    row.setdefault(token_id, {"logprob": at_least(logprob), "rank": rank, "decoded_token": name(token_id)})
+    return {str(each): what for each, what in row.items()}

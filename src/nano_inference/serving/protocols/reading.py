@@ -50,7 +50,7 @@ def read_body(body: bytes, model: type[Model], config: ServerConfig, unsupported
         request = model.model_validate(given)
     except ValidationError as problem:
         raise bad_request(*_said(problem)) from None
-    _log_unknown(name for name in request.model_extra or () if name not in unsupported)
+    log_unknown(name for name in request.model_extra or () if name not in unsupported)
     return request
 
 
@@ -127,7 +127,8 @@ _WANTED: Mapping[str, str] = {
 }
 
 
-def _log_unknown(names: Iterable[str]) -> None:
+def log_unknown(names: Iterable[str]) -> None:
+    """Log field names that nobody knows, once each."""
     for name in names:
         name = name[:_SHOWN]
         with _unknown_lock:

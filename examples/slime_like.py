@@ -1,0 +1,298 @@
+"""A trainer that drives a server as slime and Miles do: rollouts by `/generate`, new weights over a `torch.distributed`
+group, while rollouts are under way. It imports nothing of nano-inference: what it says is SGLang's.
+
+    nano-inference serve MODEL --rl
+    python examples/slime_like.py http://127.0.0.1:8000 MODEL_FOLDER --mode abort
+
+Training is left out: a "step" adds a little noise to all weights. In mode `abort`, slime's, rollouts are cut off at each
+update and go on afterwards from the tokens that they have; with `retract` and `in_place`, which Miles has, they never
+notice. At the end it checks that each update arrived to the bit, that every token says which weights drew it, and that
+these only get newer.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+GROUP = "slime-pp_0"
+PATIENCE = 60.0  # seconds that anything may take
+
+
+@dataclass
+class Sample:
+    """A rollout as far as it has come, in as many requests as it takes."""
+
+    prompt: list[int]
+    seed: int
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[str] = field(default_factory=list[str])  # one a token
+    aborts: int = 0
+
+
+class Engine:
+    """The server, by SGLang's routes."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=PATIENCE)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """Raises what the server says if it refuses."""
+        reply = self._http.post(path, json=body)
+        if reply.status_code != 200:
+            raise RuntimeError(f"{path} was answered with {reply.status_code}: {reply.text}")
+        return reply.json()
+
+    def get(self, path: str) -> Any:
+        """The same."""
+        return self._http.get(path).raise_for_status().json()
+
+    def flush_cache(self) -> int:
+        """Ask until it is done, as slime does; returns how often."""
+        for count in range(1, 61):
+            if self._http.get("/flush_cache").status_code == 200:
+                return count
+            time.sleep(0.05)
+        raise TimeoutError("the cache could not be flushed: requests run on.")
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of every tensor that serves."""
+        return self.post("/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
+
+
+class Rollouts:
+    """Samples without end, so many at a time, until `finish`."""
+
+    def __init__(self, engine: Engine, count: int, max_tokens: int) -> None:
+        self._engine, self._max_tokens = engine, max_tokens
+        self._seeds = itertools.count(1)
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(count)
+        self._workers = [self._pool.submit(self._work) for _ in range(count)]
+
+    def finish(self) -> list[Sample]:
+        """All samples; those under way end first."""
+        self._stop.set()
+        samples = [sample for worker in self._workers for sample in worker.result(PATIENCE)]
+        self._pool.shutdown()
+        return samples
+
+    def _work(self) -> list[Sample]:
+        samples: list[Sample] = []
+        while not self._stop.is_set():
+            seed = next(self._seeds)
+            samples.append(Sample([5 + seed % 7, 6, 7], seed))
+            self._complete(samples[-1])
+        return samples
+
+    def _complete(self, sample: Sample) -> None:
+        """Generate, and where that was cut off go on from the tokens that are there (partial rollouts)."""
+        while len(sample.tokens) < self._max_tokens:
+            sampling = {
+                "temperature": 1.0,
+                "max_new_tokens": self._max_tokens - len(sample.tokens),
+                "sampling_seed": sample.seed,
+                "ignore_eos": True,
+                "skip_special_tokens": False,
+                "no_stop_trim": True,
+                "spaces_between_special_tokens": False,
+            }
+            body = {
+                "input_ids": sample.prompt + sample.tokens,
+                "sampling_params": sampling,
+                "return_logprob": True,
+                "rid": f"sample-{sample.seed}",
+            }
+            meta = self._engine.post("/generate", body)["meta_info"]
+            sample.tokens += [token_id for _, token_id, _ in meta["output_token_logprobs"]]
+            sample.logprobs += [logprob for logprob, _, _ in meta["output_token_logprobs"]]
+            for span in meta["weight_versions"]:
+                sample.versions += [span["version"]] * (span["end"] - span["start"])
+            sample.aborts += meta["finish_reason"]["type"] == "abort"
+
+
+class Trainer:
+    """Has the weights, and sends them in buckets."""
+
+    def __init__(self, engine: Engine, weights: dict[str, Tensor], mode: str, bucket_bytes: int) -> None:
+        self._engine, self._mode, self._bucket_bytes = engine, mode, bucket_bytes
+        self._weights = weights
+        self._noise = torch.Generator().manual_seed(0)
+        self.version = 0
+        self.num_buckets = 0
+
+    def connect(self) -> None:
+        """Make a group with the engine, by the name that both give it, beside whatever groups there are."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        told = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 2,
+            "group_name": GROUP,
+            "backend": "gloo",
+        }
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(self._engine.post, "/init_weights_update_group", told)
+            self._group = named_group(f"tcp://127.0.0.1:{port}", 2)
+            joined.result(PATIENCE)
+
+    def disconnect(self) -> None:
+        """Both sides leave the group."""
+        self._engine.post("/destroy_weights_update_group", {"group_name": GROUP})
+        dist.destroy_process_group(self._group)
+
+    def step(self) -> None:
+        """Train: here, by noise."""
+        for name, tensor in self._weights.items():
+            noise = torch.randn(tensor.shape, generator=self._noise) * 0.01
+            self._weights[name] = (tensor.float() + noise).to(tensor.dtype)
+
+    def publish(self) -> None:
+        """Pause, flush, send, continue; Miles tells besides where an update begins and ends."""
+        self.version += 1
+        post, is_miles = self._engine.post, self._mode != "abort"
+        post("/pause_generation", {"mode": self._mode} if is_miles else {})
+        if self._mode != "in_place":
+            self._engine.flush_cache()
+        if is_miles:
+            post("/begin_weight_update", {"selector": "all"})
+        with ThreadPoolExecutor(1) as pool:
+            for bucket in self._buckets():
+                told = {
+                    "names": [name for name, _ in bucket],
+                    "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                    "shapes": [list(tensor.shape) for _, tensor in bucket],
+                    "group_name": GROUP,
+                    "flush_cache": False,
+                    "weight_version": str(self.version),
+                }
+                taken = pool.submit(post, "/update_weights_from_distributed", told)
+                for _, tensor in bucket:
+                    dist.broadcast(tensor, 0, group=self._group)
+                taken.result(PATIENCE)
+                self.num_buckets += 1
+        if is_miles:
+            post("/update_weight_version", {"new_version": str(self.version), "abort_all_requests": False})
+            post("/end_weight_update", {})
+        post("/continue_generation", {})
+
+    def check(self) -> None:
+        """What serves is what was sent."""
+        require(self._engine.get("/get_weight_version")["weight_version"] == str(self.version), "the version is another")
+        served = self._engine.checksums()
+        for name, tensor in self._weights.items():
+            data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            require(served[name] == hashlib.sha256(data).hexdigest(), f"{name} serves with other values than were sent")
+
+    def _buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
+        bucket: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, tensor in self._weights.items():
+            if bucket and size + tensor.nbytes > self._bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append((name, tensor.contiguous()))
+            size += tensor.nbytes
+        yield bucket
+
+
+def named_group(address: str, world_size: int) -> dist.ProcessGroup:
+    """A group of its own store, in which this process is rank 0. Torch has no public function for a second such one."""
+    timeout = timedelta(seconds=PATIENCE)
+    store, _, _ = next(c10d.rendezvous(address, 0, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = c10d._new_process_group_helper(  # noqa: SLF001
+        world_size,
+        0,
+        [],
+        c10d.Backend("gloo"),
+        c10d.PrefixStore(GROUP, store),
+        group_name=GROUP,
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}  # noqa: SLF001
+    return group
+
+
+def require(is_so: bool, problem: str) -> None:
+    """Raise `SystemExit` unless it is."""
+    if not is_so:
+        raise SystemExit(problem)
+
+
+def check_samples(samples: list[Sample], mode: str, newest: int, max_tokens: int) -> None:
+    """Every token has its logprob and its version, and versions rise."""
+    for sample in samples:
+        lengths = {len(sample.tokens), len(sample.logprobs), len(sample.versions)}
+        require(lengths == {max_tokens}, f"sample {sample.seed} has {lengths} tokens, logprobs and versions")
+        numbers = [int(each) for each in sample.versions]
+        require(numbers == sorted(numbers), f"sample {sample.seed} has versions that fall: {sample.versions}")
+        require(0 <= numbers[0] and numbers[-1] <= newest, f"sample {sample.seed} has versions that never were")
+        require(mode == "abort" or not sample.aborts, f"sample {sample.seed} was cut off, in mode {mode}")
+    crossed = [sample for sample in samples if len(set(sample.versions)) > 1]
+    require(bool(crossed), "no sample was under way at an update")
+    require(mode != "abort" or all(sample.aborts for sample in crossed), "a sample changed its version by itself")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Drive a server as slime does.")
+    parser.add_argument("url", help="of the server")
+    parser.add_argument("model", type=Path, help="folder of the model that it serves")
+    parser.add_argument("--mode", choices=("abort", "retract", "in_place"), default="abort")
+    parser.add_argument("--updates", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=4, help="rollouts at a time")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of a rollout")
+    parser.add_argument("--bucket-bytes", type=int, default=64 << 20)
+    given = parser.parse_args()
+
+    engine = Engine(given.url)
+    weights: dict[str, Tensor] = {}
+    for path in sorted(given.model.glob("*.safetensors")):
+        weights |= load_file(path)
+    trainer = Trainer(engine, weights, given.mode, given.bucket_bytes)
+    trainer.connect()
+    rollouts = Rollouts(Engine(given.url), given.requests, given.max_tokens)
+    for _ in range(given.updates):
+        trainer.step()
+        until = time.monotonic() + PATIENCE
+        while not engine.get("/v1/loads?include=core")["loads"][0]["num_running_reqs"]:
+            require(time.monotonic() < until, "no rollout runs")
+        trainer.publish()
+        trainer.check()
+    samples = rollouts.finish()
+    check_samples(samples, given.mode, trainer.version, given.max_tokens)
+    trainer.disconnect()
+    told = {
+        "mode": given.mode,
+        "version": trainer.version,
+        "buckets": trainer.num_buckets,
+        "samples": len(samples),
+        "crossed": sum(len(set(sample.versions)) > 1 for sample in samples),
+        "aborts": sum(sample.aborts for sample in samples),
+    }
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""`POST /inference/v1/generate`: vLLM's route of tokens in and tokens out, by which renderers and verifiers sample.
+
+Beside what vLLM 0.32 answers, an entry of `logprobs.content` has a `token`, "token_id:7", as older servers said it, and
+a choice has `seed` and `weight_version`. In a stream the mask comes with the last piece of a choice, for all tokens.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nano_inference.serving.choices import Choice, Piece, TextStyle
+from nano_inference.serving.dialects.vllm_requests import (
+    SAMPLING_UNSUPPORTED,
+    UNSUPPORTED,
+    GenerateRequest,
+    GenerateSampling,
+)
+from nano_inference.serving.errors import ApiError, bad_request, openai_error
+from nano_inference.serving.parsing import OutputParser
+from nano_inference.serving.protocols.fields import (
+    checked_prompt,
+    checked_stop,
+    need_tokenizer,
+    require_at_most,
+    require_logprobs,
+    require_model,
+    room,
+    sampling_params,
+)
+from nano_inference.serving.protocols.interface import Ask, Served, Usage
+from nano_inference.serving.protocols.lines import encode_line
+from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, operation, thing
+from nano_inference.serving.protocols.per_token import (
+    Entry,
+    at_least,
+    entries,
+    flat,
+    mask_rows,
+    prompt_rows,
+    token_name,
+    version_spans,
+)
+from nano_inference.serving.protocols.reading import log_unknown, read_body, refuse_unsupported, shown
+from nano_inference.types import SamplingParams, TrainingSample
+
+_DONE = b"data: [DONE]\n\n"
+_CHOICE = thing("index", "finish_reason", "token_ids", index=INTEGER, token_ids=list_of(INTEGER))
+_ANSWER = thing("request_id", "choices", "usage", request_id=STRING, choices=list_of(_CHOICE))
+
+
+class Generate:
+    """The protocol."""
+
+    openapi: Mapping[str, Any] = operation(GenerateRequest, _ANSWER, summary="Tokens in, tokens out", streams=True)
+
+    def prepare(self, body: bytes, served: Served, request_id: str) -> "GenerateBuilder":
+        """Read a request."""
+        request = read_body(body, GenerateRequest, served.config, UNSUPPORTED)
+        unknown = (request.sampling_params and request.sampling_params.model_extra) or {}
+        refuse_unsupported(unknown, SAMPLING_UNSUPPORTED, "sampling_params")
+        log_unknown(name for name in unknown if name not in SAMPLING_UNSUPPORTED)
+        return GenerateBuilder(request, served, request_id)
+
+
+class GenerateBuilder:
+    """One request."""
+
+    make_parser: Callable[[], OutputParser] | None = None
+
+    def __init__(self, request: GenerateRequest, served: Served, request_id: str) -> None:
+        require_model(request.model, served)
+        self._served = served
+        self._request = request
+        self._sampling = sampling = request.sampling_params or GenerateSampling.model_validate({})
+        self._request_id = request.request_id or request_id
+        self._created = int(time.time())
+        self.stream = bool(request.stream)
+        options = request.stream_options
+        if options is not None and not self.stream:
+            raise bad_request("stream_options is for streams; set stream to true, or leave it out.", "stream_options")
+        self._tells_usage = options is not None and bool(options.include_usage)
+        self._tells_usage_always = self._tells_usage and options is not None and bool(options.continuous_usage_stats)
+        self._tells_text = request.output_mode == "text"
+        if self._tells_text:
+            need_tokenizer(served)
+        num_samples = sampling.n or 1
+        require_at_most(num_samples, served.config.max_samples, "sampling_params.n")
+        self._num_logprobs = self._count(sampling.logprobs, "sampling_params.logprobs")
+        self._num_prompt_logprobs = self._count(sampling.prompt_logprobs, "sampling_params.prompt_logprobs")
+        if not isinstance(request.token_ids, list):
+            raise bad_request(f"token_ids must be a list of token ids, not {shown(request.token_ids)}.", "token_ids")
+        self._prompt = checked_prompt(request.token_ids, served, "token_ids")
+        self.asks: Sequence[Ask] = [
+            Ask(
+                self._prompt,
+                self._params(),
+                num_samples,
+                stream=self._num_prompt_logprobs is None,  # they come with the whole sample
+                client_id=request.request_id,
+                detokenize=self._tells_text,
+                text=TextStyle(sampling.skip_special_tokens is False, bool(sampling.include_stop_str_in_output)),
+            )
+        ]
+        self._begun = False
+
+    def _count(self, asked: int | None, name: str) -> int | None:
+        """How many candidates to tell; -1 is all that the server tells."""
+        if asked is None or asked >= 0:
+            require_logprobs(asked or 0, self._served, name)
+            return asked
+        most = self._served.config.max_logprobs
+        return self._served.engine.vocab_size if most < 0 else most
+
+    def _params(self) -> SamplingParams:
+        request, sampling = self._request, self._sampling
+        max_tokens = room(self._prompt, sampling.max_tokens, self._served, None, "sampling_params.max_tokens")
+        top = self._num_logprobs or 0
+        more: dict[str, Any] = {"top_logprobs": top if top > 1 else 0}  # the first candidate is the token itself
+        if self._num_prompt_logprobs is not None:
+            more |= {"prompt_logprobs": True, "prompt_top_logprobs": self._num_prompt_logprobs}
+        if sampling.temperature is not None:
+            more["temperature"] = sampling.temperature
+        said: dict[str, Any] = {"cache_salt": request.cache_salt, "priority": request.priority}
+        if sampling.return_sampling_mask:
+            said["sampling_mask"] = True
+        fields = sampling.model_copy(update={name: value for name, value in said.items() if value is not None})
+        if fields.seed == -1:  # vLLM's word for none
+            fields = fields.model_copy(update={"seed": None})
+        stop = checked_stop(sampling.stop, self._served, "sampling_params.stop")
+        return sampling_params(fields, self._served, max_tokens=max_tokens, stop=stop, **more)
+
+    # -- a stream -----------------------------------------------------------------------------------------------------
+
+    def start(self, usage: Usage) -> bytes:
+        """Nothing: the prompt's ids stand in the first piece."""
+        return b""
+
+    def chunk(self, piece: Piece, usage: Usage) -> bytes:
+        """New tokens, and at last why it ended."""
+        if not piece.token_ids and piece.finished is None and not (self._tells_text and piece.content):
+            return b""
+        event: dict[str, Any] = self._head()
+        if self._request.return_token_ids and not self._begun:
+            event["prompt_token_ids"] = self._prompt
+        self._begun = True
+        event["choices"] = [self._choice(piece, piece.content)]
+        event["usage"] = self._usage(usage) if self._tells_usage_always else None
+        if piece.finished is not None and self._num_prompt_logprobs is not None:
+            event["prompt_logprobs"] = self._prompt_logprobs(piece.finished)
+        return b"data: " + encode_line(event) + b"\n\n"
+
+    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The usage, if it is wanted, and the end's mark."""
+        if not self._tells_usage:
+            return _DONE
+        return b"data: " + encode_line(self._head() | {"choices": [], "usage": self._usage(usage)}) + b"\n\n" + _DONE
+
+    def failure(self, problem: ApiError) -> bytes:
+        """What went wrong, in OpenAI's shape, as vLLM says it."""
+        return b"data: " + encode_line(openai_error(problem)) + b"\n\n"
+
+    # -- the answer as a whole ----------------------------------------------------------------------------------------
+
+    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
+        """The answer."""
+        told = self._head() | {
+            "model": self._served.name,
+            "created": self._created,
+            "choices": [self._finished(choice) for choice in choices],
+            "usage": self._usage(usage),
+            "prompt_logprobs": None,
+            "prompt_token_ids": self._prompt if self._request.return_token_ids else None,
+            "kv_transfer_params": None,
+        }
+        first = choices[0].finished
+        if self._num_prompt_logprobs is not None and first is not None:
+            told["prompt_logprobs"] = self._prompt_logprobs(first)
+        return told
+
+    def _finished(self, choice: Choice) -> dict[str, Any]:
+        sample = choice.finished
+        assert sample is not None
+        piece = Piece(
+            choice.index,
+            token_ids=sample.completion_tokens,
+            logprobs=sample.logprobs,
+            top_logprobs=sample.top_logprobs,
+            raw_logprobs=sample.raw_logprobs,
+            finished=sample,
+        )
+        return self._choice(piece, choice.content)
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _head(self) -> dict[str, Any]:
+        return {"request_id": self._request_id, "output_mode": "text" if self._tells_text else "tokens"}
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+        if not self._served.config.hide_cached_tokens:
+            told["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+        return told
+
+    def _prompt_logprobs(self, sample: TrainingSample) -> list[dict[str, Any] | None]:
+        return prompt_rows(sample, self._name if self._tells_text else token_name)
+
+    def _choice(self, piece: Piece, text: str) -> dict[str, Any]:
+        told: dict[str, Any] = {"index": piece.index}
+        if self._tells_text:
+            told["text"] = text
+        told |= {
+            "finish_reason": None,
+            "stop_reason": None,
+            "token_ids": piece.token_ids,
+            "logprobs": None,
+            "routed_experts": None,
+            "sampling_mask": None,
+            "weight_versions": None,
+        }
+        if self._request.flat_logprobs is not None:
+            told["token_logprobs"] = flat(piece.logprobs, self._request.flat_logprobs)
+        elif self._num_logprobs is not None:
+            told["logprobs"] = {"content": self._content(piece)}
+        if self._sampling.raw_logprobs:
+            told["raw_logprobs"] = flat(piece.raw_logprobs or (), self._request.flat_logprobs or "list")
+        return told if piece.finished is None else told | self._ending(piece.finished)
+
+    def _ending(self, sample: TrainingSample) -> dict[str, Any]:
+        eos, own = self._served.engine.eos_token_ids, self._sampling.stop_token_ids or ()
+        reason, name = sample.stop_reason, self._served.version_name
+        told: dict[str, Any] = {
+            "finish_reason": sample.finish_reason,
+            "stop_reason": None if reason in eos and reason not in own else reason,
+            "weight_versions": version_spans(sample.weight_versions, name),
+            "weight_version": name(sample.weight_version),
+            "seed": sample.seed,
+        }
+        if sample.sampling_mask is not None:
+            told["sampling_mask"] = mask_rows(sample.sampling_mask)
+        if sample.log_kept_mass is not None and self._sampling.raw_logprobs:
+            told["log_kept_mass"] = flat(sample.log_kept_mass, self._request.flat_logprobs or "list")
+        return told
+
+    def _content(self, piece: Piece) -> list[Entry] | list[dict[str, Any]]:
+        count = self._num_logprobs or 0
+        told = entries(piece.token_ids, piece.logprobs, piece.top_logprobs, count)
+        return [self._in_words(each) for each in told] if self._tells_text else told
+
+    def _in_words(self, entry: Entry) -> dict[str, Any]:
+        """As OpenAI's clients read it, which `output_mode: "text"` is for."""
+        tops = [self._word(each.token_id, each.logprob) for each in entry.top_logprobs]
+        return self._word(entry.token_id, entry.logprob) | {"token_id": entry.token_id, "top_logprobs": tops}
+
+    def _word(self, token_id: int, logprob: float) -> dict[str, Any]:
+        texts = self._served.token_texts
+        data = b"" if texts is None else texts.bytes_of(token_id)
+        return {"token": data.decode("utf-8", "replace"), "logprob": at_least(logprob), "bytes": list(data)}
+
+    def _name(self, token_id: int) -> str:
+        texts = self._served.token_texts
+        return token_name(token_id) if texts is None else texts.text(token_id)

@@ -1,0 +1,62 @@
+"""TRL's real trainer, unmodified, in an environment of its own (`make test-slow` makes it)."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models.tiny import tiny_llama
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(sys.prefix) / "trl" / "bin" / "python"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it"),
+]
+
+
+def trained(kind: str, folder: Path, *, processes: int = 1) -> list[dict[str, Any]]:
+    """What each process saw in six steps."""
+    model = tiny_llama(folder / "model", vocab_size=259, std=0.1)
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    command = [PYTHON, "-W", "ignore", *launch, "-m", "tests.rl.with_trl", kind, model, folder]
+    quiet = os.environ | {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(processes)]
+
+
+def check(seen: dict[str, Any]) -> None:
+    assert seen["steps"] == 6
+    training = [each for each in seen["rollouts"] if each["training"]]
+    # Two batches a step, two steps a rollout; evaluations at the third and the last.
+    assert [each["step"] for each in training] == [0, 2, 4]
+    assert {each["step"] for each in seen["rollouts"] if not each["training"]} == {3, 6}
+    assert all(each["difference"] < 1e-4 for each in seen["rollouts"])  # the bound asked for is 1e-3
+    assert all(each["computed_once"] and each["distinct"] < each["entries"] for each in seen["rollouts"])
+    assert all(len(each["versions"]) == 1 for each in seen["rollouts"])
+    for one, other in pairwise(seen["rollouts"]):  # an update where the step has moved, and only there
+        assert other["versions"][0] - one["versions"][0] == (other["step"] != one["step"])
+    assert len(seen["logged"]) == 3
+    assert all(0 < each < 1e-4 for each in seen["logged"])
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_every_rollout_is_of_the_trainers_own_weights(kind: str, tmp_path: Path) -> None:
+    (seen,) = trained(kind, tmp_path)
+    check(seen)
+    assert seen["base_kept"]  # merging leaves no trace in what is not trained
+    assert len(set(seen["rewards"])) > 1
+
+
+def test_two_processes_have_an_engine_each(tmp_path: Path) -> None:
+    one, other = trained("full", tmp_path, processes=2)
+    check(one)
+    check(other)
+    for mine, theirs in zip(one["rollouts"], other["rollouts"], strict=True):
+        assert mine["completions"] != theirs["completions"]

@@ -1,0 +1,144 @@
+"""TRL's real `GRPOTrainer` on a tiny model, in an environment that has TRL. It writes what it saw into a folder.
+
+`python -m tests.rl.with_trl full|lora MODEL FOLDER` from the repository's root; `torchrun` for more than one process.
+"""
+
+import copy
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset  # pyright: ignore[reportMissingImports]
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+from nano_inference import EngineConfig
+from nano_inference.rl.trl import RolloutFunction
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+QUESTIONS = [[{"role": "user", "content": f"Say {word}."}] for word in ("a", "bee", "cedar", "dew", "eel", "fig")]
+
+
+class Checked:
+    """Compares each rollout with a plain forward pass of another model that is given the trainer's weights."""
+
+    def __init__(self, rollout: RolloutFunction, folder: Path) -> None:
+        self.rollout = rollout
+        self.reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.seen: list[dict[str, Any]] = []
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        before = self.rollout.engine.stats().prompt_tokens_computed
+        output = self.rollout(prompts, trainer)
+        computed = self.rollout.engine.stats().prompt_tokens_computed - before
+        self.reference.load_state_dict(plain_weights(trainer.model))
+        columns = (output["prompt_ids"], output["completion_ids"], output["logprobs"])
+        rows = [self._difference(*row) for row in zip(*columns, strict=True)]
+        distinct = {tuple(ids) for ids in output["prompt_ids"]}
+        self.seen.append(
+            {
+                "training": trainer.model.training,
+                "step": trainer.state.global_step,
+                "entries": len(prompts),
+                "distinct": len(distinct),
+                "computed_once": computed == sum(map(len, distinct)),
+                "versions": sorted(set(output["weight_version"])),
+                "completions": output["completion_ids"],
+                "difference": max(rows),
+            }
+        )
+        return output
+
+    @torch.no_grad()
+    def _difference(self, prompt: list[int], completion: list[int], logprobs: list[float]) -> float:
+        logits = self.reference(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        own = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+        return float((own - torch.tensor(logprobs)).abs().max())
+
+
+def plain_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Of a model, or of a copy of it whose adapters PEFT itself has merged and removed."""
+    if not hasattr(model, "peft_config"):
+        return model.state_dict()
+    return copy.deepcopy(model).merge_and_unload().state_dict()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, after padding, beginning and end."""
+    specials = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = specials | {character: 3 + place for place, character in enumerate(alphabet)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    made.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
+    )
+
+
+def low_ids(
+    completions: list[Any], completion_ids: list[list[int]], weight_version: list[int], **_: Any
+) -> list[float]:
+    """Share of tokens in the lower half of the vocabulary. Extras of the rollout arrive here."""
+    assert len(completions) == len(completion_ids) == len(weight_version)
+    return [sum(token < 130 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def run(kind: str, model: Path, folder: Path) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if kind == "lora":
+        from peft import LoraConfig  # pyright: ignore[reportMissingImports]
+
+        options["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    args = GRPOConfig(
+        output_dir=str(folder / "out"),
+        use_cpu=True,
+        bf16=False,
+        seed=5,
+        max_steps=6,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_iterations=2,  # a rollout serves two steps
+        num_generations=4,
+        max_completion_length=12,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=3,
+        per_device_eval_batch_size=6,
+        num_generations_eval=2,
+        report_to="none",
+        save_strategy="no",
+    )
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    data = Dataset.from_list([{"prompt": question} for question in QUESTIONS])
+    config = EngineConfig(str(model), dtype="float32", kv_cache_memory=2**24, num_threads=1)
+    with RolloutFunction(config, log_mismatch=True) as rollout:
+        checked = Checked(rollout, model)
+        trainer = GRPOTrainer(policy, low_ids, args, data, data, tokenizer(), rollout_func=checked, **options)
+        before = base_weights(trainer.model)
+        trainer.train()
+        after = base_weights(trainer.model)
+    logged = [each for each in trainer.state.log_history if "reward" in each]  # of the steps that began with a rollout
+    return {
+        "rollouts": checked.seen,
+        "steps": trainer.state.global_step,
+        "base_kept": all(torch.equal(before[name], tensor) for name, tensor in after.items()),
+        "logged": [each["sampling/sampling_logp_difference/max"] for each in logged],
+        "rewards": [each["reward"] for each in logged],
+    }
+
+
+def base_weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items() if ".base_layer." in name}
+
+
+if __name__ == "__main__":
+    what, model_folder, out = sys.argv[1:]
+    seen = run(what, Path(model_folder), Path(out))
+    Path(out, f"seen-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(seen))
