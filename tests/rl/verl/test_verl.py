@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         save_file(llama_weights(llama_config(), seed=step), folder / f"step{step}.safetensors")
     (folder / "handed").mkdir()
     told = [PYTHON, SCRIPT, folder / "model", folder, folder / "handed"]
-    environment = os.environ | {"RAY_TMPDIR": str(folder), "PYTHONPATH": "src"}
-    ran = subprocess.run(told, capture_output=True, text=True, timeout=900, env=environment)
+    # Ray's sockets have long names below this folder, and no name of a socket may be longer than 107 letters.
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as short:
+        environment = os.environ | {"RAY_TMPDIR": short}
+        ran = subprocess.run(told, capture_output=True, text=True, timeout=900, env=environment)
     assert ran.returncode == 0, ran.stderr[-4000:]
     return json.loads(ran.stdout.splitlines()[-1])
 

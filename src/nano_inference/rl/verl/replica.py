@@ -10,6 +10,7 @@ from verl.utils.device import get_resource_name, get_visible_devices_keyword
 from verl.utils.net_utils import is_valid_ipv6_address
 from verl.workers.rollout.replica import RolloutReplica
 
+from nano_inference.errors import ConfigError
 from nano_inference.rl.verl.actor import NanoServer
 from nano_inference.rl.verl.settings import require_able
 
@@ -23,11 +24,15 @@ class NanoReplica(RolloutReplica):
     """One engine in one actor, on the node and the device of the replica's worker."""
 
     async def launch_servers(self) -> None:
-        """Start the actor and load the model. Raises `ConfigError` for options that the engine does not have."""
+        """Start the actor and load the model. Raises `ConfigError` for what this engine cannot do."""
         require_able(self.config)
+        if self.is_reward_model:
+            raise ConfigError(
+                "verl asks reward models over HTTP, and a replica has no HTTP server; name another rollout."
+            )
         (worker,) = self.workers
         node_id, devices = await worker.__ray_call__.remote(_where)
-        kind = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
+        kind = "teacher_" if self.is_teacher_model else ""
         platform = get_platform()
         variables = {
             **dict.fromkeys(platform.ray_noset_envvars(), "1"),
