@@ -198,9 +198,7 @@ class Trainer:
 
     def check(self) -> None:
         """What serves is what was sent."""
-        require(
-            self._engine.get("/get_weight_version")["weight_version"] == str(self.version), "the version is another"
-        )
+        require(self._engine.get("/get_weight_version")["weight_version"] == str(self.version), "the version is another")
         served = self._engine.checksums()
         for name, tensor in self._weights.items():
             data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
