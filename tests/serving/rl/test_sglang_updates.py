@@ -185,8 +185,8 @@ def test_a_trainer_killed_amid_a_bucket(trainer: Trainer) -> None:
 def test_what_never_comes_has_a_deadline(trainer: Trainer) -> None:
     weights, before = new_weights(trainer.folder, 18), version(trainer.url)
     told = post(trainer.url, "/update_weights_from_distributed", told_of(weights, timeout=1), 504)
-    assert "1 s" in told["message"]
-    group = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2, "timeout": 1}
+    assert "within" in told["message"]
+    group = {"master_address": "127.0.0.1", "master_port": "9", "rank_offset": 1, "world_size": 2, "timeout": 1}
     assert "no trainer" in post(trainer.url, "/init_weights_update_group", group, 504)["message"]
     assert version(trainer.url) == before
 

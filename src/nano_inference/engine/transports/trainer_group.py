@@ -162,7 +162,9 @@ def _watch(address: Address, deadline: Deadline) -> socket.socket:
     """
     while True:
         try:
-            return socket.create_connection(address, timeout=max(deadline.left(), 0.001))
+            connection = socket.create_connection(address, timeout=max(deadline.left(), 0.001))
+            connection.setblocking(False)
+            return connection
         except OSError as problem:
             if not deadline.left():
                 where = f"tcp://{address[0]}:{address[1]}"
