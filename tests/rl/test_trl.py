@@ -121,13 +121,17 @@ def test_draws_are_decided_by_seed_step_process_and_turn(folder: Path) -> None:
     def rollouts(**changes: Any) -> list[Any]:
         trainer = FakeTrainer(folder, **{name: value for name, value in changes.items() if name == "seed"})
         trainer.accelerator.process_index = changes.get("process_index", 0)
-        with RolloutFunction(EngineConfig(str(folder), dtype="float32", kv_cache_memory=2**22)) as rollout:
-            drawn = [rollout(PROMPTS, trainer)["completion_ids"] for _ in range(2)]
-            trainer.state.global_step += 1
-            drawn.append(rollout(PROMPTS, trainer)["completion_ids"])
-            trainer.model.eval()
-            drawn.append(rollout(PROMPTS, trainer)["completion_ids"])
-        return drawn
+        drawn: list[Any] = []
+        with RolloutFunction(build(folder), extras=("seed",)) as rollout:
+            for change in (None, None, trainer.step, trainer.model.eval):
+                if change is not None:
+                    torch.manual_seed(0)
+                    change()
+                drawn.append(rollout(PROMPTS, trainer))
+            rollout.engine.shutdown()
+        seeds = [(prompt, seed) for each in drawn for prompt, seed in zip(PROMPTS, each["seed"], strict=True)]
+        assert len(set(seeds)) == len({seed for _, seed in seeds}) == len(drawn) * len(set(PROMPTS))  # one a group
+        return [each["completion_ids"] for each in drawn]
 
     first = rollouts()
     assert rollouts() == first

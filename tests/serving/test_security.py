@@ -82,6 +82,24 @@ CHECKLIST: dict[int, tuple[str, list[str]]] = {
          ["serving/test_logs.py::test_no_entry_can_be_forged", "serving/test_lifecycle.py::test_logs_of_a_server"]),
     22: ("no block is left behind",
          ["serving/test_storm.py::test_a_storm_of_cancelled_requests", "serving/test_metrics.py::test_stats"]),
+    23: ("weights are never pickles",
+         ["serving/rl/test_rl_security.py::test_pickles_are_never_read",
+          "serving/rl/test_prime_rl.py::test_pickles_are_refused_by_the_deadline"]),
+    24: ("trainers' routes are off without --rl, closed to web pages, and on other machines behind a key",
+         ["serving/rl/test_access.py::test_what_is_off_says_how_to_turn_it_on",
+          "serving/rl/test_access.py::test_every_changing_route_refuses_pages_over_http",
+          "serving/rl/test_access.py::test_every_route_of_a_dialect_has_a_level",
+          "serving/rl/test_access.py::test_what_contradicts_itself_is_refused"]),
+    25: ("paths that trainers name say nothing about others",
+         ["serving/rl/test_prime_rl.py::test_a_path_says_no_more_than_its_caller_did"]),
+    26: ("shapes and names that no model has",
+         ["serving/rl/test_rl_security.py::test_shapes_and_names_that_no_model_has",
+          "serving/rl/test_rl_security.py::test_a_million_names"]),
+    27: ("bodies of weights have a bound of their own, and other bodies no sense",
+         ["serving/rl/test_access.py::test_bodies_of_weights_may_be_larger",
+          "serving/rl/test_rl_security.py::test_bodies_that_make_no_sense"]),
+    28: ("groups that never form leave no thread and no socket",
+         ["serving/rl/test_rl_security.py::test_a_flood_of_calls_leaves_nothing_behind"]),
 }  # fmt: skip
 
 
@@ -94,7 +112,7 @@ def test_every_line_has_its_test(line: int) -> None:
 
 
 def test_the_checklist_is_complete() -> None:
-    assert list(CHECKLIST) == list(range(1, 23))
+    assert list(CHECKLIST) == list(range(1, 29))
 
 
 @pytest.fixture(scope="module")

@@ -139,6 +139,8 @@ class EngineCore:
                 Dead(str(problem) if isinstance(problem, EngineDead) else f"{type(problem).__name__}: {problem}")
             )
             raise
+        finally:
+            self.weight_link.close()
 
     def stop(self) -> None:
         """Let `run` return after the step that runs. For any thread."""

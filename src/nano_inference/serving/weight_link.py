@@ -101,6 +101,11 @@ class WeightLink:
         place = self._groups.get(group)
         return place is not None and place.joined is not None and place.joined.trainer_lives()
 
+    def close(self) -> None:
+        """Leave all groups; whoever is about to join one leaves it then. For the end of the engine."""
+        for group, place in list(self._groups.items()):
+            self._leave(group, place)
+
     def _reserve(self, group: str) -> "_Place":
         """A place for a group, where no living trainer has it. An update that a dead one has left is forgotten."""
         with self._lock:

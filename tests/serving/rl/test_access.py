@@ -36,11 +36,11 @@ def test_every_route_of_a_dialect_has_a_level() -> None:
     """One that is in no table would be for all users."""
     server = Server(ServerConfig(rl=True), ScriptedClient())
     routes = [route for make in RL_ROUTES for route in make(server).routes if isinstance(route, APIRoute)]
-    assert {route.path for route in routes} <= paths.CONTROL
+    assert {route.path for route in routes} == paths.CONTROL
     changed = {route.path for route in routes if (route.methods or set()) & {"POST", "PUT", "DELETE"}}
     only_read = {route.path for route in routes} - changed
-    assert only_read <= paths.READING | paths.OPEN
-    assert set(RL_PROTOCOLS) <= paths.GENERATION
+    assert only_read == paths.READING | paths.OPEN
+    assert set(RL_PROTOCOLS) == paths.GENERATION
 
 
 def test_without_an_admin_key_this_machine_may_do_all() -> None:
@@ -155,18 +155,19 @@ def test_a_group_of_the_start_is_checked(options: Mapping[str, Any]) -> None:
 
 
 def test_what_is_off_says_how_to_turn_it_on() -> None:
-    with running_server(ScriptedClient(), ServerConfig(port=0)) as url:
+    with running_server(ScriptedClient(), ServerConfig(port=0)) as url, httpx.Client(base_url=url) as client:
         for path in (paths.CONTROL | paths.GENERATION) - {"/flush_cache"}:
             for method in ("GET", "POST"):
-                reply = httpx.request(method, url + path)
+                reply = client.request(method, path)
                 assert (reply.status_code, "--rl" in reply.json()["error"]["message"]) == (404, True), path
-        assert "--rl" not in httpx.get(url + "/no/such/route").text
+        assert "--rl" not in client.get("/no/such/route").text
 
 
 def test_every_changing_route_refuses_pages_over_http() -> None:
-    with running_server(ScriptedClient(), ServerConfig(port=0, rl=True, cors_origins=("*",))) as url:
+    config = ServerConfig(port=0, rl=True, cors_origins=("*",))
+    with running_server(ScriptedClient(), config) as url, httpx.Client(base_url=url) as client:
         for path in paths.CONTROL:
-            reply = httpx.post(url + path, json={}, headers={"origin": "https://evil.example"})
+            reply = client.post(path, json={}, headers={"origin": "https://evil.example"})
             assert (reply.status_code == 403) == (path in paths.CHANGING), path
 
 
@@ -181,6 +182,9 @@ def test_bodies_of_weights_may_be_larger() -> None:
             assert post(path, 1001).status_code == 413
         assert post("/update_weights_from_tensor", 4000).status_code != 413
         assert "rl_max_body_bytes" in post("/update_weights_from_tensor", 5001).text
+        bytes_ = {"content-type": "application/octet-stream"}
+        assert httpx.post(url + "/update_weights_from_tensor", content=b"x", headers=bytes_).status_code != 415
+        assert httpx.post(url + "/update_weights_from_disk", content=b"x", headers=bytes_).status_code == 415
     with running_server(ScriptedClient(), ServerConfig(port=0, max_body_bytes=1000)) as url:
         assert post("/update_weights_from_tensor", 1001).status_code == 413
 

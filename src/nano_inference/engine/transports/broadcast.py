@@ -83,9 +83,12 @@ class BroadcastReceiver:
             length = self._empty(1, torch.int64)
             group.broadcast(length, deadline, "the description of the weights")
             size, most = int(length.item()), wire.most_bytes(shapes)
-            if not 0 < size <= most:
+            # A trainer that speaks another format sends a small number first, such as how many messages will come; then
+            # something longer, at which gloo would end this process.
+            if not wire.LEAST_BYTES <= size <= most:
                 raise WeightUpdateError(
-                    f"the trainer announces a description of {size} bytes; at most {most} make sense."
+                    f"the trainer announces a description of {size} bytes; from {wire.LEAST_BYTES} to {most} make "
+                    "sense. Only what WeightSender sends is understood: descriptions of other kinds may be pickles."
                 )
             content = self._empty(size, torch.uint8)
             group.broadcast(content, deadline, "the description of the weights")

@@ -22,6 +22,7 @@ import torch.distributed
 from torch import Tensor
 
 from nano_inference.engine.transports.interface import Deadline
+from nano_inference.engine.transports.unanswered import before
 from nano_inference.errors import WeightTransferError, WeightUpdateError
 
 AT_EXIT = 5.0  # seconds that a process waits for groups to end
@@ -75,13 +76,18 @@ def join_store(address: Address, world_size: int, deadline: Deadline) -> Any:
         try:
             socket.create_connection(address, timeout=max(deadline.left(), 0.001)).close()
             # A trainer that came by init_process_group waits until the store has counted all of its workers.
-            return dist.TCPStore(address[0], address[1], world_size, False, deadline.remaining(), wait_for_workers=True)
+            # It keeps no deadline while it waits for the first word of whatever listens there.
+            return before(deadline, lambda: _store_at(address, world_size, deadline), where)
         except (OSError, RuntimeError) as problem:
             if not deadline.left():
                 raise WeightTransferError(
                     f"no trainer at {where} within {deadline.seconds:g} s: {problem}"
                 ) from problem
             time.sleep(min(0.05, deadline.left()))
+
+
+def _store_at(address: Address, world_size: int, deadline: Deadline) -> Any:
+    return dist.TCPStore(address[0], address[1], world_size, False, deadline.remaining(), wait_for_workers=True)
 
 
 class Group:

@@ -175,7 +175,8 @@ def _watch(address: Address, deadline: Deadline) -> socket.socket:
 
 def _is_open(connection: socket.socket) -> bool:
     try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        connection.setblocking(False)  # with a timeout Python would wait for it, flag or not
+        return connection.recv(1, socket.MSG_PEEK) != b""
     except BlockingIOError:
         return True
     except OSError:  # reset, or closed here

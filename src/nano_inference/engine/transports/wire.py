@@ -90,6 +90,9 @@ def encode(plan: Plan) -> bytes:
     return json.dumps({"format": FORMAT, "version": plan.version, "buckets": buckets}).encode()
 
 
+LEAST_BYTES = len(encode(Plan(None, ())))
+
+
 def most_bytes(shapes: Shapes) -> int:
     """Longer than this no description of an update of the model is."""
     return 4096 + sum(256 + 4 * len(name) for name in shapes)

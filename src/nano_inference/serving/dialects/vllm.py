@@ -173,7 +173,6 @@ class Transfer:
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        self._joined = False
         self._packed_bytes: int | None = None  # of the group's broadcasts; None: a broadcast a tensor
 
     async def join(self, fields: Fields) -> dict[str, Any]:
@@ -192,15 +191,14 @@ class Transfer:
         rank = info.required_number("rank_offset", least=1, most=world_size - 1)
         packed_bytes = _packed_bytes(info, None)
         await self._control.join_group(GROUP, host, port, rank=rank, world_size=world_size)
-        self._joined, self._packed_bytes = True, packed_bytes
+        self._packed_bytes = packed_bytes
         return {"message": "Weight transfer initialized"}
 
     async def leave(self, _: Fields) -> dict[str, Any]:
         """`/shutdown_weight_transfer_engine`. Without a group it has nothing to do, as in vLLM."""
         if self._control.session_open:
             raise ApiError(409, "a weight update is open; finish it before the transfer is shut down.")
-        if self._joined:
-            self._joined = False
+        if await self._control.has_group(GROUP):
             await self._control.leave_group(GROUP)
         return {"message": "Weight transfer shut down"}
 
@@ -208,16 +206,16 @@ class Transfer:
         """`/start_weight_update`."""
         if not fields.flag("is_checkpoint_format", default=True):
             raise bad_request("is_checkpoint_format must be true: tensors are named as in the checkpoint.")
-        self._require_group()
+        await self._require_group()
         await self._control.begin_update()
         return {"message": "Weight update started"}
 
     async def update(self, fields: Fields) -> dict[str, Any]:
         """`/update_weights`. What fails ends the update; the old weights serve on."""
-        self._require_group()
         if not self._control.session_open:
             raise ApiError(409, "no weight update is open; call /start_weight_update before /update_weights.")
         try:
+            await self._require_group()
             info = _update_info(fields)
             await self._control.receive_broadcast(
                 GROUP, _tensors(info), packed_bytes=_packed_bytes(info, self._packed_bytes)
@@ -232,9 +230,11 @@ class Transfer:
         await self._control.finish_update(version=fields.version("weight_version"))
         return {"message": "Weight update finished"}
 
-    def _require_group(self) -> None:
-        if not self._joined:
-            raise ApiError(409, "there is no weight transfer group; call /init_weight_transfer_engine first.")
+    async def _require_group(self) -> None:
+        if not await self._control.has_group(GROUP):
+            raise ApiError(
+                409, "there is no weight transfer group with a living trainer; call /init_weight_transfer_engine first."
+            )
 
 
 def _part(fields: Fields, name: str) -> Fields:

@@ -1,0 +1,52 @@
+"""`before`: a call that may never return, ended by a deadline. Its thread stays behind; there may be few of those."""
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from nano_inference.engine.transports.interface import Deadline
+from nano_inference.errors import WeightTransferError, WeightUpdateConflict
+
+Made = TypeVar("Made")
+
+MOST = 16  # calls at a time, with those that were given up
+_places = threading.Semaphore(MOST)
+
+
+class _Call(Generic[Made]):
+    """What came of it."""
+
+    made: Made | None = None
+    problem: BaseException | None = None
+
+    def __init__(self, make: Callable[[], Made]) -> None:
+        self._make = make
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        """On its thread."""
+        try:
+            self.made = self._make()
+        except BaseException as problem:
+            self.problem = problem
+        finally:
+            _places.release()
+            self.done.set()
+
+
+def before(deadline: Deadline, make: Callable[[], Made], what: str) -> Made:
+    """What `make` returns or raises.
+
+    Raises `WeightTransferError` at the deadline, and `WeightUpdateConflict` where too many such calls are under way or
+    hang; `what` names the other side.
+    """
+    if not _places.acquire(blocking=False):
+        raise WeightUpdateConflict(f"{MOST} peers have accepted a connection and say nothing yet; {what} has to wait.")
+    call = _Call(make)
+    threading.Thread(target=call.run, name=f"call of {what}", daemon=True).start()
+    if not call.done.wait(max(deadline.left(), 0.001)):
+        raise WeightTransferError(f"{what} accepted a connection and said nothing within {deadline.seconds:g} s.")
+    if call.problem is not None:
+        raise call.problem
+    assert call.made is not None
+    return call.made
