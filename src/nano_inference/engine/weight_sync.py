@@ -49,10 +49,15 @@ class WeightSyncManager:
         self.shapes = {name: slot.shape for name, slot in slots(param_table(model.spec)).items()}
         self._announce = announce
         self._slots = slots(param_table(model.spec))
-        self._newest = 0  # version of the newest update, pending or applied
+        self._newest = 0
         self._open: WeightSession | None = None
         self._version: int | None = None  # that the open session asked for
         self._closed: str | None = None  # why nothing will be written any more
+
+    @property
+    def newest(self) -> int:
+        """Version of the newest update, pending or applied: the next one's must be larger."""
+        return self._newest
 
     # -- updates in one piece -----------------------------------------------------------------------------------------
 

@@ -43,6 +43,10 @@ class VersionNames:
         if self._newest == version:
             self._newest = before
 
+    def see(self, version: int) -> None:
+        """There is this version, whoever has made it."""
+        self._newest = max(self._newest, version)
+
     @property
     def newest(self) -> int:
         """The last one that was chosen."""

@@ -88,8 +88,8 @@ class WeightCalls:
         async with self._or_cancel(number):
             if self._cancelling:
                 await asyncio.wait(self._cancelling, timeout=SOON)
-            await self.call("begin_update", session=number, **options)  # which knows whether another one is open
-            self.notice_restart()
+            newest = await self.call("begin_update", session=number, **options)  # it knows whether another one is open
+            self.names.see(newest)
             self._session, self.version = number, version
         self._expire_later(number)
 
@@ -102,14 +102,15 @@ class WeightCalls:
         seconds = self.seconds(timeout)
         until = time.monotonic() + seconds
         try:
-            await asyncio.wait_for(self._turn.acquire(), seconds)
+            async with asyncio.timeout(seconds):  # wait_for would forget a cancellation that comes with the turn
+                await self._turn.acquire()
         except TimeoutError:
             raise ApiError(LATE, f"another call of the weight update did not end within {seconds:g} s.") from None
         try:
             session = self.session
             self._expire_later(None)
             async with self._or_cancel(session):
-                yield session or 0, max(until - time.monotonic(), 0.001)
+                yield session or 0, max(round(until - time.monotonic(), 2), 0.01)
             self._expire_later(self._session)
         finally:
             self._turn.release()

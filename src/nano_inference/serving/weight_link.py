@@ -19,7 +19,7 @@ from nano_inference.engine.transports.safetensors_bytes import SafetensorsBytes
 from nano_inference.engine.transports.trainer_broadcasts import TrainerBroadcasts
 from nano_inference.engine.transports.trainer_group import SenderGroup, TrainerGroup, join_sender, join_trainer
 from nano_inference.engine.weight_update import WeightUpdate
-from nano_inference.errors import WeightTransferError, WeightUpdateConflict, WeightUpdateError
+from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
 from nano_inference.serving.messages import GroupKind
 from nano_inference.types import KvPolicy
 
@@ -115,7 +115,7 @@ class WeightLink:
             if session is not None and not session.update.done():
                 if any(place.is_held() for place in self._groups.values()):
                     raise WeightUpdateConflict("a weight update is open; finish it before a group is joined.")
-                lost = WeightTransferError("the trainer of the weight update is gone, and another one has come.")
+                lost = WeightUpdateConflict("the trainer of the weight update is gone, and another one has come.")
                 self._manager.withdraw(session.update, lost)
             place = self._groups[group] = _Place()
         if old is not None and old.joined is not None:
@@ -134,14 +134,18 @@ class WeightLink:
 
     # -- a session ----------------------------------------------------------------------------------------------------
 
-    def begin_update(self, session: int, complete: bool = False, check_finite: bool = False) -> None:
-        """See `Control.begin_update`. `session` is the caller's number of it, named by all calls that follow."""
+    def begin_update(self, session: int, complete: bool = False, check_finite: bool = False) -> int:
+        """See `Control.begin_update`; returns the newest version that there is.
+
+        `session` is the caller's number of it, named by all calls that follow.
+        """
         self._require_awake()
         with self._lock:
             if self._session is not None and not self._session.update.done():
                 raise WeightUpdateConflict("a weight update is open already; finish it, or cancel it, first.")
             update = self._manager.begin(complete=complete, check_finite=check_finite)
             self._session = _Session(session, update)
+            return self._manager.newest
 
     def receive_broadcast(
         self,

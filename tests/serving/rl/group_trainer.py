@@ -18,8 +18,6 @@ from torch.distributed import distributed_c10d
 
 from tests.models.tiny import llama_weights
 
-TIMEOUT = timedelta(seconds=20)
-
 
 def new_weights(folder: Path, seed: int, dtype: str = "float32") -> dict[str, Tensor]:
     """Weights of the model in a folder, as a trainer might have made them."""
@@ -27,22 +25,22 @@ def new_weights(folder: Path, seed: int, dtype: str = "float32") -> dict[str, Te
     return {name: tensor.to(getattr(torch, dtype)) for name, tensor in llama_weights(config, seed).items()}
 
 
-def ordinary_group(port: int, world_size: int) -> Any:
+def ordinary_group(port: int, world_size: int, timeout: timedelta) -> Any:
     """The first group of a process."""
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=0, world_size=world_size, timeout=TIMEOUT)
+    dist.init_process_group("gloo", init_method=address, rank=0, world_size=world_size, timeout=timeout)
     return dist.group.WORLD
 
 
-def named_group(name: str, port: int, world_size: int) -> Any:
+def named_group(name: str, port: int, world_size: int, timeout: timedelta) -> Any:
     """A group beside others, known by its name: a rendezvous of its own, and the name in front of its store."""
     store, rank, size = next(
-        dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=TIMEOUT)  # pyright: ignore
+        dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout)  # pyright: ignore
     )
-    store.set_timeout(TIMEOUT)
+    store.set_timeout(timeout)
     store = distributed_c10d.PrefixStore(name, store)
     made, _ = distributed_c10d._new_process_group_helper(
-        size, rank, [], "gloo", store, group_name=distributed_c10d.GroupName(name), timeout=TIMEOUT
+        size, rank, [], "gloo", store, group_name=distributed_c10d.GroupName(name), timeout=timeout
     )
     distributed_c10d._world.pg_group_ranks[made] = {each: each for each in range(size)}
     return made
@@ -55,13 +53,22 @@ class Trainer:
         self.folder = folder
         self.groups: dict[str, Any] = {}
 
-    def join(self, name: str, port: int, named: bool = False, world_size: int = 2) -> None:
+    def join(self, name: str, port: int, named: bool = False, world_size: int = 2, seconds: float = 20.0) -> None:
         """Make a group and wait for the engine."""
-        self.groups[name] = named_group(name, port, world_size) if named else ordinary_group(port, world_size)
+        timeout = timedelta(seconds=seconds)
+        if named:
+            self.groups[name] = named_group(name, port, world_size, timeout)
+        else:
+            self.groups[name] = ordinary_group(port, world_size, timeout)
 
     def leave(self, name: str) -> None:
         """Destroy it."""
         dist.destroy_process_group(self.groups.pop(name))
+
+    def leave_all(self) -> None:
+        """Destroy what is left."""
+        for name in list(self.groups):
+            self.leave(name)
 
     def send(
         self,
@@ -70,11 +77,14 @@ class Trainer:
         seed: int = 1,
         dtype: str = "float32",
         packed_bytes: int | None = None,
-        die_after: int | None = None,
+        then_signal: tuple[int, int] | None = None,
         numbers: int | None = None,
         nan: bool = False,
     ) -> None:
-        """Broadcast tensors one by one, or packed; `numbers` of each, if it lies about their sizes."""
+        """Broadcast tensors one by one, or packed; `numbers` of each, if it lies about their sizes.
+
+        With `then_signal` it sends itself a signal after so many.
+        """
         weights = new_weights(self.folder, seed, dtype)
         tensors = [weights[name] for name in (weights if names is None else names)]
         if nan:
@@ -82,8 +92,8 @@ class Trainer:
         if packed_bytes is not None:
             tensors = packed(tensors, packed_bytes)
         for count, tensor in enumerate(tensors):
-            if count == die_after:
-                os.kill(os.getpid(), 9)
+            if then_signal is not None and count == then_signal[0]:
+                os.kill(os.getpid(), then_signal[1])
             flat = tensor if numbers is None else torch.ones(numbers)
             dist.broadcast(flat, 0, group=self.groups[group])
 
@@ -105,7 +115,12 @@ def main() -> None:
     """Do as told until stdin ends."""
     torch.set_num_threads(1)
     trainer = Trainer(Path(sys.argv[1]))
-    do: dict[str, Callable[..., None]] = {"join": trainer.join, "leave": trainer.leave, "send": trainer.send}
+    do: dict[str, Callable[..., None]] = {
+        "join": trainer.join,
+        "leave": trainer.leave,
+        "leave_all": trainer.leave_all,
+        "send": trainer.send,
+    }
     print("ready", flush=True)
     for line in sys.stdin:
         told = json.loads(line)

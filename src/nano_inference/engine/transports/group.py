@@ -254,6 +254,6 @@ def _let_go(holder: list[Any]) -> None:
 
 
 def _first_line(problem: Exception) -> str:
-    """What went wrong, without the place in torch's own sources that it begins with."""
-    lines = re.sub(r"^\[/[^\]]*\]\s*", "", str(problem).strip()).splitlines()
+    """What went wrong, without the place in torch's own sources and the keys of its store."""
+    lines = re.sub(r"^\[/[^\]]*\]\s*|, keys: \S+", "", str(problem).strip()).splitlines()
     return lines[0] if lines else type(problem).__name__

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import traceback
 from typing import Any, Literal
 
 from nano_inference.engine.transports.interface import Deadline, Shapes, WeightTransport
@@ -141,6 +142,7 @@ class _Arrivals:
                 self._put("bucket", bucket)
             self._put("done", None)
         except Exception as problem:
+            traceback.clear_frames(problem.__traceback__)  # works that they hold would keep their group's sockets open
             if not self._stopped.is_set():
                 self._put("failed", problem)
 

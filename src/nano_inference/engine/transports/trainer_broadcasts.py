@@ -18,6 +18,7 @@ from nano_inference.engine.weight_update import BUCKET_BYTES
 from nano_inference.errors import WeightUpdateError
 
 CANARY = 8  # bytes
+SLACK = 2**30  # bytes; of addresses, not of memory, until somebody writes there
 Run = Sequence[Piece]  # what travels by one broadcast, one behind the other without gaps
 
 
@@ -25,8 +26,7 @@ class TrainerBroadcasts:
     """A transport of tensors that were described already, and checked.
 
     Gloo looks at no sizes: of a message that is too short the rest of the memory stays as it was, and one that is too
-    long ends the process (seen with torch 2.13). So each one gets room for whatever tensor of the model may come
-    instead, and its ends are marked.
+    long ends the process (seen with torch 2.13). So each one gets room for far more, and its ends are marked.
 
     Args:
         joined: the trainer's group.
@@ -44,7 +44,7 @@ class TrainerBroadcasts:
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
         """Begin; there is nothing to wait for."""
-        slack = 4 * max(map(prod, shapes.values())) if self._sees_sizes() else 0
+        slack = max(SLACK, 8 * max(map(prod, shapes.values()))) if self._sees_sizes() else 0
         return Incoming(None, self._buckets(deadline, slack))
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 Two ways of making such a group are known. An ordinary one is the first `init_process_group` of the trainer's process.
 A named one stands beside it, as trainers of the SGLang kind make it: by a rendezvous of its own, whose store gets the
 group's name as prefix, and torch's `_new_process_group_helper(..., group_name=name)`, which puts the name and the
-device in front once more (seen with torch 2.11 and 2.13).
+device in front once more (so in torch 2.13, and in the sources of older ones).
 """
 
 import socket
@@ -175,7 +175,6 @@ def _watch(address: Address, deadline: Deadline) -> socket.socket:
 
 def _is_open(connection: socket.socket) -> bool:
     try:
-        connection.setblocking(False)  # with a timeout Python would wait for it, flag or not
         return connection.recv(1, socket.MSG_PEEK) != b""
     except BlockingIOError:
         return True
