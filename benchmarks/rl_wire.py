@@ -34,7 +34,7 @@ from benchmarks.wire_trainer import FLOWS
 PARTS = ("logprobs", "update")
 PLAIN = "/v1/completions, none"
 STREAMED = 600  # tokens of each stream that an update meets
-LEAD = 3.0  # seconds that streams run before it
+LEAD = 4.0  # seconds that streams run before it
 AFTER = 0.5  # seconds behind it in which they have had a token of the new weights
 
 

@@ -17,8 +17,8 @@ class SchedulerConfig:
 
     Attributes:
         max_batch_size: sequences in a step.
-        max_tokens_per_batch: tokens in a step, all sequences together. May be smaller than the running set: decodes
-            then take turns.
+        max_tokens_per_batch: tokens in a step, all sequences together. May be smaller than the running set: then the
+            oldest requests come first, and the samples of one go on evenly.
         block_size: tokens in a KV block.
         max_chunk_tokens: tokens of one sequence in a step, or None for no limit but the step's.
         enable_prefix_caching: let a new sequence start from blocks that an earlier one computed.

@@ -48,6 +48,8 @@ CATCHES = {
     "old_context_one_too_short": SIMULATION,
     "previous_has_the_new_name": POLICIES,
     "previous_weights_change": POLICIES,
+    "group_ends_one_late": "tests/engine/test_groups.py",
+    "shortage_is_shared_by_groups": "tests/simulation/test_groups.py -k alone",
 }
 SECONDS = 400  # for one fault; a run that does not end is red too
 RED = 1  # pytest's exit code for failed tests; others mean that the tests did not run

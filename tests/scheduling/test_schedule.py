@@ -19,7 +19,6 @@ class Stage:
         self.cache = PagedKVCache(num_blocks, block_size)
         self.sequences = Sequences()
         self.pending: dict[int, int] = {}
-        self.steps = 0
 
     def add(self, prompt: list[int], **options: object) -> Sequence:
         num_samples = int(str(options.pop("num_samples", 1)))
@@ -45,8 +44,7 @@ class Stage:
         return schedule(live.waiting, live.running, self.cache, self.config, self.pending)
 
     def apply(self, decision: SchedulerOutput) -> Applied:
-        self.steps += 1
-        applied = apply(decision, self.sequences, self.cache, self.steps)
+        applied = apply(decision, self.sequences, self.cache)
         self.cache.check(self.sequences.block_tables())
         return applied
 
@@ -146,14 +144,37 @@ def test_single_tokens_go_before_prompts() -> None:
     assert late.seq_id not in decision.seq_ids
 
 
-def test_decodes_take_turns_oldest_first() -> None:
+def test_the_oldest_request_decodes_first() -> None:
     stage = Stage(max_tokens_per_batch=4)
     for token in range(4):
-        stage.add([token + 1])
+        stage.add([token + 1], max_tokens=3, priority=int(token == 0))
     stage.step()
-    stage.config = SchedulerConfig(block_size=4, max_tokens_per_batch=3)
+    stage.config = SchedulerConfig(block_size=4, max_tokens_per_batch=2)
     turns = [stage.step().seq_ids for _ in range(4)]
-    assert turns == [(0, 1, 2), (0, 1, 3), (0, 1, 2), (0, 1, 3)], "longest idle first, then the oldest"
+    assert turns == [(1, 2), (1, 2), (3, 0), (3, 0)], "by priority, then by arrival"
+
+
+def test_samples_of_a_group_go_on_evenly() -> None:
+    stage = Stage(max_tokens_per_batch=4)
+    group, late = stage.add([1], num_samples=3), stage.add([2])
+    stage.step()
+    stage.config = SchedulerConfig(block_size=4, max_tokens_per_batch=2)
+    places = {seq.seq_id: seq.sample_index for seq in stage.sequences.running if seq is not late}
+    assert len(places) == 3
+    turns = [[places.get(seq_id) for seq_id in stage.step().seq_ids] for _ in range(3)]
+    assert turns == [[0, 1], [0, 2], [1, 2]], "the later request waits"
+    assert group.num_samples == 1
+
+
+def test_a_preempted_sample_comes_back_before_a_later_group() -> None:
+    stage = Stage(num_blocks=8)
+    stage.add([1] * 4, num_samples=3)
+    stage.step()
+    later = stage.add([2] * 4, num_samples=3)
+    last = stage.sequences.running[-1]
+    preempt(last, stage.sequences, stage.cache)
+    assert stage.sequences.waiting == [last, later]
+    assert stage.step().admitted[0].seq_id == last.seq_id
 
 
 def test_the_youngest_is_preempted_and_nobody_enters_then() -> None:

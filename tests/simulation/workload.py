@@ -2,6 +2,7 @@
 
 import random
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from nano_inference.config import CacheType, SchedulerConfig
@@ -134,8 +135,15 @@ def _windowed(workload: Workload, longest: int, r: random.Random) -> Workload:
     return replace(workload, layout=layout, num_blocks=num_blocks, num_units=num_units)
 
 
-def run(workload: Workload, max_steps: int = 4000) -> Outcome:
-    """Run to the end, asserting after every step; raises AssertionError on a leak, a livelock or a wrong token."""
+def run(
+    workload: Workload,
+    max_steps: int = 4000,
+    on_sample: Callable[[TrainingSample, int], object] = lambda sample, step: None,
+) -> Outcome:
+    """Run to the end, asserting after every step; raises AssertionError on a leak, a livelock or a wrong token.
+
+    `on_sample` is told every sample and the step that it came with.
+    """
     config = workload.config
     kind = CACHES[workload.cache_type]
     cache = kind(workload.num_blocks, config.block_size, layout=workload.layout, num_units=workload.num_units)
@@ -157,6 +165,8 @@ def run(workload: Workload, max_steps: int = 4000) -> Outcome:
         came = loop.step()
         samples += came
         ends |= {(sample.request_id, sample.sample_index): step for sample in came}
+        for sample in came:
+            on_sample(sample, step)
         loop.check()
     else:
         raise AssertionError("livelock: requests are left after many steps")

@@ -128,7 +128,7 @@ class EngineLoop:
         lap("schedule")
         self.num_preemptions += len(decision.preempted_seqs)
         self._count_admitted(decision)  # before a group is forked
-        applied = apply(decision, live, self.cache, self.num_steps)  # also a decision that only preempts
+        applied = apply(decision, live, self.cache)  # also a decision that only preempts
         lap("apply")
         if not decision.seq_ids:
             return finished + self._retire(keep=0)

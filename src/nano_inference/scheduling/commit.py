@@ -42,7 +42,7 @@ class SampledTokens:
     score_best: Listed[tuple[Listed[int], Listed[float]]] = ()  # as `top`, of the rows whose sequences want it
 
 
-def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager, step: int) -> Applied:
+def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager) -> Applied:
     """Carry out a decision: give back, take, fork, publish. Also for a decision that only preempts."""
     for seq_id in decision.preempted_seqs:
         preempt(sequences.by_id[seq_id], sequences, cache)
@@ -66,7 +66,6 @@ def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
         if fresh:
             copies += cache.extend(seq.block_ids, start, end)
         seq.num_computed_tokens = end
-        seq.last_step = step
         if end // size > seq.num_published_blocks:
             publish(seq, cache)
         forks = _fork(seq, num_samples, start, sequences, cache) if num_samples > 1 else ()

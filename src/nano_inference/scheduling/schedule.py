@@ -35,9 +35,9 @@ def schedule(
         pending: sequence id -> tokens of it being sampled by steps in flight, not known on the host yet.
 
     Running sequences come first, those that need one token before those that need more; where the step is too small
-    for all they take turns. Blocks are given in scheduling order, and where they run out the last in that order is
-    preempted. Then waiting sequences enter, in order, while they fit. Where layers have a window, a longer chunk is cut
-    to what fits before anybody is preempted for it.
+    for all, the oldest request comes first, and its samples go on evenly. Blocks are given in scheduling order, and
+    where they run out the last in that order is preempted. Then waiting sequences enter, in order, while they fit.
+    Where layers have a window, a longer chunk is cut to what fits before anybody is preempted for it.
     """
     plan = _Plan(running, cache, config, pending)
     for seq, want, length in _share_budget(running, config, plan):
@@ -54,7 +54,8 @@ def _share_budget(
 ) -> Iterable[tuple[Sequence, int, int]]:
     """Running sequences that can use some tokens, how many they could, and how many they get; in scheduling order.
 
-    Where there are not enough for all: by priority, single tokens first, longest idle first.
+    Where there are not enough for all: by priority, single tokens first, by arrival of the request; of its samples the
+    shortest first, so that they end together.
     """
     seqs, wants = plan.wanted(running)
     budget = config.max_tokens_per_batch
@@ -62,7 +63,8 @@ def _share_budget(
     if len(seqs) <= config.max_batch_size and sum(wants) <= budget and max(wants, default=0) <= longest:
         return zip(seqs, wants, wants, strict=True)
     queue = sorted(
-        zip(seqs, wants, strict=True), key=lambda each: (each[0].params.priority, each[1] > 1, each[0].last_step)
+        zip(seqs, wants, strict=True),
+        key=lambda each: (each[0].params.priority, each[1] > 1, each[0].request_id, each[0].num_computed_tokens),
     )
     grants: dict[int, int] = {}
     for seq, want in queue[: config.max_batch_size]:

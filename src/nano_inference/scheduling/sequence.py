@@ -93,7 +93,6 @@ class Sequence:
     num_computed_tokens: int = 0
     num_published_blocks: int = 0
     publishable: bool = True  # False once its blocks mix weight versions
-    last_step: int = -1  # the step that it was last part of: who waited longest goes first when steps are full
     cached_tokens: int = 0
     posted: float | None = None  # when it was handed in, by `time.perf_counter`; None once it has left the queue
     queued: float = 0.0  # seconds that this took
@@ -232,7 +231,6 @@ class Sequence:
             num_computed_tokens=self.num_computed_tokens,
             num_published_blocks=self.num_published_blocks,
             publishable=self.publishable,
-            last_step=self.last_step,
             cached_tokens=self.cached_tokens,
             queued=self.queued,
             contexts=list(self.contexts),

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,16 +14,18 @@ import pytest
 import torch
 from fastapi import APIRouter
 
-from nano_inference.errors import InvalidRequest
+from nano_inference.errors import InvalidRequest, VersionGone
 from nano_inference.serving import main
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control, Loads
 from nano_inference.serving.errors import ApiError
+from nano_inference.serving.handler import Generation, answer
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.process_client import ProcessClient
+from nano_inference.serving.protocols.interface import Ask
 from nano_inference.serving.server import Server
-from nano_inference.types import Delta
+from nano_inference.types import GROUP_COMPLETE, Delta, SamplingParams
 from tests.models.tiny import tiny_llama
 from tests.serving.engines import PATIENCE, config_of, core_of, finished, idle, params_of
 
@@ -202,6 +205,63 @@ def test_what_is_refused(client: EngineClient, control: Control, run: Run) -> No
         await idle(client)
 
     run(test())
+
+
+# -- groups and versions -----------------------------------------------------------------------------------------------
+
+
+def test_the_rest_of_a_group_is_answered_with_what_it_has(client: EngineClient, run: Run) -> None:
+    async def test() -> None:
+        alone = await finished(client.submit([1, 2], short, 4, stream=False))
+        for stream in (False, True):
+            samples = await finished(client.submit([1, 2], short, 4, stream=stream, num_wanted=1))
+            ended = [sample for sample in samples if sample.finish_reason != "abort"]
+            assert 0 < len(ended) < 4
+            assert core_of(ended) == core_of([alone[sample.sample_index] for sample in ended])
+            rest = [sample for sample in samples if sample.finish_reason == "abort"]
+            assert {sample.stop_reason for sample in rest} == {GROUP_COMPLETE}
+        with pytest.raises(InvalidRequest, match="num_wanted=5"):
+            await client.submit([1, 2], short, 4, stream=False, num_wanted=5).next()
+        await idle(client)
+
+    short = SamplingParams(max_tokens=60, seed=1, ignore_eos=True, stop_token_ids=frozenset(range(0, 300, 16)))
+    run(test())
+
+
+def test_requests_for_versions(client: EngineClient, control: Control, run: Run, model: Path) -> None:
+    async def test() -> None:
+        serving = await client.call("get_weight_version")
+        now = client.submit([1, 2], params_of(0), stream=False, exact_version=serving)
+        assert len(await finished(now)) == 1
+        later = client.submit([1, 2], params_of(0), stream=False, min_version=serving + 1)
+        fresh = client.submit([1, 2], params_of(0), stream=False, exact_version=serving + 1, max_staleness=0)
+        await control.pause("keep")
+        late = Generation(builder_of(Ask([1, 2], params_of(0), exact_version=serving)), served_of(client))
+        late.submit(client, "late")
+        assert await control.loads() == Loads(0, 3)
+        await control.begin_update(version=str(serving + 1))
+        await control.receive_folder(str(model))
+        await control.finish_update()
+        with pytest.raises(ApiError, match="the weight version is gone") as refused:
+            await answer(late)
+        assert refused.value.status == 409
+        await control.resume()
+        for request in (later, fresh):
+            (sample,) = await finished(request)
+            assert sample.weight_versions[0].version == serving + 1
+        with pytest.raises(VersionGone, match="this engine serves"):
+            await client.submit([1, 2], params_of(0), stream=False, exact_version=serving).next()
+        await idle(client)
+
+    run(test())
+
+
+def builder_of(ask: Ask) -> Any:
+    return SimpleNamespace(asks=[ask], stream=False, make_parser=None)
+
+
+def served_of(client: EngineClient) -> Any:
+    return SimpleNamespace(engine=client.info, tokenizer=None)
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------

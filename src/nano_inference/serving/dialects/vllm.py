@@ -212,10 +212,10 @@ class Transfer:
 
     async def update(self, fields: Fields) -> dict[str, Any]:
         """`/update_weights`. What fails ends the update; the old weights serve on."""
-        await self._require_group()
         if not self._control.session_open:
             raise ApiError(409, "no weight update is open; call /start_weight_update before /update_weights.")
         try:
+            await self._require_group()
             info = _update_info(fields)
             await self._control.receive_broadcast(
                 GROUP, _tensors(info), packed_bytes=_packed_bytes(info, self._packed_bytes)
@@ -232,7 +232,9 @@ class Transfer:
 
     async def _require_group(self) -> None:
         if not await self._control.has_group(GROUP):
-            raise ApiError(409, "there is no weight transfer group; call /init_weight_transfer_engine first.")
+            raise ApiError(
+                409, "there is no weight transfer group with a living trainer; call /init_weight_transfer_engine first."
+            )
 
 
 def _part(fields: Fields, name: str) -> Fields:

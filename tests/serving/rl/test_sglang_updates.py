@@ -1,0 +1,200 @@
+"""Weights over a group, as slime, Miles and AReaL send them, and what goes wrong on the way."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from nano_inference.serving.main import running_server
+from tests.serving.rl.conftest import RL, engine_config
+from tests.serving.rl.group_trainer import new_weights
+from tests.serving.rl.sglang_trainer import (
+    GROUP,
+    Trainer,
+    checksums,
+    checksums_of,
+    post,
+    rollout,
+    told_of,
+    trainer_of,
+    version,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def url(tiny_folder: Path) -> Iterator[str]:
+    with running_server(engine_config(tiny_folder), RL) as url:
+        yield url
+
+
+@pytest.fixture
+def trainer(url: str, tiny_folder: Path) -> Iterator[Trainer]:
+    """One whose group has formed. What a test before it left behind is forgotten by the pause."""
+    with trainer_of(url, tiny_folder) as trainer:
+        post(url, "/pause_generation")
+        post(url, "/continue_generation")
+        trainer.join()
+        yield trainer
+
+
+def update(trainer: Trainer, name: str, seed: int = 1) -> None:
+    """A whole update, which works whatever went wrong before it."""
+    trainer.send(seed, list(new_weights(trainer.folder, seed)), weight_version=name)
+    assert version(trainer.url) == name
+    assert checksums(trainer.url) == checksums_of(new_weights(trainer.folder, seed))
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_a_slime_like_trainer(tiny_folder: Path, mode: str) -> None:
+    """The example, in a process of its own, with rollouts in flight."""
+    with running_server(engine_config(tiny_folder), RL) as url:
+        command = [sys.executable, "examples/slime_like.py", url, str(tiny_folder), "--mode", mode]
+        run = subprocess.run(
+            [*command, "--bucket-bytes", "60000"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        told = json.loads(run.stdout)
+        assert told["version"] == 2
+        assert told["buckets"] >= 6
+        assert told["crossed"] > 0
+        assert (told["aborts"] > 0) == (mode == "abort")
+        assert httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_total_reqs"] == 0
+
+
+def test_outside_of_a_pause_each_request_is_an_update(trainer: Trainer) -> None:
+    """And decoding goes on meanwhile: the sample has tokens of all of them."""
+    first, second = trainer.buckets(2)
+    with rollout(trainer.url) as asked:
+        trainer.send(11, first, weight_version="a")
+        assert version(trainer.url) == "a"
+        trainer.send(11, second, weight_version="b")
+        assert version(trainer.url) == "b"
+        meta = asked.result(30)["meta_info"]
+    names = [span["version"] for span in meta["weight_versions"]]
+    assert meta["finish_reason"]["type"] == "length"
+    assert names[-1] in ("a", "b")  # the request may have been over before the second
+    assert len(names) > 1
+    assert checksums(trainer.url) == checksums_of(new_weights(trainer.folder, 11))
+
+
+def test_areal_says_nothing_of_flushes_and_versions(trainer: Trainer) -> None:
+    before = version(trainer.url)
+    post(trainer.url, "/pause_generation", {})
+    for bucket in trainer.buckets(3):
+        weights = {name: each for name, each in new_weights(trainer.folder, 12).items() if name in bucket}
+        told = told_of(weights, abort_all_requests=True)
+        del told["flush_cache"]
+        asked = trainer.beside(post, trainer.url, "/update_weights_from_distributed", told)
+        trainer.tell("send", group=GROUP, names=bucket, seed=12)
+        asked.result(30)
+        assert trainer.hear() == "done"
+        assert version(trainer.url) == before
+    post(trainer.url, "/continue_generation", {})
+    assert version(trainer.url) != before
+    assert checksums(trainer.url) == checksums_of(new_weights(trainer.folder, 12))
+
+
+def test_a_flattened_bucket_is_one_broadcast(trainer: Trainer) -> None:
+    weights = new_weights(trainer.folder, 13)
+    asked = trainer.beside(
+        post, trainer.url, "/update_weights_from_distributed", told_of(weights, load_format="flattened_bucket")
+    )
+    trainer.tell("send", group=GROUP, seed=13, packed_bytes=1 << 40)
+    asked.result(30)
+    assert trainer.hear() == "done"
+    assert checksums(trainer.url) == checksums_of(weights)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "told"),
+    [
+        ({"names": ["model.nothing.weight"]}, 400, "model.nothing.weight"),
+        ({"shapes": [[3, 3]]}, 400, "shape"),
+        ({"dtypes": ["complex64"]}, 400, "complex64"),
+        ({"group_name": "another"}, 409, "no group 'another'"),
+        ({"dtypes": []}, 400, "lists of one length"),
+    ],
+)
+def test_what_does_not_fit_ends_the_update_and_the_next_one_works(
+    trainer: Trainer, changes: dict[str, Any], status: int, told: str
+) -> None:
+    url, before, served = trainer.url, version(trainer.url), checksums(trainer.url)
+    post(url, "/pause_generation")
+    trainer.send(14, trainer.buckets(2)[0], weight_version="broken")
+    weights = {"model.norm.weight": new_weights(trainer.folder, 14)["model.norm.weight"]}
+    assert told in post(url, "/update_weights_from_distributed", told_of(weights) | changes, status)["message"]
+    post(url, "/continue_generation")
+    assert (version(url), checksums(url)) == (before, served)  # what came before is forgotten as well
+    # It may be over: a broadcast that fails ends its group.
+    httpx.post(f"{url}/destroy_weights_update_group", json={"group_name": GROUP})
+    trainer.tell("leave", name=GROUP)
+    assert trainer.hear() == "done"
+    trainer.join()
+    update(trainer, f"after {told}")
+
+
+def test_a_second_trainer_is_kept_out_while_the_first_lives(trainer: Trainer) -> None:
+    url = trainer.url
+    assert "its trainer lives" in trainer.join(409)["message"]
+    post(url, "/pause_generation")
+    trainer.send(15, trainer.buckets(2)[0])
+    assert "a weight update is open" in trainer.join(409, group_name="another")["message"]
+    post(url, "/continue_generation")
+    update(trainer, "still-mine")
+
+
+def test_a_trainer_that_died_comes_again(trainer: Trainer) -> None:
+    """It died between two buckets; what it had sent must not be put together with what comes now."""
+    url, before, served = trainer.url, version(trainer.url), checksums(trainer.url)
+    post(url, "/pause_generation")
+    trainer.send(16, trainer.buckets(2)[0], weight_version="half")
+    trainer.process.kill()
+    trainer.process.wait()
+    with trainer_of(url, trainer.folder) as again:
+        again.join()  # slime makes its group before it pauses
+        post(url, "/continue_generation")
+        assert (version(url), checksums(url)) == (before, served)
+        update(again, "again")
+
+
+def test_a_trainer_killed_amid_a_bucket(trainer: Trainer) -> None:
+    url, before, served = trainer.url, version(trainer.url), checksums(trainer.url)
+    weights = new_weights(trainer.folder, 17)
+    with rollout(url) as asked:
+        failing = trainer.beside(post, url, "/update_weights_from_distributed", told_of(weights), 504)
+        time.sleep(0.3)  # it waits for the first tensor
+        trainer.process.kill()
+        began = time.monotonic()
+        failing.result(30)
+        assert time.monotonic() - began < 10
+        assert asked.result(30)["meta_info"]["finish_reason"]["type"] == "length"
+    assert (version(url), checksums(url)) == (before, served)
+    with trainer_of(url, trainer.folder) as again:
+        again.join()
+        update(again, "killed-and-back")
+
+
+def test_what_never_comes_has_a_deadline(trainer: Trainer) -> None:
+    weights, before = new_weights(trainer.folder, 18), version(trainer.url)
+    told = post(trainer.url, "/update_weights_from_distributed", told_of(weights, timeout=1), 504)
+    assert "1 s" in told["message"]
+    group = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2, "timeout": 1}
+    assert "no trainer" in post(trainer.url, "/init_weights_update_group", group, 504)["message"]
+    assert version(trainer.url) == before
+
+
+def test_a_group_that_was_left_can_be_made_again(trainer: Trainer) -> None:
+    post(trainer.url, "/destroy_weights_update_group", {"group_name": GROUP})
+    trainer.tell("leave", name=GROUP)
+    assert trainer.hear() == "done"
+    post(trainer.url, "/destroy_weights_update_group", {"group_name": GROUP}, 404)
+    trainer.join()
+    update(trainer, "made-again")

@@ -1,0 +1,60 @@
+"""Groups in the loop: the oldest is not held up by those after it, and each comes in its turn."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nano_inference.config import CacheType, SchedulerConfig
+from tests.simulation.workload import Ask, Workload, run
+
+CACHES = st.sampled_from(("paged", "radix"))
+ASKS = st.builds(
+    Ask,
+    prompt=st.lists(st.integers(1, 10), min_size=1, max_size=2),
+    max_tokens=st.integers(4, 14),
+    num_samples=st.integers(1, 8),
+    arrives=st.integers(0, 5),
+)
+
+
+def ends(workload: Workload) -> dict[int, int]:
+    """Request -> the step in which the last of its samples ended."""
+    found: dict[int, int] = {}
+    run(workload, on_sample=lambda sample, step: found.__setitem__(sample.request_id, step))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    first=ASKS,
+    others=st.lists(ASKS, min_size=1, max_size=5),
+    tokens=st.integers(2, 8),
+    blocks=st.integers(16, 60),
+    cache_type=CACHES,
+    lookahead=st.integers(0, 1),
+    wanted=st.booleans(),
+)
+def test_the_oldest_group_ends_as_if_it_were_alone(
+    first: Ask,
+    others: list[Ask],
+    tokens: int,
+    blocks: int,
+    cache_type: CacheType,
+    lookahead: int,
+    wanted: bool,
+) -> None:
+    config = SchedulerConfig(max_tokens_per_batch=tokens, block_size=2, enable_prefix_caching=False)
+    first = replace(first, arrives=0, num_wanted=1 if wanted else None)
+    alone = Workload([first], config, blocks, lookahead, cache_type=cache_type)
+    assert ends(replace(alone, asks=[first, *others]))[0] == ends(alone)[0]
+
+
+def test_groups_of_a_shortage_come_one_after_the_other() -> None:
+    """Not all of them at the very end."""
+    config = SchedulerConfig(max_tokens_per_batch=8, block_size=4)
+    asks = [Ask([1 + place], 12, num_samples=8, arrives=place) for place in range(4)]
+    found = ends(Workload(asks, config, num_blocks=200, lookahead=0))
+    order = [found[place] for place in range(4)]
+    assert order == sorted(order)
+    assert order[0] < order[-1] / 2
