@@ -71,7 +71,7 @@ def test_one_completion_an_entry_in_order_and_each_prompt_computed_once(
 ) -> None:
     trainer.args.seed = seed
     before = engine.stats()
-    output = RolloutFunction(engine)(words, trainer)
+    output = RolloutFunction(engine, extras=("sample_index",))(words, trainer)
     after = engine.stats()
     assert output["prompt_ids"] == [list(map(ord, word)) for word in words]
     assert after.prompt_tokens_computed - before.prompt_tokens_computed == sum(map(len, set(words)))
@@ -79,6 +79,7 @@ def test_one_completion_an_entry_in_order_and_each_prompt_computed_once(
         assert 1 <= len(completion) == len(logprobs) <= trainer.max_completion_length
         assert (completion[-1] == 2) or len(completion) == trainer.max_completion_length
     assert largest_difference(trainer, output) < 1e-4
+    assert output["sample_index"] == [words[:place].count(word) for place, word in enumerate(words)]
     assert len({tuple(ids) for ids in output["completion_ids"]}) > len(words) // 3  # samples of a group differ
 
 
