@@ -27,7 +27,7 @@ PATIENCE = 60.0  # seconds; a hang fails instead of hanging
 PROMPT = [5, 6, 7, 8, 9]
 LONG = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True, "seed": 3, "ignore_eos": True}
 NEW = llama_weights(llama_config(), seed=9)
-DEFAULTS = RequestDefaults(prompt_length=100, response_length=300, max_model_len=400)
+DEFAULTS = RequestDefaults(prompt_length=100, response_length=500, max_model_len=512)
 
 Scene = Callable[[RolloutServer], Awaitable[None]]
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def engine(folder: Path) -> Iterator[InferenceEngine]:
     threads = torch.get_num_threads()
-    config = EngineConfig(str(folder), num_threads=1, kv_cache_memory=2**23, block_size=4, max_model_len=400, seed=0)
+    config = EngineConfig(str(folder), num_threads=1, kv_cache_memory=2**23, block_size=4, max_model_len=512, seed=0)
     with InferenceEngine(config) as engine:
         yield engine
     torch.set_num_threads(threads)
@@ -124,19 +124,19 @@ def test_prompt_logprobs_as_the_distillation_wants_them(play: Callable[..., None
 
 
 def test_an_abort_keeps_what_was_sampled_and_going_on_makes_the_whole(play: Callable[..., None], folder: Path) -> None:
-    expected = alone(folder, 200)
+    expected = alone(folder, 480)
 
     async def scene(server: RolloutServer) -> None:
-        whole = LONG | {"max_tokens": 200}
+        whole = LONG | {"max_tokens": 480}
         running = asyncio.create_task(server.generate(PROMPT, whole, "a"))
         await begun(server)
         assert await server.abort_all_requests() == {"aborted_count": 1, "request_ids": ["a"]}
         part = await running
         tokens = part["token_ids"]
         assert part["stop_reason"] == "aborted"
-        assert 0 < len(tokens) == len(part["log_probs"]) < 200
+        assert 0 < len(tokens) == len(part["log_probs"]) < 480
         late = asyncio.create_task(
-            server.generate(PROMPT + tokens, whole | {"max_tokens": 200 - len(tokens)}, "b")
+            server.generate(PROMPT + tokens, whole | {"max_tokens": 480 - len(tokens)}, "b")
         )  # fmt: skip
         steps = server._engine.loop.num_steps
         await asyncio.sleep(0.1)
@@ -167,7 +167,7 @@ def test_one_request_is_aborted_by_its_name(play: Callable[..., None]) -> None:
     async def scene(server: RolloutServer) -> None:
         one, other = (
             asyncio.create_task(server.generate(PROMPT, LONG | {"max_tokens": count}, name))
-            for name, count in (("one", 300), ("other", 60))
+            for name, count in (("one", 480), ("other", 60))
         )
         await begun(server)
         assert (await server.abort_request("one"))["aborted"]
@@ -182,7 +182,7 @@ def test_new_weights_serve_requests_that_are_under_way(play: Callable[..., None]
     expected = alone(folder, 1, NEW)
 
     async def scene(server: RolloutServer) -> None:
-        running = asyncio.create_task(server.generate(PROMPT, LONG | {"max_tokens": 300}, "a"))
+        running = asyncio.create_task(server.generate(PROMPT, LONG | {"max_tokens": 480}, "a"))
         await begun(server)
         assert await send(server, NEW, 17) == 17
         assert not running.done()
@@ -190,7 +190,7 @@ def test_new_weights_serve_requests_that_are_under_way(play: Callable[..., None]
         assert fresh["log_probs"] == list(expected.logprobs)
         assert fresh["extra_fields"]["min_global_steps"] == 17
         output = await running
-        assert len(output["token_ids"]) == 300
+        assert len(output["token_ids"]) == 480
         assert output["extra_fields"]["max_global_steps"] == 17
         assert await send(server, NEW, 17) == 18  # the same step once more, or an earlier one
         assert (await server.generate(PROMPT, LONG, "c"))["extra_fields"]["global_steps"] == 17
@@ -228,7 +228,7 @@ def test_a_hybrid_server_gives_its_memory_back_and_takes_it_part_by_part(
     expected = alone(folder, 3, NEW)
 
     async def scene(server: RolloutServer) -> None:
-        running = asyncio.create_task(server.generate(PROMPT, LONG | {"max_tokens": 100}, "a"))
+        running = asyncio.create_task(server.generate(PROMPT, LONG | {"max_tokens": 480}, "a"))
         await begun(server)
         await server.sleep()
         assert sorted(server._engine.sleeping()) == ["kv_cache", "weights"]
@@ -240,7 +240,7 @@ def test_a_hybrid_server_gives_its_memory_back_and_takes_it_part_by_part(
         assert not running.done()
         await server.wake_up(["kv_cache"])
         output = await running
-        assert len(output["token_ids"]) == 100
+        assert len(output["token_ids"]) == 480
         assert output["extra_fields"]["max_global_steps"] == 5
         fresh = await server.generate(PROMPT, LONG | {"max_tokens": 3}, "b")
         assert fresh["log_probs"] == list(expected.logprobs)
@@ -252,7 +252,7 @@ def test_verls_update_of_a_server_that_has_its_device_alone(play: Callable[..., 
     async def scene(server: RolloutServer) -> None:
         await server.sleep()
         assert server._engine.sleeping() == ()
-        running = asyncio.create_task(server.generate(PROMPT, LONG | {"max_tokens": 300}, "a"))
+        running = asyncio.create_task(server.generate(PROMPT, LONG | {"max_tokens": 480}, "a"))
         await begun(server)
         await server.abort_all_requests()
         assert (await running)["stop_reason"] == "aborted"

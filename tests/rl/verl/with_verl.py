@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from handed import Handed
 from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from verl.checkpoint_engine.base import CheckpointEngineManager
 from verl.single_controller.base import Worker
@@ -162,10 +163,22 @@ async def slept(config: Any, seen: dict[str, Any]) -> None:
     seen["slept"] = told(await running)
 
 
+async def refused(config: Any) -> str:
+    """Why a replica of two processes does not start."""
+    rollout = OmegaConf.merge(config.actor_rollout_ref.rollout, {"tensor_model_parallel_size": 2})
+    replica = get_rollout_replica_class("nano")(9, rollout, config.actor_rollout_ref.model, gpus_per_node=2)
+    try:
+        await replica.launch_servers()
+    except ValueError as problem:
+        return str(problem)
+    return "nothing"
+
+
 async def main() -> dict[str, Any]:
     seen: dict[str, Any] = {}
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=OVERRIDES)
+    seen["two"] = await refused(config)
     ray.init(num_cpus=6, num_gpus=2, include_dashboard=False, log_to_driver=False)
     try:
         manager = await asyncio.wait_for(LLMServerManager.create(config), PATIENCE)

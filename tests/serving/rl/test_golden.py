@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import nano_inference
 from nano_inference.serving.main import running_server
 from tests.serving.rl.conftest import RL, engine_config
 from tests.serving.rl.golden import FOLDER, differs, masked, replay
@@ -12,7 +13,7 @@ from tests.serving.rl.golden import FOLDER, differs, masked, replay
 @pytest.mark.parametrize("dialect", sorted(path.stem for path in FOLDER.glob("*.json")))
 def test_replies_are_what_they_were(dialect: str, tiny_folder: Path, request: pytest.FixtureRequest) -> None:
     with running_server(engine_config(tiny_folder), RL) as url:
-        words = {"<model>": str(tiny_folder)}
+        words = {"<model>": str(tiny_folder), "<release>": nano_inference.__version__}
         replay(url, dialect, words, update=request.config.getoption("--update-golden"))
 
 

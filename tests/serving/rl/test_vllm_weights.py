@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from nano_inference.serving.main import running_server
 from tests.serving.rl.asking import GENERATE, ask, body, look, running
 from tests.serving.rl.conftest import RL, engine_config
+from tests.serving.rl.golden import replay
 from tests.serving.rl.group_trainer import new_weights
 from tests.serving.rl.small_trainers import free_port
 
@@ -96,6 +98,7 @@ def url(tiny_folder: Path) -> Iterator[str]:
     threads = torch.get_num_threads()
     with running_server(engine_config(tiny_folder), RL) as url:
         yield url
+        ask(url, "/shutdown_weight_transfer_engine")
     torch.set_num_threads(threads)
 
 
@@ -263,3 +266,25 @@ def test_weights_that_sleep_take_no_update(url: str, tiny_folder: Path, start: C
     ask(url, FINISH)
     assert ask(url, "/wake_up") == {"status": "awake", "tags": None}
     assert serving(url)[1] == checksums(tiny_folder, 7)
+
+
+def test_golden_exchanges(tiny_folder: Path, request: pytest.FixtureRequest) -> None:
+    port, names = free_port(), ["model.norm.weight", "model.layers.0.input_layernorm.weight"]
+    with running_server(engine_config(tiny_folder), RL) as url:
+        trainer = Trainer(url, tiny_folder)
+
+        @contextmanager
+        def doing(**told: Any) -> Iterator[None]:
+            trainer.say(**told)
+            yield
+            assert trainer.hear() == "done"
+
+        beside = {
+            "joins": lambda: doing(do="join", name="group", port=port),
+            "sends": lambda: doing(do="send", group="group", names=names, seed=1, packed_bytes=1 << 30),
+        }
+        update = request.config.getoption("--update-golden")
+        try:
+            replay(url, "with_trainers/vllm", {'"<port>"': str(port)}, update=update, beside=beside)
+        finally:
+            trainer.close()

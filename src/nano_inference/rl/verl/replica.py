@@ -12,6 +12,7 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from nano_inference.errors import ConfigError
 from nano_inference.rl.verl.actor import NanoServer
+from nano_inference.rl.verl.settings import require_able
 
 
 def actor_name(replica_rank: int, kind: str = "", suffix: str = "") -> str:
@@ -23,15 +24,15 @@ class NanoReplica(RolloutReplica):
     """One engine in one actor, on the node and the device of the replica's worker."""
 
     async def launch_servers(self) -> None:
-        """Start the actor and load the model. Raises `ConfigError` for more than one process a replica."""
-        if self.world_size != 1:
+        """Start the actor and load the model. Raises `ConfigError` for what this engine cannot do."""
+        require_able(self.config)
+        if self.is_reward_model:
             raise ConfigError(
-                f"a replica of {self.world_size} processes: set tensor_model_parallel_size, data_parallel_size and "
-                "pipeline_model_parallel_size to 1, and use more replicas."
+                "verl asks reward models over HTTP, and a replica has no HTTP server; name another rollout."
             )
         (worker,) = self.workers
         node_id, devices = await worker.__ray_call__.remote(_where)
-        kind = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
+        kind = "teacher_" if self.is_teacher_model else ""
         platform = get_platform()
         variables = {
             **dict.fromkeys(platform.ray_noset_envvars(), "1"),

@@ -36,9 +36,7 @@ def engine_config(rollout: Any, model_path: str, replica_rank: int) -> EngineCon
 
     Raises `ConfigError` for an option that this engine does not have.
     """
-    problems = list(_problems(rollout))
-    if problems:
-        raise ConfigError(" ".join(problems))
+    require_able(rollout)
     options: dict[str, Any] = {
         "dtype": rollout.dtype,
         "max_model_len": rollout.max_model_len,
@@ -63,6 +61,13 @@ def request_defaults(rollout: Any, max_model_len: int, replica_rank: int) -> Req
         seed=replica_rank + rollout.seed if rollout.full_determinism else None,
         raw_logprobs=rollout.logprobs_mode == "raw_logprobs",
     )
+
+
+def require_able(rollout: Any) -> None:
+    """Raise `ConfigError` that names every option of the rollout which this engine does not have."""
+    problems = list(_problems(rollout))
+    if problems:
+        raise ConfigError(" ".join(problems))
 
 
 def own_options(rollout: Any) -> dict[str, Any]:
