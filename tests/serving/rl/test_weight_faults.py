@@ -285,7 +285,9 @@ def test_a_trainer_that_sends_something_else_than_it_told(
             )
             async with refused(control, 400, told):
                 await control.receive_broadcast("group", tensors, packed_bytes=packed_bytes, timeout=3.0)
+            began = time.monotonic()
             await trainer.answer()
+            assert time.monotonic() - began < 5.0, "it does not wait for somebody who has gone"
             await trainer.leave()
         assert client.num_restarts == 0, "gloo ends a process that gets more than it has room for"
         await update(control, trainer, 0)
@@ -388,7 +390,7 @@ def test_a_call_that_is_given_up(client: ProcessClient, control: Control, traine
 def test_an_update_that_would_wait(client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run) -> None:
     async def test() -> None:
         before = int(await control.serving_version())
-        request = client.submit([1, 2], params_of(0, 450), stream=True)
+        request = client.submit([1, 2], params_of(0, 500), stream=True)
         await request.next()
         await control.pause("keep")
         await control.begin_update()
@@ -400,6 +402,14 @@ def test_an_update_that_would_wait(client: ProcessClient, control: Control, trai
         await control.receive_file(safetensors_of(trainer.folder, None))
         async with refused(control, 504, "was not applied within 0.01 s"):
             await control.finish_update(kv_policy="wait", timeout=0.01)
+        await control.begin_update()
+        await control.receive_file(safetensors_of(trainer.folder, None))
+        finishing = asyncio.create_task(control.finish_update(kv_policy="wait"))
+        await asyncio.sleep(0.1)
+        await client.call("sleep", memory=["weights"])
+        with pytest.raises(ApiError, match="asleep"):
+            await asyncio.wait_for(finishing, 5.0)
+        await control.wake()
         request.close()
         version = await update(control, trainer, 1, kv_policy="wait")
         assert int(version) == before + 1, "versions that never served are free again"

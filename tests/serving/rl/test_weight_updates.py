@@ -1,9 +1,11 @@
 """Weight updates by calls that work: over gloo in buckets of any kind, as files, under names, paused or not."""
 
 import asyncio
+import gc
 import json
 import pickle
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -359,6 +361,30 @@ def test_snapshots(control: Control, trainer: TrainerProcess, run: Run) -> None:
         assert await control.changed_tensors(await control.checksums()) == []
 
     run(test())
+
+
+def test_a_group_ends_at_once_whoever_still_holds_the_error(
+    control: Control, trainer: TrainerProcess, run: Run
+) -> None:
+    """Its frames hold what was under way, which would keep the sockets open until somebody collects cycles."""
+
+    async def test() -> None:
+        await trainer.join(control, "short")
+        await control.begin_update()
+        trainer.say("send", group="short", names=[NORM, UP], numbers=30_000)
+        async with refused(control, 400, "sent more than"):
+            await control.receive_broadcast("short", [TensorSpec(NORM, "float32", (64,))])
+        began = time.monotonic()
+        assert (await trainer.answer()).startswith("failed")
+        assert time.monotonic() - began < 5.0
+        await trainer.leave("short")
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(test())
+    finally:
+        gc.enable()
 
 
 def test_what_kind_of_engine_it_is(control: Control, run: Run) -> None:
