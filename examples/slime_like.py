@@ -226,20 +226,14 @@ class Trainer:
         yield bucket
 
 
-def named_group(address: str, world_size: int) -> dist.ProcessGroup:
+def named_group(address: str, world_size: int) -> Any:
     """A group of its own store, in which this process is rank 0. Torch has no public function for a second such one."""
     timeout = timedelta(seconds=PATIENCE)
-    store, _, _ = next(c10d.rendezvous(address, 0, world_size, timeout=timeout))
+    store, _, _ = next(dist.rendezvous(address, 0, world_size, timeout=timeout))  # pyright: ignore
     store.set_timeout(timeout)
-    group, _ = c10d._new_process_group_helper(
-        world_size,
-        0,
-        [],
-        c10d.Backend("gloo"),
-        c10d.PrefixStore(GROUP, store),
-        group_name=GROUP,
-        timeout=timeout,
-    )
+    name = c10d.GroupName(GROUP)
+    store = c10d.PrefixStore(name, store)
+    group, _ = c10d._new_process_group_helper(world_size, 0, [], "gloo", store, group_name=name, timeout=timeout)
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
 

@@ -19,7 +19,6 @@ class UpdateSession:
         self._control = control
         self._is_open = False  # by a request of this dialect's, and nobody has ended it since
         self._is_explicit = False  # by `begin`: it ends by `end`
-        self._groups: set[str] = set()  # that brought something
         self._turn = asyncio.Lock()
 
     @property
@@ -31,23 +30,18 @@ class UpdateSession:
         async with self._turn:
             await self._open(explicit=True)
 
-    async def take(
-        self, receive: Callable[[], Awaitable[None]], version: str | None, *, whole: bool, group: str | None = None
-    ) -> bool:
+    async def take(self, receive: Callable[[], Awaitable[None]], version: str | None, *, whole: bool) -> bool:
         """Take a request's weights; returns whether they serve now. What fails ends the update.
 
         Args:
             receive: takes them in.
             version: the name of what is gathered; None: nothing is said of it.
             whole: they are all of the update, unless `begin` was called.
-            group: that brings them.
         """
         async with self._turn:
             if not self._is_ours:
                 whole = whole or not await self._control.is_paused()
                 await self._open(explicit=False)
-            if group is not None:
-                self._groups.add(group)
             if version is not None:
                 await self._control.name_version(version)
             await receive()
@@ -76,16 +70,9 @@ class UpdateSession:
         if self._is_ours:
             await self._control.cancel_update(reason)
 
-    async def cancel_abandoned(self) -> None:
-        """Forget what was gathered from trainers that have died since."""
-        if self._is_ours and self._groups:
-            lives = [await self._control.has_group(each) for each in sorted(self._groups)]
-            if not any(lives):
-                await self.cancel("its trainer is gone.")
-
     async def _open(self, *, explicit: bool) -> None:
         await self._control.begin_update()
-        self._is_open, self._is_explicit, self._groups = True, explicit, set()
+        self._is_open, self._is_explicit = True, explicit
 
     async def _finish(self) -> str:
         self._is_open = False

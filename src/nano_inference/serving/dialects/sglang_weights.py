@@ -35,7 +35,6 @@ class _Update:
     whole: bool
     aborts: bool
     flushes: bool
-    group: str | None
 
     @classmethod
     def of(
@@ -44,7 +43,6 @@ class _Update:
         receive: Callable[[], Awaitable[None]],
         *,
         whole: bool = False,
-        group: str | None = None,
     ) -> "_Update":
         """What all such requests say alike."""
         fields.word("selector", ("target", "all"), "all")  # there is no draft model
@@ -55,7 +53,6 @@ class _Update:
             whole or flushes,
             fields.flag("abort_all_requests", default=False),
             flushes,
-            group,
         )
 
 
@@ -78,7 +75,6 @@ class Weights:
         if backend not in (None, "gloo", "nccl"):
             raise bad_request(f"backend must be gloo or nccl, not {shown(backend)}.", "backend")
         name = fields.text("group_name") or GROUP
-        await self.session.cancel_abandoned()
         await self._control.join_group(
             name,
             host,
@@ -89,6 +85,8 @@ class Weights:
             named=True,
             timeout=fields.seconds("timeout"),
         )
+        # A living trainer's update would have kept it out: what is gathered is of one that is gone.
+        await self.session.cancel("another trainer has come.")
         return f"the group {name} has formed."
 
     async def leave(self, fields: Fields) -> str:
@@ -110,7 +108,7 @@ class Weights:
             async def receive() -> None:
                 await self._control.receive_broadcast(group, tensors, packed_bytes=packed_bytes, timeout=timeout)
 
-            return _Update.of(fields, receive, group=group)
+            return _Update.of(fields, receive)
 
         return await self._update(read)
 
@@ -152,7 +150,7 @@ class Weights:
             raise
         if update.aborts:
             await self._control.abort(None)
-        if not await self.session.take(update.receive, update.version, whole=update.whole, group=update.group):
+        if not await self.session.take(update.receive, update.version, whole=update.whole):
             return "the weights are kept until the update is complete."
         if update.flushes:
             await self._control.flush_cache()
