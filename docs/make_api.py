@@ -12,6 +12,7 @@ import nano_inference
 import nano_inference.data
 import nano_inference.rl
 from nano_inference.engine.transports import broadcast, files, in_process, interface, sender
+from nano_inference.rl import trl
 
 TARGET = Path(__file__).parent / "api.md"
 GROUPS = {
@@ -47,6 +48,7 @@ def page() -> str:
     lines += ["## nano_inference.rl", "", *paragraphs(nano_inference.rl.__doc__ or "")]
     for name in nano_inference.rl.__all__:
         lines += entry(name, getattr(nano_inference.rl, name))
+    lines += entry("trl.RolloutFunction", trl.RolloutFunction)
     lines += ["## Ways of weights", "", "Modules of `nano_inference.engine.transports`.", ""]
     for thing in TRANSPORTS:
         lines += entry(f"{thing.__module__.rpartition('.')[2]}.{thing.__name__}", thing)

@@ -3,10 +3,13 @@
 import json
 import re
 import shutil
+import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -18,7 +21,9 @@ from tests.docs.test_docs import ROOT
 ADDRESS = "http://127.0.0.1:8000"  # as the document writes it
 TEXT = (ROOT / "docs" / "server.md").read_text()
 CURL = [block for block in re.findall(r"^```bash\n(.*?)^```", TEXT, flags=re.M | re.S) if block.startswith("curl")]
-PYTHON = re.findall(r"^```python\n(.*?)^```", TEXT, flags=re.M | re.S)
+BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, flags=re.M | re.S)
+TRAINERS = [block for block in BLOCKS if "init_process_group" in block]  # each a process of its own
+PYTHON = [block for block in BLOCKS if block not in TRAINERS]
 Check = Callable[[Any], bool]
 
 
@@ -77,3 +82,24 @@ def test_python_blocks_run(url: str, capsys: pytest.CaptureFixture[str]) -> None
     for block in PYTHON:
         exec(compile(block.replace(ADDRESS, url), "docs/server.md", "exec"), namespace)
         assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("block", TRAINERS)
+def test_a_trainer_of_plain_torch(block: str) -> None:
+    threads = torch.get_num_threads()
+    engine = EngineConfig("smollm2-135m", device="cpu", max_model_len=256, kv_cache_memory=2**26, num_threads=1)
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    with running_server(engine, ServerConfig(port=0, in_process=True, rl=True, rl_timeout=60)) as address:
+        program = block.replace(ADDRESS, address).replace("29500", str(port))
+        assert program.count(str(port)) == 1
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        served = httpx.get(address + "/weight_info").json()
+    torch.set_num_threads(threads)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.count("finished") == 2
+    assert served == {"weight_version": "step 2"}
+
+
+def test_there_is_a_trainer() -> None:
+    assert len(TRAINERS) == 1

@@ -49,6 +49,8 @@ class Text:
         return self.take()
 
     def copy(self) -> "Text":
+        if self.breaks == "copy":
+            raise Broken("/secret/path")
         return copy.copy(self)
 
     def _use(self, method: str) -> None:
@@ -226,6 +228,38 @@ def test_a_text_that_raises(make: Callable[[], InferenceEngine], breaks: str, at
         streamed = [d for d in found.deltas if (d.request_id, d.sample_index) == (FAILS, sample.sample_index)]
         if stream:
             assert tuple(t for d in streamed for t in d.token_ids) == sample.completion_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_that_cannot_be_copied(make: Callable[[], InferenceEngine], stream: bool) -> None:
+    """The sample that keeps the text goes on, the other one of its group ends with its first token."""
+    quiet, found = run(make(), stream=stream), run(make(), stream=stream, text=Text("copy"))
+    assert_same_others(found, quiet)
+    well, sick = found.failed()
+    assert (well.completion_tokens, well.text) == (quiet.failed()[0].completion_tokens, quiet.failed()[0].text)
+    assert (sick.finish_reason, sick.stop_reason) == ("abort", "error: the text raised Broken")
+    assert sick.completion_tokens == quiet.failed()[1].completion_tokens[:1]
+    assert sick.text is None
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_samples_that_cannot_be_fetched(build: Build, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Without lookahead: with it the next step has used them before it is known."""
+    quiet, engine = run(build(lookahead=0), stream=False), build(lookahead=0)
+    draw = engine.runner.sample
+
+    class Lost:
+        def wait(self) -> Any:
+            raise Broken("/secret/path")
+
+    def sample(result: Any, batch: SamplingBatch) -> Any:
+        lost = engine.loop.num_steps > steps and bool((batch.temperature == ODD).any())
+        return Lost() if lost else draw(result, batch)
+
+    monkeypatch.setattr(engine.runner, "sample", sample)
+    found = run(engine, stream=False)
+    assert_failed(found, "the draw")
+    assert_same_others(found, quiet)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -71,7 +71,7 @@ def test_one_completion_an_entry_in_order_and_each_prompt_computed_once(
 ) -> None:
     trainer.args.seed = seed
     before = engine.stats()
-    output = RolloutFunction(engine)(words, trainer)
+    output = RolloutFunction(engine, extras=("sample_index",))(words, trainer)
     after = engine.stats()
     assert output["prompt_ids"] == [list(map(ord, word)) for word in words]
     assert after.prompt_tokens_computed - before.prompt_tokens_computed == sum(map(len, set(words)))
@@ -79,6 +79,7 @@ def test_one_completion_an_entry_in_order_and_each_prompt_computed_once(
         assert 1 <= len(completion) == len(logprobs) <= trainer.max_completion_length
         assert (completion[-1] == 2) or len(completion) == trainer.max_completion_length
     assert largest_difference(trainer, output) < 1e-4
+    assert output["sample_index"] == [words[:place].count(word) for place, word in enumerate(words)]
     assert len({tuple(ids) for ids in output["completion_ids"]}) > len(words) // 3  # samples of a group differ
 
 
@@ -202,6 +203,24 @@ def test_logprobs_are_the_trainers_where_filters_cut(folder: Path, engine: Infer
     trainer.temperature = 1.0
     raw = output | {"logprobs": output["raw_logprobs"]}
     assert largest_difference(trainer, raw) < 1e-4
+
+
+def test_of_more_completions_the_first_to_finish_are_taken(folder: Path, engine: InferenceEngine) -> None:
+    trainer = FakeTrainer(folder, eos_token_ids=list(range(3, 33)), max_completion_length=80)
+    before = engine.stats().completion_tokens
+    output = RolloutFunction(engine, oversample=8, extras=("sample_index", "finish_reason"))(PROMPTS, trainer)
+    assert set(output["finish_reason"]) == {"stop"}
+    assert largest_difference(trainer, output) < 1e-4
+    longest = max(map(len, output["completion_ids"]))
+    assert max(output["sample_index"]) > 2
+    everything = RolloutFunction(engine, extras=())
+    all_of_them = everything([*PROMPTS, *["What?", "Why", "How many"] * 8], trainer)["completion_ids"]
+    assert max(map(len, all_of_them)) > longest
+    assert engine.stats().completion_tokens - before < 2 * sum(map(len, all_of_them))
+    taken = {tuple(ids) for ids in output["completion_ids"]}
+    assert taken <= {tuple(ids) for ids in all_of_them}  # the same draws: who is taken changes none
+    with pytest.raises(ConfigError, match="oversample=-1"):
+        RolloutFunction(engine, oversample=-1)
 
 
 def test_the_mismatch_is_logged_as_trl_does(folder: Path, engine: InferenceEngine) -> None:

@@ -132,6 +132,10 @@ def serve(
     disable_weight_updates: Annotated[
         bool, _option(_RL, "--disable-weight-updates", help="Do not join that group.")
     ] = False,
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        _option(_RL, "--return-tokens-as-token-ids", help="Logprobs name tokens token_id:123 unless asked not to."),
+    ] = False,
     tokenizer: options.Tokenizer = None,
     ref_model: options.RefModel = None,
     cache_type: options.Cache = "paged",
@@ -231,6 +235,7 @@ def serve(
         tls_cert=tls_cert,
         tls_key=tls_key,
         hide_cached_tokens=hide_cached_tokens,
+        return_tokens_as_token_ids=return_tokens_as_token_ids,
         tool_format=tool_format,
         reasoning_format=reasoning_format,
         log_level=log_level,

@@ -4,9 +4,20 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nano_inference.batch import Chunks
+from nano_inference.scheduling.commit import SampledTokens
 from nano_inference.scheduling.failure import failure
 from nano_inference.scheduling.sequence import Sequence
 from nano_inference.scheduling.stopping import Finish
+
+
+class Known(NamedTuple):
+    """Samples that are on the host already, where others would be on their way."""
+
+    tokens: SampledTokens
+
+    def wait(self) -> SampledTokens:
+        """They."""
+        return self.tokens
 
 
 class Isolated(NamedTuple):

@@ -11,7 +11,7 @@ from nano_inference.batch import BatchBuilder, Chunks, ForwardBatch, Scored
 from nano_inference.config import SchedulerConfig
 from nano_inference.engine.delivery import next_delta
 from nano_inference.engine.inbox import Abort, Add, ChangeWeights, Message
-from nano_inference.engine.isolation import draw_without_the_failing
+from nano_inference.engine.isolation import Known, draw_without_the_failing
 from nano_inference.engine.stats import StepClock
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.sampling.sampling_batch import SamplingBatch
@@ -153,7 +153,8 @@ class EngineLoop:
     def _draw(self, result: Any, chunks: Chunks) -> Pending:
         sampling = self.batches.sampling_batch(chunks)
         self.clock.lap("build")
-        return self.runner.sample(result, sampling)
+        pending = self.runner.sample(result, sampling)
+        return pending if self.lookahead else Known(pending.wait())  # at once: what it raises may be one sample's too
 
     def handle(self) -> list[TrainingSample]:
         """Take in the messages. Part of every step; callable between steps."""

@@ -17,7 +17,7 @@ from nano_inference.engine import generation
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import ConfigError, InvalidRequest, RequestAborted
 from nano_inference.rl.trainer_weights import fingerprint, require_whole, whole_weights
-from nano_inference.types import SamplingParams, TrainingSample
+from nano_inference.types import GROUP_COMPLETE, SamplingParams, TrainingSample
 
 # What TRL calls a field of `SamplingParams` in `generation_kwargs`, where that differs.
 _OTHER_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
@@ -65,6 +65,8 @@ class RolloutFunction:
         log_mismatch: after each rollout let the trainer score it, as TRL does with vLLM, and log its metrics
             `sampling/sampling_logp_difference/{mean,max}` and `sampling/importance_sampling_ratio/{min,mean,max}`.
             It costs a forward pass of the trainer.
+        oversample: draw so many completions more for each prompt, and take those that finish first: the step does not
+            wait for the longest. What is taken is shorter on average than what the policy would write.
         sleep: give the memory of the KV cache back after each rollout, for the trainer on the same device.
 
     Raises `ConfigError` for a trainer that it cannot serve: FSDP, DeepSpeed, tools, and options that have no meaning
@@ -77,12 +79,16 @@ class RolloutFunction:
         *,
         extras: Iterable[str] = ("weight_version", "finish_reason"),
         log_mismatch: bool = False,
+        oversample: int = 0,
         sleep: bool = False,
     ) -> None:
         self.extras = tuple(extras)
         if unknown := sorted(set(self.extras) - _OF_SAMPLES):
             names = ", ".join(map(repr, unknown))
             raise ConfigError(f"extras: {names} is no field of TrainingSample, or one that is returned anyway.")
+        if not isinstance(oversample, int) or isinstance(oversample, bool) or oversample < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"oversample={oversample!r} must be an integer from 0 on.")
+        self.oversample = oversample
         self.log_mismatch = log_mismatch
         self.sleep = sleep
         self._owned = not isinstance(engine, InferenceEngine)
@@ -155,16 +161,20 @@ class RolloutFunction:
             self.engine.intake.sequence(
                 group.token_ids,
                 SamplingParams(**params, seed=_seed(trainer, *where, calls, number)),
-                len(group.places),
+                len(group.places) + self.oversample,
                 stream=False,
+                num_wanted=len(group.places),
             )
             for number, group in enumerate(groups)
         ]
-        places = {request.request_id: group.places for request, group in zip(requests, groups, strict=True)}
-        found: dict[int, TrainingSample] = {}
+        samples: dict[int, list[TrainingSample]] = {request.request_id: [] for request in requests}
         for delta in generation.run(self.engine.shared, requests, progress=False):
             if delta.finished is not None:
-                found[places[delta.request_id][delta.sample_index]] = delta.finished
+                samples[delta.request_id].append(delta.finished)
+        found: dict[int, TrainingSample] = {}
+        for group, drawn in zip(groups, samples.values(), strict=True):
+            first = sorted(drawn, key=lambda sample: (sample.stop_reason == GROUP_COMPLETE, sample.sample_index))
+            found |= zip(group.places, first, strict=False)  # the rest was drawn beyond what is wanted
         if empty := [place for place, sample in found.items() if not sample.completion_tokens]:
             raise RequestAborted(
                 f"completion {min(empty)} of the batch was aborted before its first token; nothing else may abort "

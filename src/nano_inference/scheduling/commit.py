@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.scheduling.decision import SchedulerOutput
-from nano_inference.scheduling.failure import failure, whole_text
+from nano_inference.scheduling.failure import copied_text, failure, whole_text
 from nano_inference.scheduling.sequence import REFERENCE, Sequence, Sequences, SequenceStatus
 from nano_inference.scheduling.stopping import NOT_FINITE, Finish, ends_by_id, finish_of, may_stop
 from nano_inference.types import ContextVersions, SamplingMask, TopLogprobs, TrainingSample, VersionSpan
@@ -231,7 +231,7 @@ def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str)
 
 def _fork(seq: Sequence, num_samples: int, start: int, sequences: Sequences, cache: KVCacheManager) -> list[Sequence]:
     """The other samples of a group whose prompt is completed by a chunk from `start` on. They share every block."""
-    forks = [seq.fork(sequences.new_id(), index) for index in range(1, num_samples)]
+    forks = [seq.fork(sequences.new_id(), index, copied_text(seq)) for index in range(1, num_samples)]
     for fork in forks:
         cache.adopt(fork.block_ids, _num_slid(start, cache))
         sequences.insert(fork)

@@ -213,8 +213,8 @@ class Sequence:
             self.prefix = PrefixKeys(namespace)
         return block_ids
 
-    def fork(self, seq_id: int, sample_index: int) -> "Sequence":
-        """Another sample of the same prompt that shares all blocks so far."""
+    def fork(self, seq_id: int, sample_index: int, output_text: GrowingText | None) -> "Sequence":
+        """Another sample of the same prompt that shares all blocks so far, with a text of its own."""
         return Sequence(
             seq_id=seq_id,
             request_id=self.request_id,
@@ -243,7 +243,7 @@ class Sequence:
             scores=self.scores,
             num_best=self.num_best,
             score_best=self.score_best,
-            output_text=self.output_text.copy() if self.output_text is not None else None,
+            output_text=output_text,
             streaming=self.streaming,
         )
 

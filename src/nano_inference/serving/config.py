@@ -45,6 +45,8 @@ class ServerConfig:
         tls_cert: PEM file of the certificate chain; with `tls_key` the server speaks HTTPS.
         tls_key: PEM file of its key.
         hide_cached_tokens: do not tell clients how much of a prompt was cached (others' prompts can be guessed by it).
+        return_tokens_as_token_ids: logprobs name tokens "token_id:123" where a request does not say whether (trainers
+            that speak OpenAI's protocol start their engines so).
         tool_format: name of the format of tool calls; None: found out from the chat template.
         reasoning_format: name of the format of reasoning; None: found out.
         log_level: `"debug"`, `"info"`, `"warning"` or `"error"`.
@@ -86,6 +88,7 @@ class ServerConfig:
     tls_cert: str | None = None
     tls_key: str | None = None
     hide_cached_tokens: bool = False
+    return_tokens_as_token_ids: bool = False
     tool_format: str | None = None
     reasoning_format: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -1,4 +1,4 @@
-"""A trainer in a process of its own, with nothing but torch: it does what lines of JSON on stdin say, and answers each.
+"""A trainer in a process of its own, of torch alone: it does what lines of JSON on stdin say, and answers each.
 
 Run as `python -m tests.serving.rl.group_trainer FOLDER`, of the model whose weights it makes up.
 """
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from nano_inference.engine.transports.sender import WeightSender
 from tests.models.tiny import llama_weights
 
 
@@ -80,6 +81,7 @@ class Trainer:
         then_signal: tuple[int, int] | None = None,
         numbers: int | None = None,
         nan: bool = False,
+        dtypes: list[str] | None = None,
     ) -> None:
         """Broadcast tensors one by one, or packed; `numbers` of each, if it lies about their sizes.
 
@@ -87,6 +89,8 @@ class Trainer:
         """
         weights = new_weights(self.folder, seed, dtype)
         tensors = [weights[name] for name in (weights if names is None else names)]
+        if dtypes is not None:
+            tensors = [tensor.to(getattr(torch, each)) for tensor, each in zip(tensors, dtypes, strict=True)]
         if nan:
             tensors[-1][0] = torch.nan
         if packed_bytes is not None:
@@ -96,6 +100,10 @@ class Trainer:
                 os.kill(os.getpid(), then_signal[1])
             flat = tensor if numbers is None else torch.ones(numbers)
             dist.broadcast(flat, 0, group=self.groups[group])
+
+    def stream(self, group: str, seed: int, version: int) -> None:
+        """The same by this package's own sender."""
+        WeightSender.over(self.groups[group], timeout=20.0).send(new_weights(self.folder, seed), version=version)
 
 
 def packed(tensors: Iterable[Tensor], max_bytes: int) -> list[Tensor]:
@@ -120,6 +128,7 @@ def main() -> None:
         "leave": trainer.leave,
         "leave_all": trainer.leave_all,
         "send": trainer.send,
+        "stream": trainer.stream,
     }
     print("ready", flush=True)
     for line in sys.stdin:

@@ -28,6 +28,7 @@ def config(port: int, **options: Any) -> ServerConfig:
         in_process=True,
         served_model_name="tiny",
         rl=True,
+        return_tokens_as_token_ids=True,
         actor_llm_idx=0,
         **(group | {"rl_timeout": 15.0} | options),
     )
@@ -77,6 +78,28 @@ def test_updates_come_while_requests_decode(served: tuple[str, int]) -> None:
         assert serving(url) == ("512", checksums(512))
         assert it.update("send", 1024)[0] == 200
         assert serving(url) == ("1024", checksums(1024))
+
+
+def test_a_chat_as_its_actor_asks(served: tuple[str, int]) -> None:
+    """Tokens are read from the names in logprobs: the last one too, and special ones."""
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "logprobs": 1,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "max_tokens": 8,
+        "temperature": 1.0,
+        "seed": 1,
+    }
+    reply = httpx.post(served[0] + "/v1/chat/completions", json=body).json()
+    choice, usage = reply["choices"][0], reply["usage"]
+    ids = [int(each["token"].split(":")[-1]) for each in choice["logprobs"]["content"]]
+    assert len(ids) == usage["completion_tokens"]
+    asked = httpx.post(served[0] + "/v1/chat/completions", json=body | {"return_token_ids": True}).json()["choices"][0]
+    assert asked["token_ids"] == ids
+    plain = httpx.post(served[0] + "/v1/chat/completions", json=body | {"return_tokens_as_token_ids": False}).json()
+    assert not any("token_id:" in each["token"] for each in plain["choices"][0]["logprobs"]["content"])
 
 
 @pytest.mark.parametrize(("action", "word"), [("misnamed", "no.such.tensor"), ("misshapen", "shape")])

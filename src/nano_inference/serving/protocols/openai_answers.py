@@ -162,9 +162,15 @@ class OpenAIBuilder:
         """As trainers call it, where there are some; else the engine's number."""
         return self.served.version_name(version) if self.served.config.rl else version
 
+    @property
+    def names_ids(self) -> bool:
+        """Whether logprobs name tokens by their ids: the request says so, or the server where it does not."""
+        asked = self.request.return_tokens_as_token_ids
+        return self.served.config.return_tokens_as_token_ids if asked is None else asked
+
     def token_text(self, token_id: int) -> str:
         """A token's name in logprobs."""
-        if self.request.return_tokens_as_token_ids or self.texts is None:
+        if self.names_ids or self.texts is None:
             return token_name(token_id)
         return self.texts.text(token_id)
 

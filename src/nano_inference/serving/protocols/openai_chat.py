@@ -257,8 +257,7 @@ class ChatBuilder(OpenAIBuilder):
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = b"" if self.texts is None else self.texts.bytes_of(token_id)
-        by_id = self.request.return_tokens_as_token_ids
-        text = self.token_text(token_id) if by_id else data.decode("utf-8", "replace")  # `bytes` has all of it
+        text = self.token_text(token_id) if self.names_ids else data.decode("utf-8", "replace")  # `bytes` has all of it
         return {"token": text, "logprob": at_least(logprob), "bytes": list(data)}
 
 
