@@ -55,10 +55,10 @@ test-slow: $(INSTALLED) $(GEMMA) $(LITELLM) $(TRL) $(RL_CLIENTS) $(VERL) ## the 
 	$(MAKE) parity simulate mutants
 
 test-trl: $(TRL) ## of these, those with TRL
-	$(BIN)/python -m pytest -m slow -k trl tests/rl tests/serving/rl
+	$(BIN)/python -m pytest -m slow -k trl tests/rl tests/serving/rl tests/docs
 
 test-rl-clients: $(RL_CLIENTS) ## those with verifiers and renderers
-	$(BIN)/python -m pytest -m slow -k "verifiers or renderers" tests/serving/rl
+	$(BIN)/python -m pytest -m slow -k "verifiers or renderers" tests/serving/rl tests/docs
 
 test-verl: $(VERL) ## those with verl on Ray
 	$(BIN)/python -m pytest -m slow -k verl tests/rl

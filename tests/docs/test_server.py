@@ -15,6 +15,7 @@ import torch
 
 from nano_inference import EngineConfig
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.dialects import paths
 from nano_inference.serving.main import running_server
 from tests.docs.test_docs import ROOT
 
@@ -103,3 +104,8 @@ def test_a_trainer_of_plain_torch(block: str) -> None:
 
 def test_there_is_a_trainer() -> None:
     assert len(TRAINERS) == 1
+
+
+@pytest.mark.parametrize("path", sorted(paths.CONTROL | paths.GENERATION))
+def test_every_route_for_trainers_is_named(path: str) -> None:
+    assert re.search(rf"{re.escape(path)}`", TEXT)
