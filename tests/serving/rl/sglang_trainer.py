@@ -23,6 +23,12 @@ PATIENCE = 30.0
 GROUP = "slime-pp_0"
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def post(url: str, path: str, body: Any = None, status: int = 200) -> Any:
     """Ask, and be answered with this status."""
     reply = httpx.post(url + path, json={} if body is None else body, timeout=PATIENCE)
@@ -96,9 +102,7 @@ class Trainer:
 
     def join(self, status: int = 200, **more: Any) -> Any:
         """`/init_weights_update_group`, as both sides see it."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         if status == 200:
             self.tell("join", name=GROUP, port=port, named=True)
         told = {

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import pytest
 
 from nano_inference.serving.main import running_server
 from tests.serving.rl.conftest import RL, engine_config
+from tests.serving.rl.golden import replay
 from tests.serving.rl.group_trainer import new_weights
 from tests.serving.rl.sglang_trainer import (
     GROUP,
     Trainer,
     checksums,
     checksums_of,
+    free_port,
     post,
     rollout,
     told_of,
@@ -214,3 +217,26 @@ def test_a_group_that_was_left_can_be_made_again(trainer: Trainer) -> None:
     post(trainer.url, "/destroy_weights_update_group", {"group_name": GROUP}, 404)
     trainer.join()
     update(trainer, "made-again")
+
+
+def test_golden_exchanges(tiny_folder: Path, request: pytest.FixtureRequest) -> None:
+    """Of the routes that need a trainer."""
+    with running_server(engine_config(tiny_folder), RL) as url, trainer_of(url, tiny_folder) as trainer:
+        port = free_port()
+        buckets = iter(trainer.buckets(2))
+
+        @contextmanager
+        def joining() -> Iterator[None]:
+            trainer.tell("join", name=GROUP, port=port, named=True)
+            yield
+            assert trainer.hear() == "done"
+
+        @contextmanager
+        def sending() -> Iterator[None]:
+            trainer.tell("send", group=GROUP, names=next(buckets), seed=1)
+            yield
+            assert trainer.hear() == "done"
+
+        beside = {"join": joining, "send": sending}
+        update = request.config.getoption("--update-golden")
+        replay(url, "with_trainers/sglang", {"<port>": str(port)}, update=update, beside=beside)

@@ -1,7 +1,7 @@
-"""Weights by vLLM's routes: real bytes of a trainer in another process, requests in flight, and whatever may go wrong."""
+"""Weights by vLLM's routes: real bytes of a trainer in another process, requests in flight, and what may go wrong."""
 
-import hashlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +19,7 @@ from tests.serving.rl.asking import GENERATE, ask, body, look, running
 from tests.serving.rl.conftest import RL, engine_config
 from tests.serving.rl.golden import replay
 from tests.serving.rl.group_trainer import new_weights
-from tests.serving.rl.small_trainers import free_port
+from tests.serving.rl.weight_runs import checksums, free_port
 
 LONG = 430
 INIT, START, UPDATE, FINISH = (
@@ -81,13 +81,6 @@ def described(folder: Path) -> dict[str, Any]:
     }
 
 
-def checksums(folder: Path, seed: int) -> dict[str, str]:
-    return {
-        name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
-        for name, tensor in new_weights(folder, seed).items()
-    }
-
-
 def serving(url: str) -> tuple[str, dict[str, str]]:
     told = ask(url, "/weight_checker", {"action": "checksum"})["checksums"]
     return look(url, "/weight_info")["weight_version"], told
@@ -102,9 +95,26 @@ def url(tiny_folder: Path) -> Iterator[str]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def lasting(url: str, tiny_folder: Path) -> Iterator[Trainer]:
+    trainer = Trainer(url, tiny_folder)
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture
+def trainer(lasting: Trainer) -> Iterator[Trainer]:
+    """The same process for each test, out of its group at the end."""
+    yield lasting
+    ask(lasting.url, "/wake_up")
+    ask(lasting.url, "/shutdown_weight_transfer_engine")
+    lasting.say("leave_all")
+    assert lasting.hear() == "done"
+
+
 @pytest.fixture
 def start(url: str, tiny_folder: Path) -> Iterator[Callable[[], Trainer]]:
-    """Starts trainers."""
+    """Starts trainers that may die."""
     trainers: list[Trainer] = []
 
     def new() -> Trainer:
@@ -112,14 +122,13 @@ def start(url: str, tiny_folder: Path) -> Iterator[Callable[[], Trainer]]:
         return trainers[-1]
 
     yield new
-    ask(url, "/wake_up")
+    ask(url, "/shutdown_weight_transfer_engine")
     for trainer in trainers:
         trainer.close()
 
 
 @pytest.mark.parametrize("packed", ["no", "by the group", "small runs", "by the update"])
-def test_the_trainers_bytes_arrive(url: str, tiny_folder: Path, start: Callable[[], Trainer], packed: str) -> None:
-    trainer = start()
+def test_the_trainers_bytes_arrive(url: str, tiny_folder: Path, trainer: Trainer, packed: str) -> None:
     size = {"no": None, "by the group": 1 << 30, "small runs": 20_000, "by the update": 1 << 30}[packed]
     group: dict[str, Any] = {} if packed in ("no", "by the update") else {"packed": True}
     if packed == "small runs":
@@ -139,8 +148,7 @@ def test_the_trainers_bytes_arrive(url: str, tiny_folder: Path, start: Callable[
     assert ask(url, "/shutdown_weight_transfer_engine") == {"message": "Weight transfer shut down"}
 
 
-def test_requests_in_flight_tell_which_version_made_which_token(url: str, start: Callable[[], Trainer]) -> None:
-    trainer = start()
+def test_requests_in_flight_tell_which_version_made_which_token(url: str, trainer: Trainer) -> None:
     trainer.join()
     before = look(url, "/weight_info")["weight_version"]
     with running(url, body([7, 8, 9], LONG)) as it:
@@ -155,8 +163,7 @@ def test_requests_in_flight_tell_which_version_made_which_token(url: str, start:
     assert last["weight_version"] == "step-9"
 
 
-def test_what_is_computed_again_is_what_the_pause_said(url: str, start: Callable[[], Trainer]) -> None:
-    trainer = start()
+def test_what_is_computed_again_is_what_the_pause_said(url: str, trainer: Trainer) -> None:
     trainer.join()
     computed: list[int] = []
     for clear_cache in ("false", "true"):
@@ -174,8 +181,7 @@ def test_what_is_computed_again_is_what_the_pause_said(url: str, start: Callable
     assert computed[1] > computed[0] + 200
 
 
-def test_a_wrong_order_changes_nothing(url: str, tiny_folder: Path, start: Callable[[], Trainer]) -> None:
-    trainer = start()
+def test_a_wrong_order_changes_nothing(url: str, tiny_folder: Path, trainer: Trainer) -> None:
     trainer.join()
     before = serving(url)
     told = {"update_info": described(tiny_folder)}
@@ -198,40 +204,51 @@ def changed(folder: Path, **changes: Any) -> dict[str, Any]:
     return {"update_info": described(folder) | changes}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"names": ["none.weight"] * 21}, "none.weight"),
-        ({"shapes": [[1, 2]] * 21}, "shape"),
-        ({"dtype_names": ["int3"] * 21}, "int3"),
-        ({"names": []}, "one length"),
-        ({"shapes": [["x"]] * 21}, "shape"),
-        ({"num_updates_list": [1]}, "num_updates_list"),
-        ({"packed": 3}, "packed"),
-    ],
-)
-def test_what_does_not_fit_the_model_ends_the_update(
-    url: str, tiny_folder: Path, start: Callable[[], Trainer], wrong: dict[str, Any], said: str
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"names": ["none.weight"] * 21}, "none.weight"),
+    ({"shapes": [[1, 2]] * 21}, "shape"),
+    ({"dtype_names": ["int3"] * 21}, "int3"),
+    ({"names": []}, "one length"),
+    ({"shapes": [["x"]] * 21}, "shape"),
+    ({"num_updates_list": [1]}, "num_updates_list"),
+    ({"packed": 3}, "packed"),
+]
+
+
+def test_what_does_not_fit_the_model_ends_the_update(url: str, tiny_folder: Path, trainer: Trainer) -> None:
+    before = serving(url)
+    for wrong, said in WRONG:
+        trainer.join()
+        ask(url, START)
+        reply = ask(url, UPDATE, changed(tiny_folder, **wrong), 400)
+        assert said in reply["message"]
+        ask(url, FINISH, None, 409)  # there is no update any more
+        ask(url, START, None, 409)  # and no group: what was sent into it must not be taken for the next update
+        assert serving(url) == before
+        trainer.say("leave", name="group")
+        assert trainer.hear() == "done"
+    trainer.join()
+    ask(url, START)
+    trainer.update(8)
+    ask(url, FINISH)
+    assert serving(url)[1] == checksums(tiny_folder, 8)
+
+
+@pytest.mark.parametrize("when", ["before it sends", "amid its tensors"])
+def test_a_trainer_that_dies_is_followed_by_another(
+    url: str, tiny_folder: Path, start: Callable[[], Trainer], when: str
 ) -> None:
-    trainer = start()
-    trainer.join()
-    before = serving(url)
-    ask(url, START)
-    reply = ask(url, UPDATE, changed(tiny_folder, **wrong), 400)
-    assert said in reply["message"]
-    ask(url, FINISH, None, 409)  # there is no update any more
-    assert serving(url) == before
-
-
-def test_a_trainer_that_dies_is_followed_by_another(url: str, tiny_folder: Path, start: Callable[[], Trainer]) -> None:
     before = serving(url)
     trainer = start()
     trainer.join()
     ask(url, START)
-    trainer.close()
+    if when == "before it sends":
+        trainer.close()
+    else:
+        trainer.say("send", group="group", seed=6, then_signal=[5, signal.SIGKILL])
     with running(url, body([7, 8, 9], 50)) as it:
         began = time.monotonic()
-        reply = ask(url, UPDATE, changed(tiny_folder), 409)
+        reply = ask(url, UPDATE, changed(tiny_folder), 409 if when == "before it sends" else 504)
         assert time.monotonic() - began < 10
         assert it.end()["finish_reason"] == "length"
     assert reply["success"] is False
@@ -255,8 +272,7 @@ def test_a_group_that_never_forms_has_a_deadline(tiny_folder: Path) -> None:
         ask(url, GENERATE, body([5], 2))
 
 
-def test_weights_that_sleep_take_no_update(url: str, tiny_folder: Path, start: Callable[[], Trainer]) -> None:
-    trainer = start()
+def test_weights_that_sleep_take_no_update(url: str, tiny_folder: Path, trainer: Trainer) -> None:
     trainer.join()
     ask(url, "/sleep?level=1")
     ask(url, START, None, 409)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -360,7 +361,11 @@ def test_a_call_that_is_given_up(client: ProcessClient, control: Control, traine
             with pytest.raises(asyncio.CancelledError):
                 await receiving
             assert not control.session_open
-            await trainer.answer()
+            assert await trainer.answer() == "done"
+            began = time.monotonic()
+            while await client.call("has_group", group="group"):  # nobody goes on to wait in it
+                assert time.monotonic() - began < 5.0
+                await asyncio.sleep(0.02)
             await trainer.leave()
             assert await control.checksums() == before
         version = await update(control, trainer, 1)

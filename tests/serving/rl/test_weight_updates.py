@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from nano_inference import InferenceEngine
+from nano_inference.engine.transports import trainer_broadcasts
 from nano_inference.engine.transports.files import write_folder
 from nano_inference.engine.transports.sender import WeightSender
+from nano_inference.engine.transports.wire import Piece
 from nano_inference.serving import control as control_module
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control, TensorSpec
@@ -122,7 +124,7 @@ def test_any_buckets_end_in_the_checksums_of_an_update_without_a_wire(
 
 
 def test_types_of_one_bucket_may_differ(control: Control, trainer: TrainerProcess, run: Run) -> None:
-    """Packed, one behind the other: after an odd number of bytes nothing is aligned."""
+    """Packed, one behind the other."""
     names = [NORM, UP]
 
     async def test() -> None:
@@ -139,6 +141,25 @@ def test_types_of_one_bucket_may_differ(control: Control, trainer: TrainerProces
         assert weights[NORM].dtype == torch.float32
 
     run(test())
+
+
+def test_packed_tensors_need_not_be_aligned() -> None:
+    run = [Piece("a", torch.bfloat16, (3,)), Piece("b", torch.float32, (2, 1)), Piece("c", torch.float64, (1,))]
+    sent = {"a": torch.tensor([1.0, 2.0, 3.0]).bfloat16(), "b": torch.tensor([[4.0], [5.0]]), "c": torch.tensor([6.0])}
+    sent["c"] = sent["c"].double()
+    flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in sent.values()])
+    for name, tensor in trainer_broadcasts._unpacked(run, flat).items():
+        assert torch.equal(tensor, sent[name])
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(0, 200))
+def test_a_run_ends_with_the_tensor_that_makes_it_too_long(lengths: list[int], max_bytes: int) -> None:
+    pieces = [Piece(str(place), torch.float32, (length,)) for place, length in enumerate(lengths)]
+    runs = trainer_broadcasts.packed(pieces, max_bytes)
+    assert [piece for run in runs for piece in run] == pieces
+    sizes = [[4 * piece.shape[0] for piece in run] for run in runs]
+    assert all(sum(run[:-1]) <= max_bytes for run in sizes)
+    assert all(sum(run) > max_bytes for run in sizes[:-1])
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["own", "over"])

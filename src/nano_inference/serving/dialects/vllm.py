@@ -211,7 +211,7 @@ class Transfer:
         return {"message": "Weight update started"}
 
     async def update(self, fields: Fields) -> dict[str, Any]:
-        """`/update_weights`. What fails ends the update; the old weights serve on."""
+        """`/update_weights`. What fails ends the update and the group; the old weights serve on."""
         if not self._control.session_open:
             raise ApiError(409, "no weight update is open; call /start_weight_update before /update_weights.")
         try:
@@ -222,6 +222,7 @@ class Transfer:
             )
         except ApiError as problem:
             await self._control.cancel_update(problem.message)
+            await self.leave(fields)  # the trainer may have sent already what the next update would take for its own
             raise
         return {"message": "Weights updated"}
 
