@@ -9,6 +9,7 @@ from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError, bad_request
 from nano_inference.serving.messages import GroupKind
+from nano_inference.serving.versions import checked_name
 from nano_inference.serving.weight_calls import WeightCalls
 from nano_inference.types import EngineStats, KvPolicy, Memory, PauseMode
 
@@ -47,16 +48,20 @@ class Control:
 
     Every method raises `ApiError` (409 for a wrong order, a second trainer, weights that are asleep; 400 for names,
     shapes and types that do not match; 504 for a deadline) and what `EngineClient.call` raises.
-
-    Attributes:
-        pause_policy: what the pause asked for, for updates that say nothing; None: there is none, or it did not say.
     """
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self._client = client
         self._config = config
         self._weights = WeightCalls(client, config)
-        self.pause_policy: KvPolicy | None = None
+        self._paused: tuple[int, KvPolicy | None] | None = None  # which engine was paused, and how
+
+    @property
+    def pause_policy(self) -> KvPolicy | None:
+        """What the pause asked for, for updates that say nothing; None: there is none, or it did not say."""
+        if self._paused is None or self._paused[0] != self._client.num_restarts:  # a new engine is not paused
+            return None
+        return self._paused[1]
 
     @property
     def session_open(self) -> bool:
@@ -80,7 +85,7 @@ class Control:
     async def name_version(self, name: str) -> None:
         """Give the version that serves a name, or, while a session is open, the one that it will become."""
         if self.session_open:
-            self._weights.version = name
+            self._weights.version = checked_name(name)
         else:
             self._weights.names.rename(await self._weights.call("get_weight_version"), name)
 
@@ -227,13 +232,13 @@ class Control:
         # The engine keeps the deadline: a call that is given up here would go on there.
         if not await self._client.call("pause_within", mode=how, seconds=seconds, timeout=seconds + SLACK):
             raise ApiError(504, f"the requests did not end within {seconds:g} seconds; nothing is paused.")
-        self.pause_policy = kv_policy
+        self._paused = self._client.num_restarts, kv_policy
         if mode == "abort":
             await self._client.abort(None, timeout=seconds)
 
     async def resume(self) -> None:
         """End the pause; the engine goes on when nothing is asleep. Without one nothing happens."""
-        self.pause_policy = None
+        self._paused = None
         await self._client.call("end_pause")
 
     async def is_paused(self) -> bool:

@@ -31,7 +31,7 @@ class VersionNames:
 
     def choose(self, name: str | None) -> int:
         """The integer of the next version: the name's own if it is larger than all before. Raises `ApiError`."""
-        own = None if name is None else _own_number(_checked(name))
+        own = None if name is None else _own_number(checked_name(name))
         self._newest = own if own is not None and own > self._newest else self._newest + 1
         if name is not None:
             self.rename(self._newest, name)
@@ -54,13 +54,14 @@ class VersionNames:
 
     def rename(self, version: int, name: str) -> None:
         """Call a version something else from now on. Raises `ApiError`."""
-        if _checked(name) == str(version):
+        if checked_name(name) == str(version):
             self._names.pop(version, None)
         else:
             self._names[version] = name
 
 
-def _checked(name: str) -> str:
+def checked_name(name: str) -> str:
+    """A name that a version may have. Raises `ApiError`."""
     if not name or len(name) > MAX_NAME or not name.isprintable():
         raise bad_request(f"a weight version is a printable string of 1 to {MAX_NAME} characters.", "weight_version")
     return name

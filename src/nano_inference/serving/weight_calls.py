@@ -39,6 +39,7 @@ class WeightCalls:
         self._session: int | None = None  # its number
         self._numbers = itertools.count(1)
         self._turn = asyncio.Lock()  # held by the call that receives or finishes
+        self._beginning = asyncio.Lock()
         self._cancelling: set[asyncio.Task[bool]] = set()
         self._expiry: asyncio.TimerHandle | None = None
 
@@ -85,10 +86,11 @@ class WeightCalls:
     async def begin(self, version: str | None, **options: bool) -> None:
         """Open a session, when what is left of an earlier one is gone. It ends when nothing is heard of it for long."""
         number = next(self._numbers)
-        async with self._or_cancel(number):
+        async with self._beginning, self._or_cancel(number):
             if self._cancelling:
                 await asyncio.wait(self._cancelling, timeout=SOON)
-            newest = await self.call("begin_update", session=number, **options)  # it knows whether another one is open
+            # It knows whether this one is still open. Another one may be: of a call whose cancelling was lost.
+            newest = await self.call("begin_update", session=number, known=self.session, **options)
             self.names.see(newest)
             self._session, self.version = number, version
         self._expire_later(number)

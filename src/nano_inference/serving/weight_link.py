@@ -151,15 +151,21 @@ class WeightLink:
 
     # -- a session ----------------------------------------------------------------------------------------------------
 
-    def begin_update(self, session: int, complete: bool = False, check_finite: bool = False) -> int:
+    def begin_update(
+        self, session: int, known: int | None = None, complete: bool = False, check_finite: bool = False
+    ) -> int:
         """See `Control.begin_update`; returns the newest version that there is.
 
-        `session` is the caller's number of it, named by all calls that follow.
+        `session` is the caller's number of it, named by all calls that follow. `known` is the one that the caller takes
+        for open: any other one is what is left of calls that were given up, and is forgotten.
         """
         self._require_awake()
         with self._lock:
-            if self._session is not None and not self._session.update.done():
-                raise WeightUpdateConflict("a weight update is open already; finish it, or cancel it, first.")
+            old = self._session
+            if old is not None and not old.update.done():
+                if old.number == known:
+                    raise WeightUpdateConflict("a weight update is open already; finish it, or cancel it, first.")
+                self._manager.withdraw(old.update, WeightUpdateConflict("another weight update has begun."))
             update = self._manager.begin(complete=complete, check_finite=check_finite)
             self._session = _Session(session, update)
             return self._manager.newest
@@ -219,8 +225,12 @@ class WeightLink:
             current.update.kv_policy = kv_policy
             self._manager.end(version=version, of=current.update)
             while not current.update.wait(min(LOOK, max(deadline.left(), 0.001))):
-                self._require_awake()
-                deadline.check(f"weight version {version} was not applied")
+                try:
+                    self._require_awake()
+                    deadline.check(f"weight version {version} was not applied")
+                except WeightUpdateError as problem:
+                    if self._manager.withdraw(current.update, problem):  # else it came in time after all
+                        raise
             return current.update.result(0)
 
     def cancel_update(self, session: int, reason: str) -> bool:

@@ -237,9 +237,9 @@ def _completed(work: Any, device: torch.device) -> bool:
         try:
             work.wait(timedelta(seconds=LOOK))
         except RuntimeError:
-            if work.is_completed():  # else it is only late
-                raise
-            return False
+            if not work.is_completed():  # it is only late
+                return False
+            work.wait()  # raises what it failed with, if it did, and not because that wait was over a moment before
         return True
     until = time.monotonic() + LOOK  # on a device, to wait means to let the stream wait
     while not work.is_completed() and time.monotonic() < until:

@@ -164,6 +164,7 @@ def _watch(address: Address, deadline: Deadline) -> socket.socket:
         try:
             connection = socket.create_connection(address, timeout=max(deadline.left(), 0.001))
             connection.setblocking(False)
+            _keep_alive(connection)
             return connection
         except OSError as problem:
             if not deadline.left():
@@ -171,6 +172,14 @@ def _watch(address: Address, deadline: Deadline) -> socket.socket:
                 told = f"no trainer at {where} within {deadline.seconds:g} s: {problem}"
                 raise WeightTransferError(told) from problem
             time.sleep(min(0.05, deadline.left()))
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Let the system ask now and then whether the other machine is still there: one that is cut off says no goodbye."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _is_open(connection: socket.socket) -> bool:

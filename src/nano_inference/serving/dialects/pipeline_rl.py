@@ -38,7 +38,11 @@ def routes(server: Server) -> APIRouter:
     async def receive_weight_update(request: Request) -> Response:
         fields = await fields_of(request, server)
         if not _joins_group(server.config):
-            raise ApiError(409, "there is no group: the server was started without --weight-update-group-init-method.")
+            raise ApiError(
+                409,
+                "there is no group: the server was started without --weight-update-group-init-method, or with "
+                "--disable-weight-updates.",
+            )
         async with turn:
             try:
                 await _update(server, fields)

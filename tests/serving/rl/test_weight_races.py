@@ -1,0 +1,166 @@
+"""Calls of an update that are lost, overtaken, at the same time, or a moment too late."""
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from nano_inference import InferenceEngine
+from nano_inference.engine.transports import Deadline
+from nano_inference.engine.transports.trainer_group import _watch
+from nano_inference.errors import InvalidRequest, WeightUpdateError
+from nano_inference.serving.client import EngineClient
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.control import Control
+from nano_inference.serving.errors import ApiError
+from nano_inference.serving.in_process import InProcessClient
+from nano_inference.serving.weight_link import WeightLink
+from tests.models.tiny import tiny_llama
+from tests.serving.engines import config_of
+from tests.serving.rl.group_trainer import new_weights
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def part(folder: Path) -> bytes:
+    """An update of one tensor, as a file."""
+    return save({NORM: new_weights(folder, 1)[NORM]})
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[tuple[InProcessClient, Run]]:
+    threads = torch.get_num_threads()
+    client = InProcessClient(config_of(folder), 4096)
+    with asyncio.Runner() as runner:
+        runner.run(client.start())
+        yield client, lambda test: runner.run(asyncio.wait_for(test, 30))
+        runner.run(client.close())
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def client(served: tuple[InProcessClient, Run]) -> InProcessClient:
+    return served[0]
+
+
+@pytest.fixture
+def control(client: InProcessClient) -> Control:
+    return Control(client, ServerConfig(rl=True, rl_timeout=20.0))
+
+
+@pytest.fixture
+def run(served: tuple[InProcessClient, Run]) -> Run:
+    return served[1]
+
+
+async def update(control: Control, content: bytes) -> str:
+    await control.begin_update()
+    await control.receive_file(content)
+    return await control.finish_update()
+
+
+def test_a_cancelling_that_is_lost_keeps_nobody_out(
+    client: InProcessClient, control: Control, run: Run, part: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = client.call
+
+    async def loses(name: str, **arguments: Any) -> Any:
+        if name == "cancel_update":
+            raise InvalidRequest("32 calls are running; wait for one of them.")
+        return await call(name, **arguments)
+
+    async def test() -> None:
+        before = int(await control.serving_version())
+        monkeypatch.setattr(client, "call", loses)
+        await control.begin_update()
+        await control.receive_file(part)
+        await control.cancel_update("its trainer changed its mind")
+        assert await update(control, part) == str(before + 1)
+
+    run(test())
+
+
+def test_of_two_that_begin_at_once_one_does(control: Control, run: Run) -> None:
+    async def test() -> None:
+        begun = await asyncio.gather(*(control.begin_update() for _ in range(5)), return_exceptions=True)
+        refusals = [each for each in begun if each is not None]
+        assert len(refusals) == 4
+        assert all(isinstance(each, ApiError) and each.status == 409 for each in refusals)
+        assert await control.cancel_update("enough")
+
+    run(test())
+
+
+def test_an_update_that_is_applied_as_its_deadline_passes(folder: Path, part: bytes) -> None:
+    with InferenceEngine(config_of(folder)) as engine:
+        link = WeightLink(engine)
+        link.begin_update(1)
+        link.receive_file(1, len(part), part, 5.0)
+        assert link._session is not None
+        update = link._session.update
+
+        def wait(timeout: float | None = None) -> bool:
+            was_done = update.done()
+            engine.step()
+            return was_done  # as if that step had come right behind the wait
+
+        cast(Any, update).wait = wait
+        assert link.finish_update(1, 7, "keep", 1e-9) == 7 == engine.get_weight_version()
+        link.begin_update(2)
+        link.receive_file(2, len(part), part, 5.0)
+        with pytest.raises(WeightUpdateError, match="was not applied within"):
+            link.finish_update(2, 8, "keep", 1e-9)
+        engine.step()
+        assert engine.get_weight_version() == 7
+
+
+def test_a_name_that_no_version_may_have(control: Control, run: Run, part: bytes) -> None:
+    async def test() -> None:
+        await control.begin_update()
+        with pytest.raises(ApiError, match="printable") as caught:
+            await control.name_version("a\nb")
+        assert caught.value.status == 400
+        await control.receive_file(part)
+        assert (await control.finish_update()).isdigit()
+
+    run(test())
+
+
+class Restarted:
+    """An engine's client that is asked to pause, and later has another engine."""
+
+    num_restarts = 0
+
+    async def call(self, *_: Any, **__: Any) -> bool:
+        return True
+
+
+def test_a_new_engine_is_not_paused() -> None:
+    client = Restarted()
+    control = Control(cast(EngineClient, client), ServerConfig(rl=True))
+    asyncio.run(control.pause("keep", kv_policy="recompute"))
+    assert control.pause_policy == "recompute"
+    client.num_restarts += 1
+    assert control.pause_policy is None
+
+
+def test_a_machine_that_is_cut_off_is_noticed() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        _watch(("127.0.0.1", server.getsockname()[1]), Deadline(5.0)) as watch,
+    ):
+        assert watch.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            assert watch.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 30
