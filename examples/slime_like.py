@@ -151,7 +151,9 @@ class Trainer:
         self._engine, self._mode, self._bucket_bytes = engine, mode, bucket_bytes
         self._weights = weights
         self._noise = torch.Generator().manual_seed(0)
-        self.version = int(engine.get("/get_weight_version")["weight_version"])  # an earlier trainer may have been here
+        served = engine.get("/get_weight_version")["weight_version"]  # an earlier trainer may have been here
+        self.version = int(served) if served.isdigit() else 0
+        engine.post("/update_weight_version", {"new_version": str(self.version)})
         self.num_buckets = 0
 
     def connect(self) -> None:
