@@ -28,7 +28,14 @@ GROUPS = {
     ),
     "Errors": (
         *("NanoInferenceError", "ConfigError", "ModelLoadError", "InvalidRequest", "RequestTooLarge"),
-        *("VersionGone", "WeightUpdateError", "RequestAborted", "EngineDead"),
+        *(
+            "VersionGone",
+            "WeightUpdateError",
+            "WeightUpdateConflict",
+            "WeightTransferError",
+            "RequestAborted",
+            "EngineDead",
+        ),
     ),
 }
 TRANSPORTS = (
