@@ -121,7 +121,7 @@ $(LITELLM): $(INSTALLED)
 
 # Trainers and their clients want other versions than the tests do, too. Torch goes first, so that its choice holds.
 $(TRL): $(INSTALLED)
-	@echo "Installing TRL into $(VENV)/trl."
+	@echo "Installing TRL, and the parts of Miles that need no GPU, into $(VENV)/trl."
 	@$(PYTHON) -m venv $(VENV)/trl
 	@$(VENV)/trl/bin/python -m pip $(QUIET) install $(CONSTRAINT) $(TORCH)
 	@$(VENV)/trl/bin/python -m pip $(QUIET) install $(CONSTRAINT) -e ".[gguf,plots,trl]" trl==1.16.0 peft==0.21.2

@@ -229,17 +229,17 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
             color=colors[dtype],
             label=f"{dtype}, held out",
         )
-        mismatch.plot(
-            at, [step["max_difference"] for step in run["steps"]], color=colors[dtype], label=f"{dtype}, largest"
-        )
-        mismatch.plot(
-            at, [step["mean_difference"] for step in run["steps"]], ":", color=colors[dtype], label=f"{dtype}, mean"
-        )
+        for name, style in (("max_difference", "-"), ("mean_difference", ":")):
+            values = [step[name] for step in run["steps"]]
+            mismatch.plot(at, values, style, color=colors[dtype])
+            what = f" {dtype}, {'largest' if style == '-' else 'mean'}"
+            mismatch.text(at[-1], values[-1], what, color=colors[dtype], fontsize=8, va="center")
     reward.set(title="reward of TRL's GRPOTrainer", xlabel="step", ylim=(0, 1.03))
     reward.legend(loc="lower right", frameon=False, fontsize=8)
     mismatch.axhline(1e-3, color="#999999", linewidth=0.8, linestyle="--")
+    mismatch.text(0, 1.15e-3, "0.001", color="#777777", fontsize=8)
     mismatch.set(title="|engine - transformers| of the sampled tokens' logprobs", xlabel="step", yscale="log")
-    mismatch.legend(loc="center right", frameon=False, fontsize=8)
+    mismatch.set_xlim(right=1.25 * max(len(run["steps"]) for run in runs.values()))  # room for the names
     for axis in (reward, mismatch):
         axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)

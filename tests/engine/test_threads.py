@@ -130,10 +130,10 @@ def test_a_request_on_its_way_into_the_loop_is_something_to_do(
 ) -> None:
     taken, enter = threading.Event(), engine.loop._enter
 
-    def slow_enter(sequence: Any) -> None:
+    def slow_enter(sequence: Any) -> Any:
         taken.set()
         time.sleep(0.2)
-        enter(sequence)
+        return enter(sequence)
 
     monkeypatch.setattr(engine.loop, "_enter", slow_enter)
     engine.add_request(PROMPT, drawn(4))

@@ -66,7 +66,7 @@ def test_a_group_that_did_not_form_leaves_nothing_open(store: "subprocess.Popen[
     port = int(store.stdout.readline())
 
     def fail_to_join() -> int:
-        with pytest.raises(WeightTransferError, match="found no group within 0.2 s"):
+        with pytest.raises(WeightTransferError, match=r"found no group within 0\.2 s"):
             join_trainer(("127.0.0.1", port), 1, 2, Deadline(0.2))
         return len(list(Path("/proc/self/fd").iterdir()))
 

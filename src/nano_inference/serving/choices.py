@@ -190,12 +190,14 @@ def _joined(calls: tuple[ToolCallDelta, ...]) -> tuple[ToolCallDelta, ...]:
 class _Searched:
     """Text that is made here although there are stop strings, because it shows what the engine's does not."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], min_tokens: int) -> None:
         self._text = OutputText(tokenizer, stop, skip_special_tokens=False)
+        self._tokens_left = min_tokens  # before a stop string counts
 
     def push(self, token_ids: Sequence[int]) -> str:
         for token_id in token_ids:
-            self._text.append(token_id)
+            self._text.append(token_id, may_stop=not self._tokens_left)
+            self._tokens_left = max(0, self._tokens_left - 1)
         return self._text.take()
 
     def finish(self) -> str:
@@ -209,6 +211,7 @@ def new_choice(
     stop_ids: frozenset[int],
     make_parser: Callable[[], OutputParser] | None,
     style: TextStyle = PLAIN,
+    min_tokens: int = 0,
 ) -> Choice:
     """A choice of which nothing has come."""
     detokenizer = None
@@ -216,6 +219,6 @@ def new_choice(
         if not stop:
             detokenizer = Detokenizer(tokenizer, skip_special_tokens=not style.special_tokens)
         elif style.special_tokens:
-            detokenizer = _Searched(tokenizer, stop)
+            detokenizer = _Searched(tokenizer, stop, min_tokens)
     parser = make_parser() if make_parser is not None else None
     return Choice(index, detokenizer, parser, stop_ids, style.stop)

@@ -51,13 +51,15 @@ class Generation:
 
     def _submit(self, ask: Ask, client: EngineClient, request_id: str | None) -> None:
         self._first.append(len(self.choices))
-        eos = frozenset[int]() if ask.params.ignore_eos else frozenset(self.served.engine.eos_token_ids)
-        stop_ids = ask.params.stop_token_ids | eos
+        params = ask.params
+        eos = frozenset[int]() if params.ignore_eos else frozenset(self.served.engine.eos_token_ids)
+        stop_ids = params.stop_token_ids | eos
         tokenizer = self.served.tokenizer if ask.detokenize else None
         for index in range(len(self.choices), len(self.choices) + ask.num_samples):
-            self.choices.append(
-                new_choice(index, tokenizer, ask.params.stop, stop_ids, self.builder.make_parser, ask.text)
+            choice = new_choice(
+                index, tokenizer, params.stop, stop_ids, self.builder.make_parser, ask.text, params.min_tokens
             )
+            self.choices.append(choice)
         stream = self.builder.stream and ask.stream
         name = ask.client_id if ask.client_id is not None else request_id
         asked = ask.prompt, ask.params, ask.num_samples

@@ -1,6 +1,7 @@
 """`WeightLink`: what the engine's process holds of a trainer between two calls: groups by name, the open session."""
 
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,17 +26,33 @@ from nano_inference.types import KvPolicy
 
 log = logging.getLogger("nano_inference.serving")
 
+GLANCE = 0.5  # seconds in which a trainer's store takes a connection
 LOOK = 0.1  # seconds between two looks at whether an update can still be applied
 
 
 class _Place:
-    """Of a group."""
+    """Of a group that somebody is about to join, and then has joined."""
 
-    joined: TrainerGroup | SenderGroup | None = None  # None: somebody is about to
+    def __init__(self, address: Address, deadline: Deadline) -> None:
+        self.joined: TrainerGroup | SenderGroup | None = None
+        self.deadline = deadline  # of joining
+        self._address = address
 
     def is_held(self) -> bool:
-        """Whether there is, or may be, a living trainer."""
-        return self.joined is None or self.joined.trainer_lives()
+        """Whether there is a living trainer. Whoever asked for a group that has none yet may be gone."""
+        if self.joined is not None:
+            return self.joined.trainer_lives()
+        try:
+            socket.create_connection(self._address, timeout=GLANCE).close()
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Leave, or stop waiting for it."""
+        self.deadline.end()
+        if self.joined is not None:
+            self.joined.close()
 
 
 class _Session:
@@ -81,12 +98,13 @@ class WeightLink:
         device = self._engine.model.device
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         at = device if backend == "nccl" else torch.device("cpu")
-        place = self._reserve(group)
+        place = self._reserve(group, _Place((host, port), deadline))
         try:
             place.joined = joined = _join(kind, group, (host, port), rank, world_size, deadline, backend, at)
         except BaseException:
-            self._leave(group, place)
-            raise
+            if self._leave(group, place):
+                raise
+            raise WeightUpdateConflict(f"the group {group!r} was left while it was joined.") from None
         if self._groups.get(group) is not place:
             joined.close()
             raise WeightUpdateConflict(f"the group {group!r} was left while it was joined.")
@@ -106,8 +124,8 @@ class WeightLink:
         for group, place in list(self._groups.items()):
             self._leave(group, place)
 
-    def _reserve(self, group: str) -> "_Place":
-        """A place for a group, where no living trainer has it. An update that a dead one has left is forgotten."""
+    def _reserve(self, group: str, place: _Place) -> _Place:
+        """Give a group its place, where no living trainer has it. An update that a dead one has left is forgotten."""
         with self._lock:
             old, session = self._groups.get(group), self._session
             if old is not None and old.is_held():
@@ -117,9 +135,9 @@ class WeightLink:
                     raise WeightUpdateConflict("a weight update is open; finish it before a group is joined.")
                 lost = WeightUpdateConflict("the trainer of the weight update is gone, and another one has come.")
                 self._manager.withdraw(session.update, lost)
-            place = self._groups[group] = _Place()
-        if old is not None and old.joined is not None:
-            old.joined.close()
+            self._groups[group] = place
+        if old is not None:
+            old.close()
         return place
 
     def _leave(self, group: str, place: "_Place") -> bool:
@@ -128,8 +146,7 @@ class WeightLink:
             if self._groups.get(group) is not place:
                 return False
             del self._groups[group]
-        if place.joined is not None:
-            place.joined.close()
+        place.close()
         return True
 
     # -- a session ----------------------------------------------------------------------------------------------------

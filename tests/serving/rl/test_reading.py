@@ -80,3 +80,13 @@ def test_bodies(rl_server: str, body: bytes) -> None:
     assert said["success"] is False
     assert said["message"] == said["error"]["message"]
     assert set(said["error"]) == {"message", "type", "param", "code"}
+
+
+def test_training_has_wider_limits_unless_they_are_set() -> None:
+    usual, training = ServerConfig(), ServerConfig(rl=True)
+    assert (usual.max_samples, usual.max_logprobs, usual.request_timeout) == (128, 20, 600.0)
+    assert training.max_samples >= 32 * 8  # a batch of TRL's
+    assert training.max_logprobs == -1
+    assert training.max_queued_samples >= 4 * training.max_samples
+    assert training.request_timeout > 3600
+    assert ServerConfig(rl=True, max_samples=128).max_samples == 128

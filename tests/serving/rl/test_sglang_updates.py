@@ -1,5 +1,6 @@
 """Weights over a group, as slime, Miles and AReaL send them, and what goes wrong on the way."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+from nano_inference.config import EngineConfig
+from nano_inference.models.loading import resolve_model
 from nano_inference.serving.main import running_server
 from tests.serving.rl.conftest import RL, engine_config
 from tests.serving.rl.golden import replay
@@ -74,21 +77,36 @@ def update(trainer: Trainer, name: str, seed: int = 1) -> None:
     assert checksums(trainer.url) == checksums_of(new_weights(trainer.folder, seed))
 
 
-@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+MODES = ("abort", "retract", "in_place")
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_slime_like_trainer(tiny_folder: Path, mode: str) -> None:
     """The example, in a process of its own, with rollouts in flight."""
     with running_server(engine_config(tiny_folder), RL) as url:
-        command = [sys.executable, "examples/slime_like.py", url, str(tiny_folder), "--mode", mode]
-        run = subprocess.run(
-            [*command, "--bucket-bytes", "60000"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-        )
-        assert run.returncode == 0, run.stderr
-        told = json.loads(run.stdout)
-        assert told["version"] == 2
-        assert told["buckets"] >= 6
-        assert told["crossed"] > 0
-        assert (told["aborts"] > 0) == (mode == "abort")
-        assert httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_total_reqs"] == 0
+        run_example(url, tiny_folder, mode, "--bucket-bytes", "60000")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_slime_like_trainer_of_smollm2(mode: str) -> None:
+    """The same with the engine in a process of its own, as servers have it."""
+    config = dataclasses.replace(RL, in_process=False, rl_timeout=120.0)
+    engine = EngineConfig("smollm2-135m", device="cpu", max_model_len=512, kv_cache_memory=2**27, num_threads=1)
+    with running_server(engine, config) as url:
+        run_example(url, resolve_model("smollm2-135m"), mode, "--max-tokens", "96")
+
+
+def run_example(url: str, folder: Path, mode: str, *options: str) -> None:
+    command = [sys.executable, "examples/slime_like.py", url, str(folder), "--mode", mode, *options]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    assert told["version"] == 2
+    assert told["buckets"] >= 6
+    assert told["crossed"] > 0
+    assert (told["aborts"] > 0) == (mode == "abort")
+    assert httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_total_reqs"] == 0
 
 
 def test_outside_of_a_pause_each_request_is_an_update(trainer: Trainer) -> None:

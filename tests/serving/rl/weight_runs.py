@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from nano_inference.serving.client import EngineClient
@@ -23,6 +24,10 @@ from nano_inference.serving.control import Control, TensorSpec
 from nano_inference.serving.errors import ApiError
 from tests.serving.engines import PATIENCE, core_of, finished, params_of
 from tests.serving.rl.group_trainer import new_weights
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+UP = "model.layers.0.mlp.up_proj.weight"
+NORM = "model.norm.weight"
 
 
 def free_port() -> int:
@@ -89,6 +94,12 @@ def specs(weights: dict[str, Tensor], names: Iterable[str] | None = None) -> lis
 def checksums(folder: Path, seed: int, dtype: str = "float32") -> dict[str, str]:
     """Those of an engine in float32 that has these weights."""
     return {name: _sha256(tensor) for name, tensor in new_weights(folder, seed, dtype).items()}
+
+
+def safetensors_of(folder: Path, names: list[str] | None, seed: int = 0) -> bytes:
+    """A file of some of the weights; None: of all."""
+    weights = new_weights(folder, seed)
+    return save({name: weights[name] for name in (weights if names is None else names)})
 
 
 async def update(

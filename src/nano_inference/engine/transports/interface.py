@@ -28,6 +28,10 @@ class Deadline:
         """`left`, and never nothing: to some of torch's calls 0 means no limit."""
         return timedelta(seconds=max(self.left(), 0.001))
 
+    def end(self) -> None:
+        """Nobody waits any longer: the moment is past."""
+        self._at = 0.0
+
     def check(self, what: str) -> None:
         """Raise `WeightTransferError` if the moment is past; `what` did not happen."""
         if not self.left():

@@ -39,8 +39,8 @@ class _Call(Generic[Made]):
 def before(deadline: Deadline, make: Callable[[], Made], what: str, *, grace: float = 0.0) -> Made:
     """What `make` returns or raises.
 
-    Raises `WeightTransferError` at the deadline, or `grace` seconds later where the call usually keeps it and says more,
-    and `WeightUpdateConflict` where too many such calls are under way or hang; `what` names the other side.
+    Raises `WeightTransferError` at the deadline, or `grace` seconds later where the call usually keeps it and says
+    more, and `WeightUpdateConflict` where too many such calls are under way or hang; `what` names the other side.
     """
     if not _places.acquire(blocking=False):
         raise WeightUpdateConflict(f"{MOST} peers have accepted a connection and say nothing yet; {what} has to wait.")

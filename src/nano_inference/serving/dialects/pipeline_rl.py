@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import TensorSpec
-from nano_inference.serving.dialects.reading import Fields, fields_of
+from nano_inference.serving.dialects.reading import Fields, fields_of, shape_of
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of, bad_request
 from nano_inference.serving.protocols.reading import shown
@@ -26,7 +26,6 @@ log = logging.getLogger("nano_inference.serving")
 GROUP = "pipeline-rl"
 _GLANCE, _REST = 0.05, 0.5  # seconds between two looks whether the group stands: when somebody waits for it, or not
 _PAUSES = (1.0, 30.0)  # seconds between two tries to join it that fail at once, and how long that becomes
-_LARGEST = 2**48  # of a tensor's sizes
 
 
 def routes(server: Server) -> APIRouter:
@@ -39,7 +38,11 @@ def routes(server: Server) -> APIRouter:
     async def receive_weight_update(request: Request) -> Response:
         fields = await fields_of(request, server)
         if not _joins_group(server.config):
-            raise ApiError(409, "there is no group: the server was started without --weight-update-group-init-method.")
+            raise ApiError(
+                409,
+                "there is no group: the server was started without --weight-update-group-init-method, or with "
+                "--disable-weight-updates.",
+            )
         async with turn:
             try:
                 await _update(server, fields)
@@ -75,12 +78,10 @@ def tensors_of(fields: Fields) -> list[TensorSpec]:
 def _tensor(where: str, given: object) -> TensorSpec:
     if not isinstance(given, Mapping):
         raise bad_request(f"{where} must be an object, not {shown(given)}.", where)
-    name, dtype, shape = given.get("name"), given.get("dtype"), given.get("shape")
+    name, dtype = given.get("name"), given.get("dtype")
     if not (isinstance(name, str) and name and isinstance(dtype, str) and dtype):
         raise bad_request(f"{where} must have a name and a dtype.", where)
-    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < _LARGEST for size in shape):
-        raise bad_request(f"{where}.shape must be a list of sizes, not {shown(shape)}.", f"{where}.shape")
-    return TensorSpec(name, dtype.removeprefix("torch."), tuple(shape))
+    return TensorSpec(name, dtype, shape_of(given.get("shape"), f"{where}.shape", f"{where}.shape"))
 
 
 async def _joined(server: Server) -> None:

@@ -1,18 +1,21 @@
 """How a control request is read: its body may be missing, and flags stand in its query or in its JSON."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Request
+from fastapi import APIRouter, Request, Response
 
+from nano_inference.serving.control import TensorSpec
 from nano_inference.serving.edge.exchange import read_request
+from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import bad_request
 from nano_inference.serving.protocols.reading import decode, shown
 from nano_inference.serving.server import Server
 
 MOST_SECONDS = 24 * 3600.0
+MOST_SIZE = 2**48  # of a tensor, along one of its axes
 
 _WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
@@ -124,6 +127,41 @@ class Fields:
         if not isinstance(given, dict):
             raise bad_request(f"{name} must be an object, not {shown(given)}.", name)
         return Fields(given, {})
+
+
+Answer = Callable[[Fields], Awaitable[Any]]  # the JSON of a 200
+
+
+def add_routes(router: APIRouter, server: Server, method: str, answers: Mapping[str, Answer]) -> None:
+    """Serve each path by what answers it."""
+
+    def route_of(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        async def route(request: Request) -> Response:
+            return json_reply(200, await answer(await fields_of(request, server)))
+
+        return route
+
+    for path, answer in answers.items():
+        router.add_api_route(path, route_of(answer), methods=[method])
+
+
+def tensors_of(fields: Fields, dtypes: str) -> list[TensorSpec]:
+    """What is about to be broadcast, of the lists `names`, `shapes` and what `dtypes` calls the third. 400."""
+    names, types = fields.texts("names"), fields.texts(dtypes)
+    shapes: Any = fields.value("shapes")
+    if not names or types is None or not isinstance(shapes, list) or not len(names) == len(types) == len(shapes):
+        raise bad_request(f"names, {dtypes} and shapes must be lists of one length, and not empty.", "names")
+    return [
+        TensorSpec(name, dtype, shape_of(shape, f"the shape of {shown(name)}", "shapes"))
+        for name, dtype, shape in zip(names, types, shapes, strict=True)
+    ]
+
+
+def shape_of(given: object, what: str, field: str) -> tuple[int, ...]:
+    """A tensor's sizes. Raises `ApiError` 400, which says what is wrong and in which field."""
+    if not isinstance(given, list) or not all(type(size) is int and 0 <= size < MOST_SIZE for size in given):
+        raise bad_request(f"{what} must be a list of sizes, not {shown(given)}.", field)
+    return tuple(given)
 
 
 async def fields_of(request: Request, server: Server) -> Fields:

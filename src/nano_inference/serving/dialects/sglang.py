@@ -11,7 +11,7 @@ What is particular to this server:
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from datetime import UTC, datetime
 from typing import Any, get_args
 
@@ -19,7 +19,7 @@ from fastapi import APIRouter, Request, Response
 
 import nano_inference
 from nano_inference.serving.control import Control
-from nano_inference.serving.dialects.reading import Fields, fields_of
+from nano_inference.serving.dialects.reading import Answer, Fields, add_routes
 from nano_inference.serving.dialects.sglang_weights import Weights
 from nano_inference.serving.dialects.shared import server_info
 from nano_inference.serving.edge.replies import json_reply
@@ -27,8 +27,6 @@ from nano_inference.serving.errors import NO_RETRY, ApiError, bad_request
 from nano_inference.serving.protocols.reading import shown
 from nano_inference.serving.server import Server
 from nano_inference.types import KvPolicy, Memory, PauseMode, SamplingParams
-
-Answer = Callable[[Fields], Awaitable[Any]]
 
 HEALTH_PATIENCE = 20.0  # seconds that a token may take
 # SGLang's modes -> ours.
@@ -58,6 +56,7 @@ def routes(server: Server) -> APIRouter:
         "/get_weight_version": lambda _: _version(control),
         "/health_generate": lambda _: _health(server),
         "/v1/loads": lambda fields: _loads(control, fields),
+        "/weights_checker": lambda fields: weights.check(fields, commits=False),
     }
     posts: Mapping[str, Answer] = {
         "/pause_generation": lambda fields: _pause(control, weights, fields),
@@ -74,23 +73,14 @@ def routes(server: Server) -> APIRouter:
         "/weights_checker": weights.check,
         **{path: _refuser(why) for path, why in _NOT_HERE.items()},
     }
-    for method, answers in (("GET", gets), ("POST", posts)):
-        for path, answer in answers.items():
-            router.add_api_route(path, _route(server, answer), methods=[method])
-    router.add_api_route("/weights_checker", _route(server, weights.check), methods=["GET"])
+    add_routes(router, server, "GET", gets)
+    add_routes(router, server, "POST", posts)
 
     @router.post("/update_weights_from_tensor", summary="An update of safetensors, in the body")
     async def update_weights_from_tensor(request: Request) -> Response:
         return json_reply(200, await _done(weights.update_from_tensor(request, server)))
 
     return router
-
-
-def _route(server: Server, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
-    async def route(request: Request) -> Response:
-        return json_reply(200, await answer(await fields_of(request, server)))
-
-    return route
 
 
 async def _done(message: Awaitable[str], **more: object) -> dict[str, object]:

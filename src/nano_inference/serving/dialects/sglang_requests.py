@@ -1,7 +1,7 @@
 """What SGLang's clients send to `/generate`, as models. Where SGLang takes a list, there is one entry a prompt."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
@@ -9,6 +9,7 @@ from nano_inference.serving.errors import bad_request
 from nano_inference.serving.protocols import fields
 from nano_inference.serving.protocols.fields import MOST, OneOrMany, SamplingFields
 from nano_inference.serving.protocols.openai_requests import Hint
+from nano_inference.serving.protocols.per_token import Flat
 from nano_inference.serving.protocols.reading import Strict
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -87,7 +88,7 @@ class GenerateRequest(Strict):
     return_text_in_logprobs: bool | None = None
     return_sampling_mask: Flags | None = Field(None, description="which ids the filters kept, token by token")
     return_prompt_token_ids: bool | None = None
-    flat_logprobs: Literal["list", "base64"] | None = Field(
+    flat_logprobs: Flat | None = Field(
         None, description="`token_logprobs`, a list of numbers or base64 of little-endian float32, and no rows"
     )
     stream: bool | None = None

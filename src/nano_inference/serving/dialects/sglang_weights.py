@@ -9,8 +9,8 @@ from typing import Any
 
 from fastapi import Request
 
-from nano_inference.serving.control import Control, TensorSpec
-from nano_inference.serving.dialects.reading import Fields, fields_of
+from nano_inference.serving.control import Control
+from nano_inference.serving.dialects.reading import Fields, fields_of, tensors_of
 from nano_inference.serving.dialects.sglang_session import UpdateSession
 from nano_inference.serving.edge.exchange import read_request
 from nano_inference.serving.errors import ApiError, bad_request
@@ -102,7 +102,11 @@ class Weights:
         """`/update_weights_from_distributed`."""
 
         async def read() -> _Update:
-            tensors, group, timeout = _tensors(fields), fields.text("group_name") or GROUP, fields.seconds("timeout")
+            tensors, group, timeout = (
+                tensors_of(fields, "dtypes"),
+                fields.text("group_name") or GROUP,
+                fields.seconds("timeout"),
+            )
             packed_bytes = WHOLE if _load_format(fields, ("flattened_bucket",)) == "flattened_bucket" else None
 
             async def receive() -> None:
@@ -158,15 +162,16 @@ class Weights:
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
-    async def check(self, fields: Fields) -> dict[str, Any]:
-        """`/weights_checker`. What was gathered takes effect first."""
+    async def check(self, fields: Fields, *, commits: bool = True) -> dict[str, Any]:
+        """`/weights_checker`. What was gathered takes effect first, with `commits`: not by a GET."""
         action = fields.word("action", ("checksum", "snapshot", "compare", "reset_tensors"), "checksum")
         if action == "reset_tensors":
             raise ApiError(501, "action=reset_tensors, which would overwrite the weights, is not supported.", "action")
         fields.word("selector", ("target", "all"), "all")
         fields.flag("allow_quant_error", default=False)  # nothing is quantized
         skipped = fields.texts("skip_tensor_list") or ()
-        await self.session.commit()
+        if commits:
+            await self.session.commit()
         if action == "snapshot":
             await self._control.remember_checksums()
         elif action == "compare":
@@ -220,20 +225,3 @@ def _content(fields: Fields) -> bytes:
         return base64.b64decode(given[0], validate=True)
     except (binascii.Error, ValueError):
         raise bad_request("serialized_named_tensors is not base64.", "serialized_named_tensors") from None
-
-
-def _tensors(fields: Fields) -> list[TensorSpec]:
-    names, dtypes = fields.texts("names"), fields.texts("dtypes")
-    shapes: Any = fields.value("shapes")
-    if not names or dtypes is None or not isinstance(shapes, list) or not len(names) == len(dtypes) == len(shapes):
-        raise bad_request("names, dtypes and shapes must be lists of one length, and not empty.", "names")
-    return [
-        TensorSpec(name, dtype.removeprefix("torch."), _shape(shape, name))
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
-    ]
-
-
-def _shape(shape: Any, name: str) -> tuple[int, ...]:
-    if not isinstance(shape, list) or not all(type(each) is int and 0 <= each < 2**63 for each in shape):
-        raise bad_request(f"the shape of {shown(name)} must be a list of sizes, not {shown(shape)}.", "shapes")
-    return tuple(shape)

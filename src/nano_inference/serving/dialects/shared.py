@@ -73,6 +73,7 @@ async def server_info(server: Server) -> dict[str, Any]:
         "dp_size": 1,
         "ep_size": 1,
         "disaggregation_mode": "null",
+        "enable_memory_saver": False,  # slime wants to find its own setting here
         **info,
         "vllm_config": {
             # TRL asks only whether it is null. "nccl" is vLLM's word for a group that the trainer opens as rank 0; on

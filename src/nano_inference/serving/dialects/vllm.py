@@ -3,14 +3,14 @@
 Replies are vLLM 0.32's, and so is the order of calls that is asked for; out of order is a 409.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any, get_args
 
 from fastapi import APIRouter, Request, Response
 
-from nano_inference.serving.control import Control, Memory, TensorSpec
+from nano_inference.serving.control import Control, Memory
 from nano_inference.serving.dialects import prime_rl
-from nano_inference.serving.dialects.reading import Fields, fields_of
+from nano_inference.serving.dialects.reading import Answer, Fields, add_routes, fields_of, tensors_of
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import ApiError, bad_request
 from nano_inference.serving.protocols.reading import shown
@@ -25,8 +25,6 @@ _TAGS: tuple[str, ...] = (*get_args(Memory), "scheduling")
 _MODES: dict[str, PauseMode] = {mode: mode for mode in get_args(PauseMode)}
 # What vLLM answers with an id of its own begins so; clients may name a request by that id.
 _PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
-
-Answer = Callable[[Fields], Awaitable[dict[str, Any]]]
 
 
 def routes(server: Server) -> APIRouter:
@@ -53,9 +51,8 @@ def routes(server: Server) -> APIRouter:
         "/weight_info": lambda _: _said("weight_version", control.serving_version()),
         "/get_world_size": _world_size,
     }
-    for method, answers in (("POST", posts), ("GET", gets)):
-        for path, answer in answers.items():
-            router.add_api_route(path, _route(server, answer), methods=[method])
+    add_routes(router, server, "POST", posts)
+    add_routes(router, server, "GET", gets)
 
     @router.post("/update_weights", summary="Take part in a transfer of weights: vLLM's, or prime-rl's")
     async def update_weights(request: Request) -> Response:
@@ -65,13 +62,6 @@ def routes(server: Server) -> APIRouter:
         return json_reply(200, await transfer.update(fields))
 
     return router
-
-
-def _route(server: Server, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
-    async def route(request: Request) -> Response:
-        return json_reply(200, await answer(await fields_of(request, server)))
-
-    return route
 
 
 async def _said(name: str, value: Awaitable[object]) -> dict[str, Any]:
@@ -160,11 +150,9 @@ async def _check(control: Control, fields: Fields) -> dict[str, Any]:
     baseline = fields.part("baseline")
     if action == "compare" and baseline is None:
         raise bad_request("action=compare needs a baseline: tensor name -> checksum.", "baseline")
-    checksums = await control.checksums()
     if baseline is None or action == "checksum":
-        return {"checksums": checksums}
-    names = checksums.keys() | baseline.body.keys()
-    mismatches = sorted(name for name in names if checksums.get(name) != baseline.body.get(name))
+        return {"checksums": await control.checksums()}
+    mismatches = await control.changed_tensors(baseline.body)
     return {"match": not mismatches, "mismatches": mismatches}
 
 
@@ -190,7 +178,8 @@ class Transfer:
         world_size = info.required_number("world_size", least=2, most=2**16)
         rank = info.required_number("rank_offset", least=1, most=world_size - 1)
         packed_bytes = _packed_bytes(info, None)
-        await self._control.join_group(GROUP, host, port, rank=rank, world_size=world_size)
+        timeout = fields.seconds("timeout")
+        await self._control.join_group(GROUP, host, port, rank=rank, world_size=world_size, timeout=timeout)
         self._packed_bytes = packed_bytes
         return {"message": "Weight transfer initialized"}
 
@@ -199,7 +188,7 @@ class Transfer:
         if self._control.session_open:
             raise ApiError(409, "a weight update is open; finish it before the transfer is shut down.")
         try:
-            await self._control.leave_group(GROUP)  # also one that somebody is about to join
+            await self._control.leave_group(GROUP)
         except ApiError as problem:
             if problem.status != 404:
                 raise
@@ -215,13 +204,18 @@ class Transfer:
 
     async def update(self, fields: Fields) -> dict[str, Any]:
         """`/update_weights`. What fails ends the update and the group; the old weights serve on."""
-        if not self._control.session_open:
-            raise ApiError(409, "no weight update is open; call /start_weight_update before /update_weights.")
         try:
+            if not self._control.session_open:
+                raise ApiError(409, "no weight update is open; call /start_weight_update before /update_weights.")
             await self._require_group()
             info = _update_info(fields)
+            if info.value("num_updates_list") is not None:
+                raise bad_request("num_updates_list is not supported: tensors are sent whole.", "num_updates_list")
             await self._control.receive_broadcast(
-                GROUP, _tensors(info), packed_bytes=_packed_bytes(info, self._packed_bytes)
+                GROUP,
+                tensors_of(info, "dtype_names"),
+                packed_bytes=_packed_bytes(info, self._packed_bytes),
+                timeout=fields.seconds("timeout"),
             )
         except ApiError as problem:
             await self._control.cancel_update(problem.message)
@@ -262,22 +256,3 @@ def _packed_bytes(info: Fields, default: int | None) -> int | None:
     size = info.number("packed_buffer_size_bytes", least=1, most=2**40)
     info.number("packed_num_buffers", least=1)  # the sender's own affair
     return (size or default or PACKED_BYTES) if packed else None
-
-
-def _tensors(info: Fields) -> list[TensorSpec]:
-    if info.value("num_updates_list") is not None:
-        raise bad_request("num_updates_list is not supported: tensors are sent whole.", "update_info.num_updates_list")
-    names, dtypes = info.texts("names"), info.texts("dtype_names")
-    shapes: Any = info.value("shapes")
-    if not names or dtypes is None or not isinstance(shapes, list) or not len(names) == len(dtypes) == len(shapes):
-        raise bad_request("update_info must have names, dtype_names and shapes, lists of one length.", "update_info")
-    return [
-        TensorSpec(name, dtype.removeprefix("torch."), _shape(shape, name))
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
-    ]
-
-
-def _shape(shape: Any, name: str) -> tuple[int, ...]:
-    if not isinstance(shape, list) or not all(type(each) is int and 0 <= each < 2**63 for each in shape):
-        raise bad_request(f"the shape of {shown(name)} must be a list of sizes, not {shown(shape)}.", "shapes")
-    return tuple(shape)

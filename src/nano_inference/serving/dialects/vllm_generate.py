@@ -26,6 +26,7 @@ from nano_inference.serving.protocols.fields import (
     require_model,
     room,
     sampling_params,
+    version_number,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
 from nano_inference.serving.protocols.lines import encode_line
@@ -97,6 +98,8 @@ class GenerateBuilder:
                 num_samples,
                 stream=self._num_prompt_logprobs is None,  # they come with the whole sample
                 client_id=request.request_id,
+                num_wanted=request.n_wanted,
+                min_version=version_number(request.min_weight_version, served, "min_weight_version"),
                 detokenize=self._tells_text,
                 text=TextStyle(sampling.skip_special_tokens is False, bool(sampling.include_stop_str_in_output)),
             )

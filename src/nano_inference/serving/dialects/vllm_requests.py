@@ -7,7 +7,7 @@ from pydantic import Field, WithJsonSchema
 
 from nano_inference.serving.protocols import fields
 from nano_inference.serving.protocols.fields import MOST, OneOrMany, SamplingFields
-from nano_inference.serving.protocols.openai_requests import Hint, StreamOptions
+from nano_inference.serving.protocols.openai_requests import Hint, StreamOptions, VersionName, Wanted
 from nano_inference.serving.protocols.per_token import Flat
 from nano_inference.serving.protocols.reading import Strict
 
@@ -52,12 +52,8 @@ class GenerateRequest(Strict):
     return_token_ids: bool | None = Field(None, description="the prompt's too")
     output_mode: Literal["tokens", "text"] | None = None
     flat_logprobs: Flat | None = Field(None, description="token_logprobs alone: a list, or base64 of float32")
-    n_wanted: Annotated[int, Field(ge=1, le=MOST)] | None = Field(
-        None, description="of the n samples, how many may finish; when they have, the others end as abort"
-    )
-    min_weight_version: Annotated[str | int, Field()] | None = Field(
-        None, description="wait until this version of the weights serves, or a newer one"
-    )
+    n_wanted: Wanted = None
+    min_weight_version: VersionName = None
     token_offsets: Hint = None
     # Of grammars, which there are none of.
     reasoning_ended: Hint = None

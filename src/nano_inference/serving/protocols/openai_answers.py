@@ -14,6 +14,7 @@ from nano_inference.serving.protocols.fields import (
     require_logprobs,
     require_model,
     sampling_params,
+    version_number,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
 from nano_inference.serving.protocols.lines import encode_line
@@ -63,7 +64,6 @@ class OpenAIBuilder:
         self.include_usage = options is not None and bool(options.include_usage)
         self.continuous_usage = self.include_usage and options is not None and bool(options.continuous_usage_stats)
         self.stop = checked_stop(request.stop, served)
-        self.style = TextStyle(request.skip_special_tokens is False, bool(request.include_stop_str_in_output))
         self.request = request
         self.texts = served.token_texts
         self.head = {
@@ -90,6 +90,19 @@ class OpenAIBuilder:
         if request.temperature is not None:
             more["temperature"] = request.temperature
         return sampling_params(request, self.served, max_tokens=max_tokens, stop=self.stop, **more)
+
+    def ask(self, prompt: list[int], params: SamplingParams, *, stream: bool) -> Ask:
+        """One prompt for the engine."""
+        request = self.request
+        return Ask(
+            prompt,
+            params,
+            self.num_samples,
+            stream=stream,
+            text=TextStyle(request.skip_special_tokens is False, bool(request.include_stop_str_in_output)),
+            num_wanted=request.n_wanted,
+            min_version=version_number(request.min_weight_version, self.served, "min_weight_version"),
+        )
 
     # -- answers ------------------------------------------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ class ChatBuilder(OpenAIBuilder):
         max_tokens = room(self._prompt, getattr(request, name), served, None, name)
         scored = request.prompt_logprobs
         params = self.params(max_tokens, top_logprobs, scored_prompt=scored)
-        self.asks: Sequence[Ask] = [Ask(self._prompt, params, self.num_samples, stream=scored is None, text=self.style)]
+        self.asks: Sequence[Ask] = [self.ask(self._prompt, params, stream=scored is None)]
         tools = bool(request.tools) and request.tool_choice != "none"
         self.make_parser = chats.parser_of(self._prompt, served, tools=tools)
         self._extras = bool(request.logprobs or request.return_token_ids or request.raw_logprobs)

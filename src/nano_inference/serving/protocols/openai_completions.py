@@ -114,9 +114,7 @@ class CompletionBuilder(OpenAIBuilder):
         max_tokens = room(prompt.token_ids, asked, self.served, DEFAULT_MAX_TOKENS, "max_tokens")
         params = self.params(max_tokens, self.logprobs or 0, scored_prompt=scored)
         # Scores of a prompt come with the whole sample, and stand before the completion's.
-        return Ask(
-            prompt.token_ids, params, self.num_samples, stream=scored is None and not self._hides, text=self.style
-        )
+        return self.ask(prompt.token_ids, params, stream=scored is None and not self._hides)
 
     # -- a stream -----------------------------------------------------------------------------------------------------
 
@@ -248,7 +246,7 @@ class CompletionBuilder(OpenAIBuilder):
 
     def _new_offsets(self, start: int) -> Offsets:
         assert self.texts is not None
-        return Offsets(self.texts, start=start, special_tokens=self.style.special_tokens)
+        return Offsets(self.texts, start=start, special_tokens=self.request.skip_special_tokens is False)
 
     def _add(self, rows: "_Rows", ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]) -> None:
         for token_id, logprob, top in zip(ids, logprobs, tops, strict=True):

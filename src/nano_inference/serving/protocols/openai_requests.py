@@ -57,6 +57,12 @@ Flag = Annotated[
 ]
 
 
+# Of the `n` samples of a prompt, how many may finish; when they have, the others end as "abort" with what they have.
+Wanted = Annotated[int, Field(ge=1, le=MOST, description="of n samples, how many may finish")] | None
+# As its trainer calls it; trainers that count say the number.
+VersionName = Annotated[Any, WithJsonSchema({"type": ["string", "integer", "null"]})]
+
+
 class StreamOptions(Strict):
     """What a stream holds beside the answer."""
 
@@ -80,6 +86,8 @@ class OpenAIFields(SamplingFields):
         None, description="the text ends with the stop string that ended it"
     )
     skip_special_tokens: bool | None = Field(None, description="false: the text names special tokens")
+    n_wanted: Wanted = None
+    min_weight_version: VersionName = None
     best_of: Annotated[int, Field(ge=1, le=MOST)] | None = Field(None, description="must equal n")
     user: Hint = None
     metadata: Hint = None

@@ -1,76 +1,56 @@
-"""Weight updates by calls that work: over gloo in buckets of any kind, as files, under names, paused or not."""
+"""Weight updates by calls that work: over gloo in buckets of any kind, under names, paused or not."""
 
 import asyncio
-import json
-import pickle
+import gc
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 
 from nano_inference import InferenceEngine
 from nano_inference.engine.transports import trainer_broadcasts
-from nano_inference.engine.transports.files import write_folder
 from nano_inference.engine.transports.sender import WeightSender
 from nano_inference.engine.transports.wire import Piece
-from nano_inference.serving import control as control_module
+from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control, TensorSpec
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.versions import VersionNames
-from tests.models.tiny import tiny_llama
 from tests.serving.engines import config_of, finished, params_of
 from tests.serving.rl.group_trainer import new_weights
-from tests.serving.rl.weight_runs import TrainerProcess, checksums, refused, update
-
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
-UP = "model.layers.0.mlp.up_proj.weight"
-NORM = "model.norm.weight"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[tuple[InProcessClient, Control, Run]]:
-    threads = torch.get_num_threads()
-    client = InProcessClient(config_of(folder), 4096)
-    with asyncio.Runner() as runner:
-        runner.run(client.start())
-        yield client, Control(client, ServerConfig(rl=True, rl_timeout=20.0)), runner.run
-        runner.run(client.close())
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def client(served: tuple[InProcessClient, Control, Run]) -> InProcessClient:
-    return served[0]
-
-
-@pytest.fixture
-def control(served: tuple[InProcessClient, Control, Run]) -> Control:
-    return served[1]
-
-
-@pytest.fixture
-def run(served: tuple[InProcessClient, Control, Run]) -> Run:
-    return lambda test: served[2](asyncio.wait_for(test, 60))
+from tests.serving.rl.weight_runs import (
+    NORM,
+    UP,
+    Run,
+    TrainerProcess,
+    checksums,
+    refused,
+    update,
+)
 
 
 @pytest.fixture(scope="module")
-def trainer(folder: Path, served: tuple[InProcessClient, Control, Run]) -> Iterator[TrainerProcess]:
+def client_kind() -> type[EngineClient]:
+    return InProcessClient
+
+
+@pytest.fixture(scope="module")
+def control(served: tuple[InProcessClient, Run]) -> Control:
+    return Control(served[0], ServerConfig(rl=True, rl_timeout=20.0))
+
+
+@pytest.fixture(scope="module")
+def trainer(folder: Path, served: tuple[InProcessClient, Run], control: Control) -> Iterator[TrainerProcess]:
     """In an ordinary group, "group"."""
     trainer = TrainerProcess(folder)
-    served[2](trainer.join(served[1], named=False))
+    served[1](trainer.join(control, named=False))
     yield trainer
     trainer.close()
 
@@ -197,104 +177,6 @@ def test_a_weight_sender(
     run(test())
 
 
-def test_a_file_comes_in_parts(control: Control, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        for part, seed in ((7, 1), (1000, 2), (2**24, 3)):
-            if part == 7:
-                content = save({NORM: new_weights(folder, seed)[NORM]}, metadata={"format": "pt"})
-            else:
-                content = save(new_weights(folder, seed, "bfloat16"))
-            monkeypatch.setattr(control_module, "PART", part)
-            await control.begin_update(complete=part != 7)
-            await control.receive_file(content)
-            await control.finish_update()
-            if part != 7:
-                assert await control.checksums() == checksums(folder, seed, "bfloat16")
-
-    run(test())
-
-
-def header(told: Any, size: int) -> bytes:
-    text = json.dumps(told).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(size)
-
-
-def one(**changes: Any) -> dict[str, Any]:
-    return {NORM: {"dtype": "F32", "shape": [64], "data_offsets": [0, 256]} | changes}
-
-
-FILES: dict[str, tuple[bytes, str]] = {
-    "pickle": (pickle.dumps({"a": 1}), "a pickle, which is never read here; send the bytes of a safetensors file"),
-    "zip": (b"PK\3\4" + bytes(100), "a zip archive, as torch.save makes it; send"),
-    "empty": (b"", "not a safetensors file"),
-    "text": (b'{"names": []}', "not a safetensors file"),
-    "long header": ((2**62).to_bytes(8, "little") + b"{}" + bytes(9), "its header would have"),
-    "cut header": (header(one(), 0)[:30], "end in the middle of a safetensors header"),
-    "cut": (header(one(), 100), "tells of 256 bytes of tensors, and 100 came"),
-    "more": (header(one(), 300), "tells of 256 bytes of tensors, and 300 came"),
-    "no json": (header("x", 0).replace(b'"x"', b"{x}"), "header cannot be read"),
-    "deep": (header({}, 0)[:0] + (4000).to_bytes(8, "little") + b'{"a":' + b"[" * 3995, "header cannot be read"),
-    "offsets": (header(one(data_offsets=[8, 264]), 264), "bytes 8 to 264, not its size"),
-    "negative": (header(one(data_offsets=[-256, 0]), 256), "bytes -256 to 0"),
-    "words": (header(one(data_offsets=["a", "b"]), 256), "bytes 'a' to 'b'"),
-    "dtype": (header(one(dtype="I64"), 256), "has dtype 'I64'"),
-    "shape": (header(one(shape=[8, 8]), 256), "has shape"),
-    "name": (header({"x": one()[NORM]}, 256), "'x' is not a tensor of this model"),
-    "nothing": (header({}, 0), "tells of 0 bytes"),
-}
-
-
-@pytest.mark.parametrize("case", FILES)
-def test_bytes_that_are_no_such_file(control: Control, run: Run, case: str) -> None:
-    content, told = FILES[case]
-
-    async def test() -> None:
-        await control.begin_update()
-        async with refused(control, 400, told):
-            await control.receive_file(content)
-
-    run(test())
-
-
-def test_folders_and_files_on_disk(
-    client: InProcessClient, control: Control, folder: Path, run: Run, tmp_path: Path
-) -> None:
-    async def take(path: Path) -> str:
-        await control.begin_update()
-        await control.receive_folder(str(path))
-        return await control.finish_update()
-
-    async def test() -> None:
-        newest = int(await client.call("get_weight_version"))
-        plain, marked = tmp_path / "plain", tmp_path / "marked"
-        plain.mkdir()
-        weights = new_weights(folder, 4)
-        save_file({name: weights[name] for name in list(weights)[:9]}, plain / "a.safetensors")
-        save_file({name: weights[name] for name in list(weights)[9:]}, plain / "b.safetensors")
-        assert await take(plain) == str(newest + 1)
-        assert await control.checksums() == checksums(folder, 4)
-        write_folder(marked, new_weights(folder, 6), version=newest + 7, max_file_bytes=100_000)
-        assert await take(marked) == str(newest + 7)
-        assert await control.checksums() == checksums(folder, 6)
-        save_file(weights, plain / "c.safetensors")
-        assert await take(plain / "c.safetensors") == str(newest + 8)
-        (marked / "weights-00002.safetensors").write_bytes(b"x")
-        (tmp_path / "empty").mkdir()
-        torch.save(weights, tmp_path / "model.bin")
-        for path, told in (
-            (tmp_path / "nowhere", "no such file or folder on the engine's machine"),
-            (tmp_path / "empty", "the folder has no .safetensors file"),
-            (tmp_path / "model.bin", "model.bin cannot be read as safetensors"),
-            (marked, "weights-00002.safetensors has 1 bytes"),
-            (plain, "came twice"),
-        ):
-            await control.begin_update()
-            async with refused(control, 400, told):
-                await control.receive_folder(str(path))
-
-    run(test())
-
-
 def test_an_update_is_applied_during_a_pause(
     client: InProcessClient, control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
@@ -359,6 +241,30 @@ def test_snapshots(control: Control, trainer: TrainerProcess, run: Run) -> None:
         assert await control.changed_tensors(await control.checksums()) == []
 
     run(test())
+
+
+def test_a_group_ends_at_once_whoever_still_holds_the_error(
+    control: Control, trainer: TrainerProcess, run: Run
+) -> None:
+    """Its frames hold what was under way, which would keep the sockets open until somebody collects cycles."""
+
+    async def test() -> None:
+        await trainer.join(control, "short")
+        await control.begin_update()
+        trainer.say("send", group="short", names=[NORM, UP], numbers=30_000)
+        async with refused(control, 400, "sent more than"):
+            await control.receive_broadcast("short", [TensorSpec(NORM, "float32", (64,))])
+        began = time.monotonic()
+        assert (await trainer.answer()).startswith("failed")
+        assert time.monotonic() - began < 5.0
+        await trainer.leave("short")
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(test())
+    finally:
+        gc.enable()
 
 
 def test_what_kind_of_engine_it_is(control: Control, run: Run) -> None:

@@ -1,0 +1,166 @@
+"""What TRL's clients of a vLLM server make of this one. Run by an interpreter that has TRL; prints what it saw as JSON.
+
+`python with_trl_client.py URL MODEL_FOLDER`. TRL wants a package named `vllm`, of which it takes the trainer's half of
+the weight transfer; the one made here meets the server in an ordinary gloo group, so that the real bytes travel.
+"""
+# pyright: reportMissingImports=false
+
+import hashlib
+import json
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import requests
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+URL, FOLDER = sys.argv[1:3]
+PROMPTS = [[5, 6, 7], [8, 9]]
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+class Communicator:
+    """What vLLM calls a group; TRL lets it go by taking its store and socket away."""
+
+    def __init__(self) -> None:
+        self.group = types.SimpleNamespace(store=None, socket=None)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        dist.broadcast(tensor, src)
+
+
+def trainer_init(info: dict[str, Any]) -> Communicator:
+    address = f"tcp://{info['master_address']}:{info['master_port']}"
+    size, patience = info["world_size"], timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=address, rank=0, world_size=size, timeout=patience)
+    return Communicator()
+
+
+def producer(
+    iterator: Iterator[tuple[str, Tensor]],
+    group: Communicator,
+    src: int,
+    post_iter_func: Callable[[tuple[str, Tensor]], Tensor],
+) -> None:
+    """vLLM's packed format; all of a small model is one run."""
+    flat = [post_iter_func(item).detach().contiguous().view(-1).view(torch.uint8) for item in iterator]
+    group.broadcast(torch.cat(flat), src)
+
+
+def pretend_vllm() -> None:
+    parts: dict[str, dict[str, Any]] = {
+        "vllm": {"__version__": "0.31.0"} | dict.fromkeys(("LLM", "RequestOutput", "SamplingParams"), object),
+        "vllm.sampling_params": {"StructuredOutputsParams": object},
+        "vllm.utils": {},
+        "vllm.utils.network_utils": {"get_ip": lambda: "127.0.0.1", "get_open_port": free_port},
+        "vllm.distributed": {},
+        "vllm.distributed.weight_transfer": {},
+        "vllm.distributed.weight_transfer.nccl_common": {"trainer_init": trainer_init},
+        "vllm.distributed.weight_transfer.packed_tensor": {"packed_nccl_broadcast_producer": producer},
+    }
+    for name, content in parts.items():
+        module = types.ModuleType(name)
+        module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
+        vars(module).update(content)
+        sys.modules[name] = module
+
+
+pretend_vllm()
+
+from trl.experimental.async_grpo.vllm_client import VLLMClient as AsyncClient  # noqa: E402
+from trl.experimental.async_grpo.weight_transfer import WeightTransferClient  # noqa: E402
+from trl.generation.vllm_client import VLLMClient  # noqa: E402
+
+
+def a_model(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FOLDER), dtype=torch.float32)
+
+
+def checksums(model: Any) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(parameter.detach().contiguous().numpy().tobytes()).hexdigest()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def compared(model: Any) -> dict[str, Any]:
+    """Whether the server has these weights, to the bit."""
+    body = {"action": "compare", "baseline": checksums(model)}
+    return requests.post(f"{URL}/weight_checker", json=body).json()
+
+
+def ours(body: dict[str, Any], path: str = "/v1/completions") -> Any:
+    return requests.post(URL + path, json=body).json()
+
+
+def sampling(client: VLLMClient) -> dict[str, Any]:
+    seeded = {"seed": 3, "ignore_eos": True}
+    chat = [[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Hey"}]]
+    return {
+        "generated": client.generate(PROMPTS, n=2, max_tokens=4, generation_kwargs=seeded),
+        "best": client.generate(PROMPTS, n=1, max_tokens=4, logprobs=3, generation_kwargs=seeded),
+        "texts": client.generate(["Hello", "Goodbye"], max_tokens=3),
+        "without": client.generate(PROMPTS, max_tokens=2, logprobs=None)["logprobs"],
+        "many": len(client.generate([[4, i] for i in range(3, 67)], n=8, max_tokens=1)["completion_ids"]),
+        "chatted": client.chat(chat, n=2, max_tokens=3),
+        "scored": client.get_sequence_logprobs([[5, 6, 7, 8, 9]], [2], top_logprobs=100),
+    }
+
+
+def whole_update(client: VLLMClient) -> dict[str, Any]:
+    client.init_communicator(torch.device("cuda"))  # its only look at the device is at its type
+    one, other = a_model(1), a_model(2)
+    client.update_model_params(one)
+    first = compared(one)
+    with client.weight_update():  # tensor by tensor
+        for name, parameter in other.named_parameters():
+            client.update_named_param(name, parameter.data)
+    client.reset_prefix_cache()
+    client.close_communicator()
+    dist.destroy_process_group()
+    return {"first": first, "second": compared(other)}
+
+
+def update_in_flight() -> dict[str, Any]:
+    """As AsyncGRPO does it: requests are frozen, and go on."""
+    model, client = a_model(3), AsyncClient(URL)
+    told = [(name, str(each.dtype).removeprefix("torch."), list(each.shape)) for name, each in model.named_parameters()]
+    names, dtypes, shapes = (list(column) for column in zip(*told, strict=True))
+    transfer = WeightTransferClient(client, {"names": names, "dtype_names": dtypes, "shapes": shapes})
+    transfer.init_weight_transfer()
+    replies: list[Any] = []
+    body = {"prompt": [5, 6, 7], "max_tokens": 400, "seed": 2**63 - 1, "logprobs": 0, "ignore_eos": True, "n": 1}
+    thread = threading.Thread(target=lambda: replies.append(ours(body | {"return_token_ids": True})))
+    thread.start()
+    while not requests.get(f"{URL}/stats").json()["engine"]["num_running"]:
+        assert thread.is_alive()
+    transfer.pause()
+    transfer.send_weights((name, parameter.data) for name, parameter in model.named_parameters())
+    transfer.resume()
+    thread.join(60)
+    transfer.destroy()
+    dist.destroy_process_group()
+    return {"weights": compared(model), "choice": replies[0]["choices"][0], "length": client.get_max_model_len()}
+
+
+torch.set_num_threads(1)
+PartialState(cpu=True)  # TRL's logging asks for it
+client = VLLMClient(base_url=URL, group_port=free_port(), connection_timeout=10)
+seen = {"info": client.get_server_info(), "model": client.model} | sampling(client)
+seen |= {"updates": whole_update(client), "in_flight": update_in_flight()}
+print(json.dumps(seen))
