@@ -203,6 +203,11 @@ class EngineClient(ABC):
             self._calls.pop(call_id, None)
         return msgspec.convert(value, RESULTS[name]) if name in RESULTS else value
 
+    def end_calls(self, problem: Exception) -> None:
+        """Whoever waits for a call gets `problem`; the engine may go on with it."""
+        for call_id in list(self._calls):
+            self._answer(call_id, lambda future: future.set_exception(problem))
+
     @abstractmethod
     async def start(self) -> None:
         """Build the engine; returns when it is ready. Raises what kept it from being built."""

@@ -91,11 +91,11 @@ class Server:
         asyncio.get_running_loop().call_later(self.config.drain_timeout, self.end_all)
 
     def end_all(self) -> None:
-        """Abort all that runs; clients are told."""
+        """Abort all that runs; clients are told, and trainers."""
+        problem = ApiError(503, "the server is shutting down.", code="draining", headers=retry_after(1.0))
         for exchange in list(self.exchanges):
-            exchange.end(
-                ApiError(503, "the server is shutting down.", code="draining", headers=retry_after(1.0)),
-            )
+            exchange.end(problem)
+        self.client.end_calls(problem)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

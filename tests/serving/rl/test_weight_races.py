@@ -19,6 +19,7 @@ from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.in_process import InProcessClient
+from nano_inference.serving.server import Server
 from nano_inference.serving.weight_link import WeightLink
 from tests.models.tiny import tiny_llama
 from tests.serving.engines import config_of
@@ -134,6 +135,21 @@ def test_a_name_that_no_version_may_have(control: Control, run: Run, part: bytes
         assert caught.value.status == 400
         await control.receive_file(part)
         assert (await control.finish_update()).isdigit()
+
+    run(test())
+
+
+def test_a_trainer_is_told_that_the_server_stops(client: InProcessClient, run: Run) -> None:
+    async def test() -> None:
+        server = Server(ServerConfig(rl=True, rl_timeout=2.0), client)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            port = silent.getsockname()[1]
+            joining = asyncio.create_task(server.control.join_group("g", "127.0.0.1", port, rank=1, world_size=2))
+            await asyncio.sleep(0.2)
+            server.end_all()
+            with pytest.raises(ApiError, match="shutting down") as caught:
+                await asyncio.wait_for(joining, 5)
+        assert caught.value.status == 503
 
     run(test())
 

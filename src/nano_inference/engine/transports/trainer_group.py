@@ -23,7 +23,10 @@ from nano_inference.engine.transports.group import (
 )
 from nano_inference.engine.transports.interface import Deadline
 from nano_inference.engine.transports.reuse import ReusedMemory
+from nano_inference.engine.transports.unanswered import before
 from nano_inference.errors import WeightTransferError
+
+GRACE = 0.5  # seconds that the backend has to say itself who did not come
 
 
 class TrainerGroup:
@@ -117,7 +120,13 @@ def join_trainer(
     watch = _watch(address, deadline)
     try:
         room = default_room(backend) if name is None else f"{name}/{device_room(name, backend)}"
-        made = join_group(store, room, rank, world_size, backend, device, watch.getsockname()[0], deadline)
+        host = watch.getsockname()[0]
+        made = before(  # a store whose process was stopped keeps whoever asks it, whatever its deadline
+            deadline,
+            lambda: join_group(store, room, rank, world_size, backend, device, host, deadline),
+            f"tcp://{address[0]}:{address[1]}",
+            grace=GRACE,
+        )
     except BaseException:
         watch.close()
         raise

@@ -18,6 +18,7 @@ class _Call(Generic[Made]):
 
     made: Made | None = None
     problem: BaseException | None = None
+    is_awaited = True
 
     def __init__(self, make: Callable[[], Made]) -> None:
         self._make = make
@@ -28,25 +29,31 @@ class _Call(Generic[Made]):
         try:
             self.made = self._make()
         except BaseException as problem:
-            self.problem = problem
+            if self.is_awaited:
+                self.problem = problem
         finally:
             _places.release()
             self.done.set()
 
 
-def before(deadline: Deadline, make: Callable[[], Made], what: str) -> Made:
+def before(deadline: Deadline, make: Callable[[], Made], what: str, *, grace: float = 0.0) -> Made:
     """What `make` returns or raises.
 
-    Raises `WeightTransferError` at the deadline, and `WeightUpdateConflict` where too many such calls are under way or
-    hang; `what` names the other side.
+    Raises `WeightTransferError` at the deadline, or `grace` seconds later where the call usually keeps it and says
+    more, and `WeightUpdateConflict` where too many such calls are under way or hang; `what` names the other side.
     """
     if not _places.acquire(blocking=False):
         raise WeightUpdateConflict(f"{MOST} peers have accepted a connection and say nothing yet; {what} has to wait.")
     call = _Call(make)
     threading.Thread(target=call.run, name=f"call of {what}", daemon=True).start()
-    if not call.done.wait(max(deadline.left(), 0.001)):
+    if not call.done.wait(max(deadline.left(), 0.001) + grace):
+        call.is_awaited = False
         raise WeightTransferError(f"{what} accepted a connection and said nothing within {deadline.seconds:g} s.")
-    if call.problem is not None:
-        raise call.problem
+    problem, call.problem = call.problem, None
+    if problem is not None:
+        try:
+            raise problem
+        finally:
+            del problem  # else its frames hold it, and the sockets of what was made on the way
     assert call.made is not None
     return call.made
