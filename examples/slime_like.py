@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import torch
@@ -96,12 +96,19 @@ class Rollouts:
                     worker.result()
             require(time.monotonic() < until, "no rollout runs")
 
+    def __enter__(self) -> Self:
+        """They are under way already."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Begin no more, also if the trainer has failed."""
+        self._stop.set()
+        self._pool.shutdown()
+
     def finish(self) -> list[Sample]:
         """All samples; those under way end first."""
         self._stop.set()
-        samples = [sample for worker in self._workers for sample in worker.result(PATIENCE)]
-        self._pool.shutdown()
-        return samples
+        return [sample for worker in self._workers for sample in worker.result(PATIENCE)]
 
     def _work(self) -> list[Sample]:
         samples: list[Sample] = []
@@ -273,7 +280,7 @@ def main() -> None:
     given = parser.parse_args()
 
     engine = Engine(given.url)
-    dtype = getattr(torch, engine.get("/server_info")["dtype"])  # others would be converted there
+    dtype = getattr(torch, engine.get("/server_info")["dtype"])  # so that what is sent is what serves, to the bit
     folder = given.model or Path(engine.get("/model_info")["tokenizer_path"])
     weights: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -281,13 +288,13 @@ def main() -> None:
     require(bool(weights), f"{folder} has no safetensors")
     trainer = Trainer(engine, weights, given.mode, given.bucket_bytes)
     trainer.connect()
-    rollouts = Rollouts(Engine(given.url), given.requests, given.max_tokens)
-    for _ in range(given.updates):
-        trainer.step()
-        rollouts.wait_until_under_way()
-        trainer.publish()
-        trainer.check()
-    samples = rollouts.finish()
+    with Rollouts(Engine(given.url), given.requests, given.max_tokens) as rollouts:
+        for _ in range(given.updates):
+            trainer.step()
+            rollouts.wait_until_under_way()
+            trainer.publish()
+            trainer.check()
+        samples = rollouts.finish()
     check_samples(samples, given.mode, trainer.version, given.max_tokens)
     trainer.disconnect()
     told = {

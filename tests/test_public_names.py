@@ -52,7 +52,8 @@ NAMES = {
     *("KVCacheManager", "PagedKVCache", "RadixKVCache", "WeightSyncManager", "WeightUpdate", "WeightPatch"),
     *("schedule", "sample_with_logprobs", "model_forward", "compute_block_hash"),
     *("NanoInferenceError", "ConfigError", "ModelLoadError", "InvalidRequest", "RequestTooLarge"),
-    *("VersionGone", "WeightUpdateError", "RequestAborted", "EngineDead"),
+    *("VersionGone", "WeightUpdateError", "WeightUpdateConflict", "WeightTransferError"),
+    *("RequestAborted", "EngineDead"),
 }
 
 FIELDS: dict[type, dict[str, Any]] = {
@@ -147,6 +148,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "raw_logprobs": None,
         "cached_tokens": 0,
         "queued": 0.0,
+        "log_kept_mass": None,
     },
     VersionSpan: {"version": REQUIRED, "start": REQUIRED, "end": REQUIRED},
     SamplingMask: {"offsets": REQUIRED, "token_ids": REQUIRED},

@@ -16,6 +16,8 @@ from nano_inference.errors import (
     RequestAborted,
     RequestTooLarge,
     VersionGone,
+    WeightTransferError,
+    WeightUpdateConflict,
     WeightUpdateError,
 )
 from nano_inference.kv_cache.block_hash import compute_block_hash
@@ -92,7 +94,9 @@ __all__ = [
     "VersionSpan",
     "WeightPatch",
     "WeightSyncManager",
+    "WeightTransferError",
     "WeightUpdate",
+    "WeightUpdateConflict",
     "WeightUpdateError",
     "compute_block_hash",
     "model_forward",

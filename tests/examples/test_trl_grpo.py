@@ -27,7 +27,7 @@ def test_the_run_of_the_documents_holds_the_bound_and_learned(tmp_path: Path) ->
         assert len(run["steps"]) >= 20
         assert run["tests"][-1]["reward"] > run["tests"][0]["reward"] + 0.25
     assert max(step["max_difference"] for step in exact["steps"]) < 1e-3
-    assert min(step["max_difference"] for step in rounded["steps"]) > 1e-3
+    assert max(step["max_difference"] for step in rounded["steps"]) > 0.1
     plot(runs, tmp_path / "drawn" / "runs.png")
     assert (tmp_path / "drawn" / "runs.png").read_bytes().startswith(b"\x89PNG")
 

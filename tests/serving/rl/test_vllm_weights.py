@@ -182,10 +182,10 @@ def test_what_is_computed_again_is_what_the_pause_said(url: str, trainer: Traine
 
 
 def test_a_wrong_order_changes_nothing(url: str, tiny_folder: Path, trainer: Trainer) -> None:
-    trainer.join()
     before = serving(url)
     told = {"update_info": described(tiny_folder)}
     assert "start" in ask(url, UPDATE, told, 409)["message"]
+    trainer.join()
     ask(url, FINISH, None, 409)
     ask(url, START)
     ask(url, START, None, 409)
@@ -198,6 +198,8 @@ def test_a_wrong_order_changes_nothing(url: str, tiny_folder: Path, trainer: Tra
     ask(url, FINISH)
     assert serving(url)[1] == checksums(tiny_folder, 5)
     ask(url, FINISH, None, 409)
+    assert "start" in ask(url, UPDATE, told, 409)["message"]
+    assert "no weight transfer group" in ask(url, START, None, 409)["message"], "it may have sent already"
 
 
 def changed(folder: Path, **changes: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 Run as `python with_miles.py URL`, where Miles is. It prints what the sample has become, as JSON.
 """
+# pyright: reportMissingImports=false
 
 import asyncio
 import json

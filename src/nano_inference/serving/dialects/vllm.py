@@ -204,9 +204,9 @@ class Transfer:
 
     async def update(self, fields: Fields) -> dict[str, Any]:
         """`/update_weights`. What fails ends the update and the group; the old weights serve on."""
-        if not self._control.session_open:
-            raise ApiError(409, "no weight update is open; call /start_weight_update before /update_weights.")
         try:
+            if not self._control.session_open:
+                raise ApiError(409, "no weight update is open; call /start_weight_update before /update_weights.")
             await self._require_group()
             info = _update_info(fields)
             if info.value("num_updates_list") is not None:
