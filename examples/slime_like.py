@@ -2,7 +2,7 @@
 group, while rollouts are under way. It imports nothing of nano-inference: what it says is SGLang's.
 
     nano-inference serve MODEL --rl
-    python examples/slime_like.py http://127.0.0.1:8000 MODEL_FOLDER --mode abort
+    python examples/slime_like.py http://127.0.0.1:8000 --mode abort
 
 Training is left out: a "step" adds a little noise to all weights. In mode `abort`, slime's, rollouts are cut off at
 each update and go on afterwards from the tokens that they have; with `retract` and `in_place`, which Miles has, they
@@ -271,7 +271,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Drive a server as slime does.")
     parser.add_argument("url", help="of the server")
-    parser.add_argument("model", type=Path, help="folder of the model that it serves")
+    parser.add_argument("model", type=Path, nargs="?", help="folder of its model; default: the one that it serves from")
     parser.add_argument("--mode", choices=("abort", "retract", "in_place"), default="abort")
     parser.add_argument("--updates", type=int, default=2)
     parser.add_argument("--requests", type=int, default=4, help="rollouts at a time")
@@ -281,9 +281,11 @@ def main() -> None:
 
     engine = Engine(given.url)
     dtype = getattr(torch, engine.get("/server_info")["dtype"])  # so that what is sent is what serves, to the bit
+    folder = given.model or Path(engine.get("/model_info")["tokenizer_path"])
     weights: dict[str, Tensor] = {}
-    for path in sorted(given.model.glob("*.safetensors")):
+    for path in sorted(folder.glob("*.safetensors")):
         weights |= {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
+    require(bool(weights), f"{folder} has no safetensors")
     trainer = Trainer(engine, weights, given.mode, given.bucket_bytes)
     trainer.connect()
     with Rollouts(Engine(given.url), given.requests, given.max_tokens) as rollouts:

@@ -1,5 +1,6 @@
 """`Control`: what a trainer may do to the engine, whatever its dialect. It lives in the API process and keeps order."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -12,6 +13,8 @@ from nano_inference.serving.messages import GroupKind
 from nano_inference.serving.versions import checked_name
 from nano_inference.serving.weight_calls import WeightCalls
 from nano_inference.types import EngineStats, KvPolicy, Memory, PauseMode
+
+log = logging.getLogger("nano_inference.serving")
 
 SLACK = 30.0  # seconds in which an engine that keeps a deadline itself has said that it is over
 SEND = "send the bytes of a safetensors file, those of safetensors.torch.save(state_dict)."
@@ -205,7 +208,9 @@ class Control:
         """
         policy: KvPolicy = kv_policy or self.pause_policy or "keep"
         async with self._weights.next(timeout) as (session, seconds):
-            return await self._weights.finish(session, seconds, version, kv_policy=policy)
+            name = await self._weights.finish(session, seconds, version, kv_policy=policy)
+        log.info("weight version %s serves; requests that ran: %s.", name, policy)
+        return name
 
     async def cancel_update(self, reason: str) -> bool:
         """Forget the session, if one is open."""

@@ -142,7 +142,7 @@ def add_routes(router: APIRouter, server: Server, method: str, answers: Mapping[
         return route
 
     for path, answer in answers.items():
-        router.add_api_route(path, route_of(answer), methods=[method])
+        router.add_api_route(path, route_of(answer), methods=[method], name=path.strip("/"))
 
 
 def tensors_of(fields: Fields, dtypes: str) -> list[TensorSpec]:
