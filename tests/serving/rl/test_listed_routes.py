@@ -45,3 +45,12 @@ def test_each_answers(rl_server: str, listed: str) -> None:
                     assert told.get("success", False) is False, where
         client.post("/resume").raise_for_status()
         assert client.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_the_document_names_them(rl_server: str) -> None:
+    documented = (
+        httpx.get(f"{rl_server}/openapi.json", timeout=60).raise_for_status().json()["paths"]
+    )  # without warnings
+    words = (VLLM + SGLANG + OTHERS).split()
+    for method, path in zip(words[::2], words[1::2], strict=True):
+        assert method.lower() in documented[path], path

@@ -1,12 +1,12 @@
 """The routes that two dialects have under one path. Their replies hold what either of them looks for."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter
 
 import nano_inference
-from nano_inference.serving.dialects.reading import Fields, fields_of
-from nano_inference.serving.edge.replies import json_reply
+from nano_inference.serving.dialects.reading import Answer, Fields, add_routes
 from nano_inference.serving.errors import ApiError, bad_request
 from nano_inference.serving.server import Server
 
@@ -14,28 +14,27 @@ from nano_inference.serving.server import Server
 def routes(server: Server) -> APIRouter:
     """The routes."""
     router = APIRouter()
-
-    @router.get("/server_info", summary="What serves, as trainers ask for it")
-    async def info(request: Request) -> Response:
-        fields = await fields_of(request, server)
-        said = await server_info(server)
-        if fields.word("config_format", ("json", "text"), "json") == "text":
-            said["vllm_config"] = str(said["vllm_config"])
-        return json_reply(200, said)
-
-    @router.post("/update_weight_version", summary="Name the weights that serve")
-    async def update_weight_version(request: Request) -> Response:
-        return await _name_version(server, await fields_of(request, server))
-
-    @router.api_route("/flush_cache", methods=["GET", "POST"], summary="Forget cached prefixes, if nothing runs")
-    async def flush_cache(request: Request) -> Response:
-        await fields_of(request, server)
-        return await _flush_cache(server)
-
+    gets: Mapping[str, Answer] = {
+        "/flush_cache": lambda _: _flush_cache(server),
+        "/server_info": lambda fields: _info(server, fields),
+    }
+    posts: Mapping[str, Answer] = {
+        "/flush_cache": lambda _: _flush_cache(server),
+        "/update_weight_version": lambda fields: _name_version(server, fields),
+    }
+    add_routes(router, server, "GET", gets)
+    add_routes(router, server, "POST", posts)
     return router
 
 
-async def _name_version(server: Server, fields: Fields) -> Response:
+async def _info(server: Server, fields: Fields) -> dict[str, Any]:
+    said = await server_info(server)
+    if fields.word("config_format", ("json", "text"), "json") == "text":
+        said["vllm_config"] = str(said["vllm_config"])
+    return said
+
+
+async def _name_version(server: Server, fields: Fields) -> dict[str, Any]:
     version = fields.version("new_version")
     if version is None:
         raise bad_request("new_version is missing; it must be a string.", "new_version")
@@ -44,17 +43,17 @@ async def _name_version(server: Server, fields: Fields) -> Response:
         await server.control.abort(None)
     await server.control.name_version(version)
     message = f"the weights that serve are version {version}."
-    return json_reply(200, {"success": True, "message": message, "new_version": version})
+    return {"success": True, "message": message, "new_version": version}
 
 
-async def _flush_cache(server: Server) -> Response:
+async def _flush_cache(server: Server) -> dict[str, Any]:
     try:
         await server.control.flush_cache(only_idle=True)
     except ApiError as problem:
         if problem.status != 409:
             raise
         raise ApiError(400, problem.message) from None  # at which SGLang's clients ask again
-    return json_reply(200, {"success": True, "flushed": True, "message": "the prefix cache is empty."})
+    return {"success": True, "flushed": True, "message": "the prefix cache is empty."}
 
 
 async def server_info(server: Server) -> dict[str, Any]:
