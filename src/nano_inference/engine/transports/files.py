@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -80,7 +80,7 @@ class WeightFolder:
 
     def _buckets(self, files: list[Path], deadline: Deadline) -> Iterator[Bucket]:
         for file in files:
-            for bucket in read_folder(file):
+            for bucket in _copied(read_folder(file)):
                 deadline.check(f"{file} was not read")
                 yield bucket
 
@@ -102,7 +102,7 @@ class WeightFiles:
             if (self.path / MARKER).is_file():
                 incoming = WeightFolder(self.path).receive(shapes, deadline)
             else:
-                incoming = Incoming(None, read_folder(self.path))
+                incoming = Incoming(None, _copied(read_folder(self.path)))
         return Incoming(incoming.version, self._buckets(incoming.buckets, deadline))
 
     def close(self) -> None:
@@ -122,6 +122,14 @@ class WeightFiles:
             folder = self.path if self.path.is_dir() else self.path.parent
             told = str(problem).replace(f"{folder}{os.sep}", "").replace(str(folder), "the folder")
             raise type(problem)(told) from problem
+
+
+def _copied(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+    """Tensors of their own. Those of a file are its pages: written over before the update is applied, they would be the
+    new file's, and of one that was cut short they would end the process.
+    """
+    for bucket in buckets:
+        yield {name: tensor.clone() for name, tensor in cast(Mapping[str, Tensor], bucket).items()}
 
 
 def _read_marker(path: Path) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """Calls of an update that are lost, overtaken, at the same time, or a moment too late."""
 
 import asyncio
+import hashlib
 import socket
+import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -125,6 +128,25 @@ def test_an_update_that_is_applied_as_its_deadline_passes(folder: Path, part: by
             link.finish_update(2, 8, "keep", 1e-9)
         engine.step()
         assert engine.get_weight_version() == 7
+
+
+def test_a_file_that_is_written_over_before_the_update_is_applied(folder: Path, tmp_path: Path) -> None:
+    first, second = ({NORM: new_weights(folder, seed)[NORM]} for seed in (1, 2))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(save(first))
+    with InferenceEngine(config_of(folder)) as engine:
+        link = WeightLink(engine)
+        link.begin_update(1)
+        link.receive_folder(1, str(tmp_path), 5.0)
+        with file.open("r+b") as same:
+            same.write(save(second))
+        with ThreadPoolExecutor(1) as pool:
+            finishing = pool.submit(link.finish_update, 1, 1, "keep", 5.0)
+            while not finishing.done():
+                engine.step()
+                time.sleep(0.01)
+        served = engine.weights_checksum()[NORM]
+    assert served == hashlib.sha256(first[NORM].numpy().data).hexdigest()
 
 
 def test_a_name_that_no_version_may_have(control: Control, run: Run, part: bytes) -> None:
