@@ -7,6 +7,7 @@ update       all weights from a second process over gloo while streams run: how 
 """
 
 import asyncio
+import json
 import os
 import statistics
 import sys
@@ -19,7 +20,7 @@ import psutil
 
 from benchmarks import servers, weight_transfer
 from benchmarks.arrival import gaps_ending_in
-from benchmarks.load import Ask, Load, drive, run, token_requests
+from benchmarks.load import Ask, Load, Target, drive, run, token_requests
 from benchmarks.machine import handover_ns, placement
 from benchmarks.measure import Row, console, show, spread
 from benchmarks.ours import Options, opened
@@ -29,12 +30,13 @@ from benchmarks.peers.process import PeerFailed, Worker
 from benchmarks.rl import RUNNING, run_many, seconds_of
 from benchmarks.serve import Choice, log_of, under_load
 from benchmarks.servers import Running
+from benchmarks.wire import connect
 from benchmarks.wire_trainer import FLOWS
 
 PARTS = ("logprobs", "update")
 PLAIN = "/v1/completions, none"
 STREAMED = 600  # tokens of each stream that an update meets
-LEAD = 4.0  # seconds that streams run before it
+LEAD = 60  # that each has on average when the update sets out
 AFTER = 0.5  # seconds behind it in which they have had a token of the new weights
 
 
@@ -216,10 +218,22 @@ def over_the_wire(server: Running, worker: Worker, flow: str, options: Options, 
 async def meet(server: Running, worker: Worker, flow: str, number: int) -> tuple[Load, dict[str, Any]]:
     """Streams, and an update that comes when they run."""
     asks = token_requests(RUNNING, 32, STREAMED, stream=True, seed=30_000 + number)
+    before = await completion_tokens(server.target)
     streams = asyncio.create_task(drive(server.target, asks, concurrency=RUNNING))
-    await asyncio.sleep(LEAD)
+    while await completion_tokens(server.target) < before + RUNNING * LEAD:
+        await asyncio.sleep(0.05)
     told = await asyncio.to_thread(worker.ask, {"flow": flow})
     return await streams, told
+
+
+async def completion_tokens(target: Target) -> int:
+    """That the server's engine has drawn so far."""
+    connection = await connect(*target.address)
+    try:
+        reply = await connection.ask(target.request("/stats"), 30.0)
+    finally:
+        connection.close()
+    return int(json.loads(reply.body)["engine"]["completion_tokens"])
 
 
 LOGPROB_COLUMNS: dict[str, Callable[[Row], Any]] = {

@@ -6,14 +6,11 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models
 
 from benchmarks import arrival, load, plots, serve, servers
 from benchmarks.arrival import gaps_ending_in
@@ -23,25 +20,6 @@ from benchmarks.peers.compare import OURS
 from benchmarks.peers.process import PeerFailed
 from benchmarks.serve import ALONE, Choice, Seen, prompts_of, targets, token_prompts
 from benchmarks.wire import Broken
-from tests.models.tiny import tiny_llama
-
-
-@pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> Options:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_llama(folder, vocab_size=49_152, hidden=16, inner=16, num_heads=2, num_kv_heads=1, layers=1, tie=True)
-    words = Tokenizer(models.WordLevel({f"w{place}": place for place in range(49_152)}, unk_token="w0"))
-    words.decoder = decoders.ByteLevel()  # every id has a text that does not wait for the next one
-    words.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text("{}")
-    return Options(model=str(folder), dtype="float32", backend="reference", threads=1, repeats=1)
-
-
-@pytest.fixture(autouse=True)
-def threads_are_left_as_they_were() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_engine_alone_runs_the_same_loop(options: Options) -> None:
