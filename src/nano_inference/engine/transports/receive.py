@@ -5,6 +5,7 @@ import threading
 import traceback
 from typing import Any, Literal
 
+from nano_inference.engine.transports.background import step_back
 from nano_inference.engine.transports.interface import Deadline, Shapes, WeightTransport
 from nano_inference.engine.weight_sync import WeightSyncManager
 from nano_inference.engine.weight_update import WeightUpdate
@@ -135,6 +136,7 @@ class _Arrivals:
             teardown.join(GRACE)
 
     def _bring(self) -> None:
+        step_back()
         try:
             incoming = self.transport.receive(self.shapes, self.deadline)
             self._put("version", incoming.version)

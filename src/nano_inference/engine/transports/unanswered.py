@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from nano_inference.engine.transports.background import step_back
 from nano_inference.engine.transports.interface import Deadline
 from nano_inference.errors import WeightTransferError, WeightUpdateConflict
 
@@ -26,6 +27,7 @@ class _Call(Generic[Made]):
 
     def run(self) -> None:
         """On its thread."""
+        step_back()
         try:
             self.made = self._make()
         except BaseException as problem:

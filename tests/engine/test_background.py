@@ -1,0 +1,41 @@
+"""Threads that bring weights go behind those that decode."""
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from nano_inference.engine.transports.background import NICENESS, step_back
+from nano_inference.engine.transports.interface import Deadline
+from nano_inference.engine.transports.unanswered import before
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux")
+
+
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def in_a_thread(run: Callable[[], object]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(10)
+
+
+def test_a_thread_steps_back_with_those_that_it_starts_and_no_others() -> None:
+    own, seen = niceness(), list[int]()
+
+    def bring() -> None:
+        step_back()
+        seen.append(niceness())
+        in_a_thread(lambda: seen.append(niceness()))
+
+    in_a_thread(bring)
+    assert seen == [NICENESS, NICENESS]
+    assert niceness() == own
+
+
+def test_groups_are_made_by_such_threads() -> None:
+    assert before(Deadline(5), niceness, "the trainer") == NICENESS
