@@ -1,9 +1,15 @@
 """Profiles of hypothesis (`mutants` reports the first failure without searching for a smaller one), options, Ctrl-C."""
 
+import os
 import signal
 
 import pytest
+import torch
 from hypothesis import Phase, settings
+
+# Where there is no GPU the Triton kernels run in its interpreter, which must be known before it is first imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
 

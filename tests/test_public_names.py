@@ -76,6 +76,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
         "lookahead": None,
+        "batch_invariant": None,
         "num_threads": None,
         "seed": None,
     },

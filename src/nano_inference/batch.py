@@ -49,6 +49,8 @@ class ForwardBatch:
     num_prompt_tokens: int  # rows that belong to prompts, for the books
     best_rows: Tensor = NOTHING  # [T] those of score_rows whose most probable next tokens are wanted too
     num_best: int = 0  # how many of them; 0 where nobody wants any
+    # int64 [1]: numbers from one row of block_tables to the next, where only the device knows (`CudaRunner`)
+    table_stride: Tensor | None = None
 
 
 class Rows(NamedTuple):

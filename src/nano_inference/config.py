@@ -7,7 +7,8 @@ from nano_inference.errors import ConfigError
 from nano_inference.options import strict_options
 
 CacheType = Literal["paged", "radix"]
-Backend = Literal["auto", "reference", "cpu"]
+Backend = Literal["auto", "reference", "cpu", "cuda"]
+Attention = Literal["auto", "reference", "cpu", "flex", "triton", "flashinfer"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -59,14 +60,18 @@ class EngineConfig:
             machine multiplies it natively, else float32.
         device: `"cpu"`, `"cuda"`, `"cuda:1"` …, or `"auto"`: cuda if there is one, else cpu.
         backend: which operations run. `"cpu"`: kernels in C++, built on first use (seconds; it needs a C++ compiler);
-            `"reference"`: plain torch; `"auto"`: the best that this machine and the other options allow.
+            `"cuda"`: kernels in Triton, built on first use, and cuBLAS; `"reference"`: plain torch; `"auto"`: the best
+            that this machine and the other options allow.
         attention: the attention of the backend (`"auto"`) or one by name; `"reference"` and `"flex"` belong to the
-            reference backend, `"cpu"` to the CPU's. `"flex"`: torch's flex_attention,
-            compiled for a handful of shapes as they come up (seconds each; on a CPU it needs a C++ compiler). It does
-            not keep schedule invariance.
+            reference backend, `"cpu"` to the CPU's, `"triton"` and `"flashinfer"` (a package of its own) to CUDA's.
+            `"flex"`: torch's flex_attention, compiled for a handful of shapes as they come up (seconds each; on a CPU
+            it needs a C++ compiler). Neither it nor FlashInfer keeps schedule invariance.
         enable_prefix_caching: let a new sequence start from blocks that an earlier one computed.
         enable_chunked_prefill: let a prompt be computed over several steps.
         lookahead: steps planned before the last one's tokens are known: 0 or 1. None: 0 on a CPU, 1 on CUDA.
+        batch_invariant: a token's bits depend on the weights and the tokens before it alone, never on what else runs.
+            True: refuse what does not keep this; on CUDA products then run on kernels of our own instead of cuBLAS's,
+            which is slower. None: where it is free (the CPU kernels, the reference backend on a CPU).
         num_threads: threads of the CPU kernels and of torch's CPU operations; None: the physical cores. For torch's
             it holds for the whole process.
         seed: where fresh request seeds come from; None: the operating system's entropy.
@@ -86,10 +91,11 @@ class EngineConfig:
     dtype: DType = "auto"
     device: str = "auto"
     backend: Backend = "auto"
-    attention: Literal["auto", "reference", "cpu", "flex"] = "auto"
+    attention: Attention = "auto"
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     lookahead: int | None = None
+    batch_invariant: bool | None = None
     num_threads: int | None = None
     seed: int | None = None
 
@@ -97,10 +103,13 @@ class EngineConfig:
         _check_text(self)
         _check_choices(self)
         _check_numbers(self)
-        if self.backend == "cpu" and self.attention in ("reference", "flex"):
-            raise ConfigError(f"attention={self.attention!r} belongs to backend='reference', not to 'cpu'.")
-        if self.backend == "reference" and self.attention == "cpu":
-            raise ConfigError("attention='cpu' belongs to backend='cpu', not to 'reference'.")
+        owner = ATTENTION_OF.get(self.attention)
+        if owner is not None and self.backend not in ("auto", owner):
+            raise ConfigError(f"attention={self.attention!r} belongs to backend={owner!r}, not to {self.backend!r}.")
+        if self.batch_invariant and self.attention in ("flex", "flashinfer"):
+            raise ConfigError(
+                f"attention={self.attention!r} does not keep batch_invariant=True; leave one of the two out."
+            )
         if self.max_chunk_tokens is not None and not self.enable_chunked_prefill:
             raise ConfigError("max_chunk_tokens needs enable_chunked_prefill=True; leave one of the two out.")
 
@@ -117,14 +126,23 @@ class EngineConfig:
         )
 
 
+# The backend that an attention belongs to.
+ATTENTION_OF: dict[Attention, Backend] = {
+    "reference": "reference",
+    "flex": "reference",
+    "cpu": "cpu",
+    "triton": "cuda",
+    "flashinfer": "cuda",
+}
 _CHOICES: dict[str, tuple[object, ...]] = {
     "cache_type": ("paged", "radix"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "backend": ("auto", "reference", "cpu"),
-    "attention": ("auto", "reference", "cpu", "flex"),
+    "backend": ("auto", "reference", "cpu", "cuda"),
+    "attention": ("auto", *ATTENTION_OF),
     "enable_prefix_caching": (True, False),
     "enable_chunked_prefill": (True, False),
     "lookahead": (None, 0, 1),
+    "batch_invariant": (None, True, False),
 }
 _COUNTS = ("block_size", "max_batch_size", "max_tokens_per_batch")
 _OPTIONAL_COUNTS = ("max_chunk_tokens", "max_model_len", "kv_cache_memory", "num_threads")

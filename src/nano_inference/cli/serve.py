@@ -8,6 +8,7 @@ import typer
 
 from nano_inference.cli import options
 from nano_inference.cli.options import parse_size, read_keys
+from nano_inference.config import Backend
 from nano_inference.errors import ConfigError
 
 _SERVER, _KEYS, _LIMITS, _ENGINE, _LOGS = "The server", "Keys and pages", "Limits", "The engine", "Logs"
@@ -155,9 +156,7 @@ def serve(
     ] = True,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
-    backend: Annotated[
-        Literal["auto", "reference", "cpu"], _option(_ENGINE, "--backend", help="Whose operations run.")
-    ] = "auto",
+    backend: Annotated[Backend, _option(_ENGINE, "--backend", help="Whose operations run.")] = "auto",
     kv_cache_memory: options.KVCacheMemory = None,
     max_model_len: options.MaxModelLen = None,
     threads: options.Threads = None,

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import psutil
 import torch
 
-from nano_inference.config import CacheType, EngineConfig
+from nano_inference.config import ATTENTION_OF, Backend, CacheType, EngineConfig
 from nano_inference.engine.memory import MemoryBudget, plan_memory
+from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.storage import KVStorage, UnitMap, storage_key
 from nano_inference.errors import ConfigError
 from nano_inference.kv_cache.paged import PagedKVCache
@@ -51,8 +52,7 @@ class Parts:
     """What an engine is made of."""
 
     folder: Path  # of the policy
-    models: Mapping[str, Decoder]  # by weight set
-    storages: Mapping[str, KVStorage]  # by weight set; sets of one shape share
+    runner: ModelRunner  # with the models, and the KV tensors, by weight set; sets of one shape share
     cache: PagedKVCache | RadixKVCache
     memory_budget: MemoryBudget
     numerics: Numerics
@@ -115,8 +115,7 @@ def assemble(config: EngineConfig) -> Parts:
     }
     return Parts(
         folder=folders[POLICY],
-        models=models,
-        storages={name: by_key[storage_key(spec, budget.layout)] for name, spec in specs.items()},
+        runner=ModelRunner(models, {name: by_key[storage_key(spec, budget.layout)] for name, spec in specs.items()}),
         cache=cache,
         memory_budget=budget,
         numerics=plan.numerics,
@@ -139,29 +138,49 @@ def _ops(
         from nano_inference.ops.flex import flex_ops  # brings in torch's compiler
 
         return flex_ops(reference_ops(), num_blocks)
-    if config.backend == "reference" or config.attention == "reference":
+    best: Backend = "cuda" if device.type == "cuda" else "cpu"
+    asked = config.backend if config.backend != "auto" else ATTENTION_OF.get(config.attention, "auto")
+    backend = best if asked == "auto" else asked
+    if backend == "reference":
         return reference_ops()
-    wanted = config.backend == "cpu" or config.attention == "cpu"
-    problem = _no_kernels_for(specs, dtype, device)
+    problem = _no_kernels_for(backend, specs, dtype, device)
     if problem is None:
         try:
-            return cpu_ops(_num_threads(config))
+            return _KERNELS[backend](config)
         except KernelsUnavailable as unavailable:
             problem = str(unavailable)
-    if wanted:
-        raise ConfigError(f"backend='cpu' is not available: {problem}")
-    if device.type == "cpu":
-        _warn_of_the_reference(problem)
+    if asked != "auto":
+        raise ConfigError(f"backend={backend!r} is not available: {problem}")
+    _warn_of_the_reference(backend, problem)
     return reference_ops()
 
 
+def _cpu_kernels(config: EngineConfig) -> Ops:
+    return cpu_ops(_num_threads(config))
+
+
+def _cuda_kernels(config: EngineConfig) -> Ops:
+    from nano_inference.ops.cuda.backend import cuda_ops  # brings in Triton
+
+    attention = "flashinfer" if config.attention == "flashinfer" else "triton"
+    return cuda_ops(batch_invariant=config.batch_invariant is True, attention=attention)
+
+
+_KERNELS: dict[Backend, Callable[[EngineConfig], Ops]] = {"cpu": _cpu_kernels, "cuda": _cuda_kernels}
+
+
 @functools.cache  # one warning a process
-def _warn_of_the_reference(problem: str) -> None:
-    logger.warning("The reference backend runs, many times slower than the CPU kernels: %s", problem)
+def _warn_of_the_reference(backend: Backend, problem: str) -> None:
+    kernels = backend.upper()
+    logger.warning("The reference backend runs, many times slower than the %s kernels: %s", kernels, problem)
 
 
-def _no_kernels_for(specs: Mapping[str, ModelSpec], dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the CPU kernels cannot run these models, or None."""
+def _no_kernels_for(
+    backend: Backend, specs: Mapping[str, ModelSpec], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why a backend's kernels cannot run these models, or None."""
+    if backend == "cuda":
+        return None
     if device.type != "cpu":
         return f"the CPU kernels do not run on {device}."
     if dtype not in (torch.bfloat16, torch.float32):
@@ -212,6 +231,6 @@ def _numerics(ops: Ops, dtype: torch.dtype, device: torch.device) -> Numerics:
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
         torch=torch.__version__,
-        # On a GPU the library chooses a kernel by the shape of a whole batch; nobody has checked that it keeps the law.
-        schedule_invariant=ops.schedule_invariant and device.type == "cpu",
+        # The reference's products are the library's: on a GPU it chooses a kernel by the shape of a whole batch.
+        schedule_invariant=ops.schedule_invariant and (ops.name == "cuda" or device.type == "cpu"),
     )

@@ -12,7 +12,6 @@ from nano_inference.engine.intake import Intake
 from nano_inference.engine.loop import Abort, EngineLoop
 from nano_inference.engine.progress import Progress
 from nano_inference.engine.requests import RequestChecks, many_prompts, params_for
-from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.engine.sleeping import give_back
 from nano_inference.engine.statistics import collect
@@ -40,18 +39,18 @@ class InferenceEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         parts = assemble(config)
-        self.model = parts.models[POLICY]
+        self.runner = parts.runner
+        self.model = self.runner.models[POLICY]
         self.spec = self.model.spec
         self.numerics = parts.numerics
         self.memory_budget = parts.memory_budget
         self.model_folder = parts.folder
         self.max_model_len = self.memory_budget.max_model_len
-        self.runner = ModelRunner(parts.models, parts.storages)
         self.cache = parts.cache
         device = self.model.device
         lookahead = config.lookahead if config.lookahead is not None else int(device.type == "cuda")
         self.loop = EngineLoop(self.cache, self.runner, config.scheduler, lookahead, self.numerics.fingerprint)
-        if REFERENCE in parts.models:
+        if REFERENCE in self.runner.models:
             self.loop.sequences.versions[REFERENCE] = 0
         checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
         self.intake = Intake(checks, self.loop.sequences, self.numerics.fingerprint, config.seed)

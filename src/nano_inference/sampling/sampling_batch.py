@@ -45,6 +45,10 @@ class Entries(NamedTuple):
         return Entries(self.rows[first:last] - rows.start, self.ids[first:last], self.values[first:last])
 
 
+_NONE = torch.zeros(0, dtype=torch.int64)
+_ON_HOST = ("streams", "positions")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """R samples; integers int64, reals float32 but for the temperature."""
@@ -67,6 +71,9 @@ class SamplingBatch:
     any_raw: bool  # some sample wants raw logprobs (greedy ones always do)
     any_mask: bool  # some sample wants to know what the filters kept
     most_top: int  # best tokens that some sample wants to see; 0: none
+    # What the noise keys come from, always on the host: who keeps them on a device makes the keys of later positions.
+    streams: Tensor = _NONE  # int64 [R], the bits of `noise_streams`; the same object while the samples are the same
+    positions: Tensor = _NONE  # [R] of the tokens to draw
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -81,7 +88,11 @@ class SamplingBatch:
     def to(self, device: torch.device) -> "SamplingBatch":
         """The same on another device."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: part.to(device, non_blocking=True) for name, part in parts.items() if isinstance(part, Tensor)}
+        moved = {
+            name: part.to(device, non_blocking=True)
+            for name, part in parts.items()
+            if isinstance(part, Tensor) and name not in _ON_HOST
+        }
         moved |= {
             name: Entries(*(t.to(device, non_blocking=True) for t in part))
             for name, part in parts.items()
@@ -203,6 +214,7 @@ class SamplingTable:
         batch = SamplingBatch(
             rows=torch.from_numpy(rows),
             noise_keys=torch.from_numpy(stream_keys(streams, positions.astype(np.uint64))),
+            positions=torch.from_numpy(positions),
             counts=_entries(*zip(*[(i, counts.pairs()) for i, counts in self.penalized(slots)], strict=True)),
             **parameters,
         )
@@ -218,7 +230,9 @@ class SamplingTable:
         fixed["most_top"] = int(record["top"].max(initial=0))
         fixed["allowed"] = _entries(restricted, [self._allowed[slots[i]] for i in restricted])
         fixed["bias"] = self._bias_of(slots, {})
-        return fixed, noise_streams(record["seed"], record["sample_index"])
+        streams = noise_streams(record["seed"], record["sample_index"])
+        fixed["streams"] = torch.from_numpy(streams.view(np.int64))
+        return fixed, streams
 
     def _bias_of(self, slots: np.ndarray, banned: Mapping[int, Iterable[int]]) -> Entries:
         places = sorted({*np.flatnonzero(self._records["biased"][slots]).tolist(), *banned})
