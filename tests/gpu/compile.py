@@ -84,24 +84,30 @@ def prefill_batch(num_seqs: int) -> ForwardBatch:
 # Calls import what they call: this module is read where Triton is not.
 
 
+ROWS = (1, 2, 7, 4096)  # numbers of rows that calls row by row are made with: none may make kernels of its own
+
+
 def _embed(shape: Shape) -> None:
     from nano_inference.ops.cuda.rows import embed
 
-    embed(torch.zeros(8, dtype=torch.int64), shape.empty(shape.vocab, shape.hidden))
+    for rows in ROWS:
+        embed(torch.zeros(rows, dtype=torch.int64), shape.empty(shape.vocab, shape.hidden))
 
 
 def _rms_norm(shape: Shape) -> None:
     from nano_inference.ops.cuda.rows import rms_norm
 
-    residual = shape.empty(8, shape.hidden, dtype=torch.float32)
-    rms_norm(None, residual, shape.norm(shape.hidden))
-    rms_norm(shape.empty(8, shape.hidden), residual, shape.norm(shape.hidden))
+    for rows in ROWS:
+        residual = shape.empty(rows, shape.hidden, dtype=torch.float32)
+        rms_norm(None, residual, shape.norm(shape.hidden))
+        rms_norm(shape.empty(rows, shape.hidden), residual, shape.norm(shape.hidden))
 
 
 def _gate(shape: Shape) -> None:
     from nano_inference.ops.cuda.rows import gate
 
-    gate(shape.empty(8, 2 * shape.inner), "silu")
+    for rows in ROWS:
+        gate(shape.empty(rows, 2 * shape.inner), "silu")
 
 
 def _gelu(shape: Shape) -> None:
@@ -113,9 +119,26 @@ def _gelu(shape: Shape) -> None:
 def _inputs(shape: Shape) -> None:
     from nano_inference.ops.cuda.rows import make_noise_keys, relay_tokens
 
-    integers = torch.zeros(8, dtype=torch.int64)
-    relay_tokens(integers.clone(), integers, integers)
-    make_noise_keys(integers, integers, torch.zeros(8, 2, dtype=torch.int64))
+    for rows in ROWS:
+        integers = torch.zeros(rows, dtype=torch.int64)
+        relay_tokens(integers.clone(), integers, integers)
+        make_noise_keys(integers, integers, torch.zeros(rows, 2, dtype=torch.int64))
+
+
+def _rope(shape: Shape, *, full: bool = False) -> None:
+    from nano_inference.ops.cuda.rope import rope_and_store
+
+    angles = shape.empty(2 * CONTEXT, shape.head_dim // 2, dtype=torch.float32)
+    widths = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim) if full else (shape.head_dim,) * 2
+    norms = (shape.norm(widths[0]), shape.norm(widths[1])) if full or shape.head_norms else None
+    for batch in (decode_batch(1), decode_batch(2), prefill_batch(4)):
+        view, qkv = kv_view(shape, batch), shape.empty(len(batch.input_ids), shape.qkv)
+        where = (batch.positions, view, 0, batch.slot_mapping)
+        rope_and_store(qkv, angles, angles, *where, shape.heads, shape.kv_heads, norms)
+
+
+def _rope_full(shape: Shape) -> None:
+    _rope(shape, full=True)
 
 
 @dataclass(frozen=True)
@@ -140,6 +163,8 @@ CALLS = [
     Call("rms_norm", _rms_norm, small=True),
     Call("gate", _gate, small=True),
     Call("gate, GELU", _gelu),
+    Call("rope_and_store", _rope, small=True),
+    Call("rope_and_store, full norms", _rope_full, shapes=(LLAMA,)),
     Call("relay, keys", _inputs, shapes=(QWEN,)),
 ]
 
@@ -240,7 +265,7 @@ def _describe(kernel: Any, call: str, shape: str, arch: int) -> Compiled:
         arch=arch,
         num_warps=metadata.num_warps,
         num_stages=metadata.num_stages,
-        constants={name: value for name, value in constants.items() if isinstance(value, int | float | str)},
+        constants={name: value for name, value in constants.items() if isinstance(value, int | float | str | None)},
         registers=usage["REG"],
         stack=usage["STACK"],
         local=usage["LOCAL"],

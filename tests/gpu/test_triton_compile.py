@@ -11,6 +11,8 @@ from tests.gpu.compile import CALLS, SHARED_MEMORY
 
 pytest.importorskip("triton")
 
+ROW_BY_ROW = ("embed", "rms_norm", "gate", "rope_and_store")  # called with several numbers of rows
+
 
 def compiled(path: Path, *options: str) -> list[dict]:
     """By a process of its own: in this one Triton's kernels are the interpreter's."""
@@ -23,6 +25,10 @@ def compiled(path: Path, *options: str) -> list[dict]:
 def check(kernels: list[dict], calls: list[str]) -> None:
     assert [name for name in calls if name not in {k["call"] for k in kernels}] == []
     assert [k for k in kernels if k["stack"] or k["local"]] == []
+    of_rows = [
+        (k["call"], k["shape"], k["arch"], k["kernel"], str(k["constants"])) for k in kernels if k["call"] in ROW_BY_ROW
+    ]
+    assert len(set(of_rows)) == len(of_rows), "a number of rows has a kernel of its own"
     assert [k for k in kernels if k["shared"] > SHARED_MEMORY[k["arch"]]] == []
 
 

@@ -24,10 +24,10 @@ _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 
 def embed(input_ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     """See `Ops.embed`."""
-    weight, width = _aligned(weight), weight.shape[1]
+    weight, width = aligned(weight), weight.shape[1]
     out = torch.empty((len(input_ids), width), dtype=torch.float32, device=weight.device)
     if len(input_ids):
-        _embed_kernel[(len(input_ids),)](input_ids.contiguous(), weight, out, scale, width, **_whole_row(width))
+        _embed_kernel[(len(input_ids),)](input_ids.contiguous(), weight, out, scale, width, **whole_row(width))
     return out
 
 
@@ -35,18 +35,18 @@ def rms_norm(x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0)
     """See `Ops.rms_norm`. The residual that is returned is a new tensor, or the old one where nothing is added.
 
     Raises:
-        ValueError: the rows are wider than one program holds (65,536).
+        ValueError: the rows are wider than one program holds (65,536 numbers).
     """
     rows, width = residual.shape
     if width > 65_536:
-        raise ValueError(f"rms_norm: rows of {width} numbers; one program holds at most 65,536.")
-    residual, x = _aligned(residual), None if x is None else _aligned(x)
+        raise ValueError(f"rms_norm: rows of {width:,} numbers; one program holds at most 65,536.")
+    residual, x = aligned(residual), None if x is None else aligned(x)
     normed = torch.empty((rows, width), dtype=norm.dtype, device=residual.device)
     added = residual if x is None else torch.empty((rows, width), dtype=torch.float32, device=residual.device)
     if rows:
-        weight = None if norm.weight is None else _aligned(norm.weight)
+        weight = None if norm.weight is None else aligned(norm.weight)
         _rms_norm_kernel[(rows,)](
-            x, residual, weight, normed, added, scale, norm.eps, norm.offset, width, **_whole_row(width)
+            x, residual, weight, normed, added, scale, norm.eps, norm.offset, width, **whole_row(width)
         )
     return normed, added
 
@@ -57,7 +57,7 @@ def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         _gate_kernel[(rows, triton.cdiv(inner, _GATE_BLOCK))](
-            _aligned(gate_up), out, inner, activation == "silu", _GATE_BLOCK, num_warps=4, enable_fp_fusion=False
+            aligned(gate_up), out, inner, activation == "silu", _GATE_BLOCK, num_warps=4, enable_fp_fusion=False
         )
     return out
 
@@ -74,7 +74,13 @@ def relay_tokens(input_ids: Tensor, sources: Tensor, tokens: Tensor) -> None:
 
 
 def make_noise_keys(streams: Tensor, positions: Tensor, keys: Tensor) -> None:
-    """`sampling.noise.stream_keys` on the device: int64 [R] (bits of uint64), int64 [R] -> keys int64 [R, 2], filled."""
+    """`sampling.noise.stream_keys` on the device, in place.
+
+    Args:
+        streams: int64 [R], the bits of uint64.
+        positions: int64 [R].
+        keys: int64 [R, 2], filled.
+    """
     _each_item(_noise_keys_kernel, len(streams), streams, positions, keys)
 
 
@@ -84,13 +90,13 @@ def _each_item(kernel: Any, count: int, *tensors: Tensor) -> None:
         kernel[grid](*tensors, count, _ITEM_BLOCK, num_warps=4, enable_fp_fusion=False)
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def aligned(tensor: Tensor) -> Tensor:
     """The tensor without gaps, at an address divisible by 16: Triton makes other code, with other sums, of others."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _whole_row(width: int) -> dict[str, Any]:
+def whole_row(width: int) -> dict[str, Any]:
     """How a kernel is launched whose program holds a row: 8 columns a thread, more where rows are wide."""
     block = triton.next_power_of_2(width)
     return {
@@ -137,7 +143,8 @@ def _gate_kernel(gate_up, out, INNER: tl.constexpr, SILU: tl.constexpr, BLOCK: t
     y = first
     if not SILU:  # GELU with tanh, arXiv:1606.08415, is x * sigmoid(y) too
         y = _GELU * (first + 0.044715 * first * first * first)
-    result = first / (1 + tl.exp(-y)) * second
+    small = tl.exp(-tl.abs(y))  # of what is not above 0: nothing overflows
+    result = first * (tl.where(y >= 0, 1.0, small) / (1 + small)) * second
     tl.store(out + row * INNER + columns, result.to(out.dtype.element_ty), mask=inside)
 
 
