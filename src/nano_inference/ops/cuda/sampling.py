@@ -85,7 +85,7 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Draw:
 
 
 def score(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
-    """Logprobs of given tokens [L] from logits [L, V] under softmax(logits / temperature), to the bit those of `draw`.
+    """Logprobs of given tokens [L] from logits [L, V], softmax(logits / temperature): to the bit those of `draw`.
 
     Temperatures are above 0. A token that is not in the vocabulary scores NaN.
 
