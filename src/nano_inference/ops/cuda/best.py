@@ -97,7 +97,7 @@ def _rank_kernel(
         distance = distance_of(x, row_maximum(maxima, sample, BLOCKS, WIDTH), divisor)
         stays = distance < CUT
         if FILTERED:
-            stays &= (filters == 0) | keeps(distance, ids, bounds, sample, num, least)
+            stays = tl.where(filters, keeps(distance, ids, bounds, sample, num, least), stays)
         value = -tl.where(stays, distance, CUT)
     rank = (value.to(tl.int64) << 32) | (ids ^ _LAST_ID).to(tl.int64)
     tl.store(ranks + place * V + ids, rank, mask=ids < V)
