@@ -15,5 +15,5 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Draw:
 
 
 def score(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
-    """Logprobs of given tokens [L] from logits [L, V] under softmax(logits / temperature), to the bit those of `draw`."""
+    """Logprobs of given tokens [L] from logits [L, V], softmax(logits / temperature): to the bit those of `draw`."""
     return gather_logprobs(divide(logits, temperatures), token_ids)
