@@ -102,7 +102,7 @@ def plan_engine(config: EngineConfig, memory: DeviceMemory | None = None) -> Eng
         device=device,
         ops=ops,
         memory_budget=budget,
-        numerics=numerics_of(ops, dtype, device),
+        numerics=numerics_of(config, ops, dtype, device),
     )
 
 

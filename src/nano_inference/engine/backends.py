@@ -83,15 +83,18 @@ def keeps_invariance(ops: Ops, device: torch.device) -> bool:
     return ops.schedule_invariant and (ops.name == "cuda" or device.type == "cpu")
 
 
-def numerics_of(ops: Ops, dtype: torch.dtype, device: torch.device) -> Numerics:
+def numerics_of(config: EngineConfig, ops: Ops, dtype: torch.dtype, device: torch.device) -> Numerics:
     """What decides the bits of these operations."""
-    invariant = keeps_invariance(ops, device)
+    invariant, backend, kind = keeps_invariance(ops, device), ops.name, device.type
+    if backend == "cuda":  # other kernels, other bits
+        backend += "-invariant" if invariant else "-flashinfer" if config.attention == "flashinfer" else ""
+    if kind == "cuda":  # products add up as the instructions of a generation do
+        kind += "-sm{}{}".format(*torch.cuda.get_device_capability(device))
     return Numerics(
-        # On CUDA the invariant kernels are others, with other bits.
-        backend=f"{ops.name}-invariant" if ops.name == "cuda" and invariant else ops.name,
+        backend=backend,
         version=ops.version,
         dtype=str(dtype).removeprefix("torch."),
-        device=device.type,
+        device=kind,
         torch=torch.__version__,
         schedule_invariant=invariant,
     )
