@@ -131,7 +131,7 @@ def test_on_a_cpu_the_interpreter_must_be_on(spec: ModelSpec, monkeypatch: pytes
     with pytest.raises(ConfigError, match=r"backend='cuda' is not available: .*TRITON_INTERPRET=1"):
         chosen(spec, CPU, backend="cuda")
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(ConfigError, match="attention='flashinfer' is not available: .*pip install flashinfer-python"):
+    with pytest.raises(ConfigError, match=r"attention='flashinfer' is not available: .*pip install flashinfer-python"):
         chosen(spec, CPU, backend="cuda", attention="flashinfer")
 
 
