@@ -102,7 +102,9 @@ def _rms_norm(shape: Shape) -> None:
         rms_norm(None, residual, shape.norm(shape.hidden))
         rms_norm(shape.empty(rows, shape.hidden), residual, shape.norm(shape.hidden))
     odd = torch.zeros(shape.hidden + 1, dtype=shape.dtype)[1:]  # an address that is no multiple of 16
-    rms_norm(odd[None], residual, shape.norm(shape.hidden)._replace(weight=odd))
+    rms_norm(
+        odd[None], shape.empty(1, shape.hidden, dtype=torch.float32), shape.norm(shape.hidden)._replace(weight=odd)
+    )
 
 
 def _gate(shape: Shape) -> None:
