@@ -147,7 +147,7 @@ def _draw(shape: Shape, samples: Iterable[int] = (1, 7, 256), **options: Any) ->
     from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
 
     for num in samples:
-        requests = [DrawRequest(SamplingParams(**options), row, (0, 0, 0)) for row in range(num)]
+        requests = [DrawRequest(SamplingParams(**options), row, completion=[1]) for row in range(num)]
         draw(shape.empty(num, shape.vocab, dtype=torch.float32), sampling_batch(requests))
 
 

@@ -83,7 +83,8 @@ def apply(logits: Tensor, maxima: Tensor, batch: SamplingBatch, changed: bool) -
     )
     _select_kernel[num,](
         *given, counts, masses, gathered[0], gathered[1], batch.noise_keys, *filtered[:3], filtered.bounds, num,
-        **sizes, ROOM=room, CHUNK=512, **options,
+        **sizes, ROOM=room, CHUNK=512, num_warps=8,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return filtered
 
