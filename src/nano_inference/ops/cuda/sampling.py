@@ -197,9 +197,9 @@ def _finish_kernel(
     maxima = _load_parts(parts, _MAXIMUM, sample, num, BLOCKS, WIDTH, -float("inf"))
     sums = _load_parts(parts, _SUM, sample, num, BLOCKS, WIDTH, 0.0)
     highest, factors, total = merge_blocks(maxima, sums, slope_of(divisor))
-    times = _load_parts(parts, _RACE, sample, num, BLOCKS, WIDTH, 0.0) * factors
     start, size = sample * BLOCKS, num.to(tl.int64) * BLOCKS
     sound = is_sound(total)
+    times = tl.where(sound, _load_parts(parts, _RACE, sample, num, BLOCKS, WIDTH, 0.0) * factors, 0.0)
     token = tl.load(winners + start + tl.argmax(times, axis=0))
     log_sum, mass = tl.log(tl.where(sound, total, 1.0)), 0.0
     if GREEDY:
