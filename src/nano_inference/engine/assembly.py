@@ -115,7 +115,7 @@ def assemble(config: EngineConfig) -> Parts:
     }
     return Parts(
         folder=folders[POLICY],
-        runner=ModelRunner(models, {name: by_key[storage_key(spec, budget.layout)] for name, spec in specs.items()}),
+        runner=_runner(plan, models, {name: by_key[storage_key(spec, budget.layout)] for name, spec in specs.items()}),
         cache=cache,
         memory_budget=budget,
         numerics=plan.numerics,
@@ -153,6 +153,14 @@ def _ops(
         raise ConfigError(f"backend={backend!r} is not available: {problem}")
     _warn_of_the_reference(backend, problem)
     return reference_ops()
+
+
+def _runner(plan: EnginePlan, models: dict[str, Decoder], storages: dict[str, KVStorage]) -> ModelRunner:
+    if plan.ops.name != "cuda":
+        return ModelRunner(models, storages)
+    from nano_inference.engine.cuda_runner import make_runner  # brings in Triton
+
+    return make_runner(plan.config, models, storages, max_model_len=plan.memory_budget.max_model_len)
 
 
 def _cpu_kernels(config: EngineConfig) -> Ops:
