@@ -49,6 +49,7 @@ class DrawResults:
         reals = [Column((largest,), torch.float32)] * 3
         columns = [Column((largest,), torch.int64), *reals]
         self.largest = largest
+        self._first_real = columns[0].num_words
         self.buffer = torch.zeros(sum(column.num_words for column in columns), dtype=torch.int64, device=device)
         self.token_ids, *self._reals = carve(self.buffer, columns)
 
@@ -69,7 +70,7 @@ class DrawResults:
 
     def on_host(self, words: np.ndarray, rows: int) -> list[np.ndarray]:
         """The columns in a copy of `buffer`: token ids, logprobs, raw logprobs and log kept mass of the first rows."""
-        reals = words[self.largest :].view(np.float32).reshape(3, -1)
+        reals = words[self._first_real :].view(np.float32).reshape(3, -1)
         return [words[:rows], *(column[:rows] for column in reals)]
 
 
@@ -221,6 +222,7 @@ class DecodeGraphs:
         model, results, parameters = self.model, self.results, self._parameters
         inputs = DecodeInputs(self._inputs, size, self.max_blocks)
         inputs.clear()
+        # What a graph asks of the unit map must be answered without a copy: `bind` brings it up to date.
         view = self.storage.bind(inputs.batch.block_tables, inputs.batch.seq_lens)
 
         def forward() -> Tensor:

@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nano_inference.batch import NO_TEMPERATURES, NOTHING, ForwardBatch
 from nano_inference.engine.device import DeviceQueue, Event
 from nano_inference.sampling.sampling_batch import ON_HOST, Entries
 from nano_inference.scheduling.sequence import POLICY
 
-WORD = 8  # bytes; everything begins at a whole word
+WORD = 8  # bytes
+ALIGNED = 2  # words: where a tensor may begin. Triton compiles other code for an address that 16 does not divide
 
 
 class Column(NamedTuple):
@@ -26,7 +28,11 @@ class Column(NamedTuple):
     @property
     def num_words(self) -> int:
         """Words that it takes."""
-        return -(-int(np.prod(self.shape)) * self.dtype.itemsize // WORD)
+        return _num_words(int(np.prod(self.shape)) * self.dtype.itemsize)
+
+
+def _num_words(num_bytes: int) -> int:
+    return -(-num_bytes // (WORD * ALIGNED)) * ALIGNED
 
 
 def columns_of(tensors: Sequence[Tensor]) -> list[Column]:
@@ -81,7 +87,7 @@ class Uploads:
 
     def write(self, parts: Sequence[Tensor], target: Tensor) -> None:
         """Put tensors of the host one after the other, each from a whole word on, to where `target` (int64) begins."""
-        sizes = [-(-part.nbytes // WORD) for part in parts]
+        sizes = [_num_words(part.nbytes) for part in parts]
         total = sum(sizes)
         slot = self._ring.take(total)
         memory = slot.words.view(np.uint8)
@@ -164,10 +170,7 @@ class DecodeInputs:
     def __init__(self, buffer: Tensor, size: int, max_blocks: int) -> None:
         self.size = size
         self._buffer = buffer
-        shapes = [(size,)] * 5 + [(size + 1,), (1,), (size, max_blocks)]
-        ids, positions, slots, sources, seq_lens, cu_seqlens, stride, tables = carve(
-            buffer, [Column(shape, torch.int64) for shape in shapes]
-        )
+        ids, positions, slots, sources, seq_lens, cu_seqlens, stride, tables = carve(buffer, _decode(size, max_blocks))
         rows = torch.arange(size, device=buffer.device)
         nothing, no_temperatures = NOTHING.to(buffer.device), NO_TEMPERATURES.to(buffer.device)
         self.relay_sources = sources  # place in the newest tokens; -1: the host knew the row's token
@@ -194,7 +197,7 @@ class DecodeInputs:
     @staticmethod
     def num_words(size: int, max_blocks: int) -> int:
         """Words that a step of so many rows takes at most."""
-        return 6 * size + 2 + size * max_blocks
+        return sum(column.num_words for column in _decode(size, max_blocks))
 
     def clear(self) -> None:
         """Padding alone: what is captured and warmed up touches no keys and values."""
@@ -205,18 +208,20 @@ class DecodeInputs:
     def write(self, batch: ForwardBatch, uploads: Uploads) -> None:
         """Bring a step here, at most `size` rows of it: one copy."""
         rows = len(batch.input_ids)
-        missing = self.size - rows
-        none, off = torch.zeros(missing, dtype=torch.int64), torch.full((missing,), -1)
         sources = torch.full((rows,), -1)
         sources[batch.relay_rows] = batch.relay_sources
         stride = batch.block_tables.shape[1]
-        pairs = (
-            (batch.input_ids, none),
-            (batch.positions, none),
-            (batch.slot_mapping, off),
-            (sources, off),
-            (batch.seq_lens, none),
-            (batch.cu_seqlens_q, none + rows),
-            (torch.tensor([stride]), batch.block_tables),
+        columns = (
+            (batch.input_ids, 0),
+            (batch.positions, 0),
+            (batch.slot_mapping, -1),
+            (sources, -1),
+            (batch.seq_lens, 0),
+            (batch.cu_seqlens_q, rows),
         )
-        uploads.write([part for pair in pairs for part in pair], self._buffer)
+        padded = [functional.pad(column, (0, self.size - rows), value=value) for column, value in columns]
+        uploads.write([*padded, torch.tensor([stride]), batch.block_tables], self._buffer)
+
+
+def _decode(size: int, max_blocks: int) -> list[Column]:
+    return [Column(shape, torch.int64) for shape in [(size,)] * 5 + [(size + 1,), (1,), (size, max_blocks)]]
