@@ -1,6 +1,7 @@
 """`CudaRunner` on the host: what it gives is what the plain runner gives, and a steady decode costs one copy a step."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +67,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"lookahead": 0},
     {"lookahead": 1},
     {"lookahead": 1, "max_tokens_per_batch": 7, "max_chunk_tokens": 3, "cache_type": "radix"},
-    {"lookahead": 1, "kv_cache_memory": 17 * 4096},
+    {"lookahead": 1, "kv_cache_memory": 8 * 4096},
 ]
 
 
@@ -83,3 +84,65 @@ def test_graphs_equal_eager_equal_the_reference(build: Build, options: dict[str,
     assert runner(replayed).num_eager_steps > 5
     for engine in (eager, replayed):
         assert runner(engine).num_replays + runner(engine).num_eager_steps == engine.stats().num_steps
+
+
+def test_a_workload_meets_what_it_should(build: Build) -> None:
+    """The equality above is worth something: preemption, and draws by graphs and without."""
+    engine = build(backend="cuda", batch_invariant=True, **OPTIONS[3])
+    workload(engine)
+    assert engine.stats().num_preemptions > 0
+    log = queue(engine).log
+    assert log.count("forward") > log.count("draw") > 5
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}], ids=["plain", "filters"])
+def test_a_steady_decode_costs_one_copy_up(build: Build, lookahead: int, filters: dict[str, Any]) -> None:
+    engine = build(backend="cuda", lookahead=lookahead)
+    for seed in range(3):
+        engine.add_request([seed, 4, 5], params(seed=seed, max_tokens=30, **filters), 1)
+    for _ in range(4):
+        engine.step()
+    log = queue(engine).log
+    log.clear()
+    before = runner(engine).num_replays
+    for _ in range(8):
+        engine.step()
+    assert runner(engine).num_replays == before + 8
+    # Slots of pinned memory that are used again were waited for long ago: two a step, up and down.
+    step = ["wait", "upload", "forward", "draw", "wait", "download", "wait"]
+    if lookahead:  # the next forward is queued before the host waits for the last draw
+        step = ["wait", "upload", "forward", "wait", "draw", "wait", "download"]
+    assert log == step * 8
+
+
+def test_parameters_go_up_when_they_change(build: Build) -> None:
+    engine = build(backend="cuda", lookahead=1)
+    for seed in range(3):
+        engine.add_request([seed, 4, 5], params(seed=seed, max_tokens=30), 1)
+    for _ in range(4):
+        engine.step()
+    uploads = queue(engine).uploads
+    before = len(uploads)
+    (ended,) = engine.abort(1)
+    assert ended.completion_tokens
+    for _ in range(6):
+        engine.step()
+    assert len(uploads) == before + 6 + 1
+
+
+def test_a_group_that_is_wider_than_a_step(build: Build) -> None:
+    """Tokens of its fork do not fit where graphs look for them; the steps that want them look elsewhere."""
+    expected = build(backend="reference", lookahead=1, max_batch_size=3).generate([7, 8, 9], params(), 7)
+    engine = build(backend="cuda", lookahead=1, max_batch_size=3)
+    found = engine.generate([7, 8, 9], params(), 7)
+    assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
+    assert runner(engine).num_replays > 5
+
+
+def test_a_step_of_nothing_but_scores(build: Build, model: Path) -> None:
+    """The reference model scores what the policy has finished, also when nobody draws."""
+    engines = [build(backend=name, lookahead=1, ref_model_path=str(model)) for name in ("reference", "cuda")]
+    expected, found = (engine.generate([7, 8, 9], params(), 2) for engine in engines)
+    assert found[0].ref_logprobs is not None
+    assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
