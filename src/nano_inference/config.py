@@ -73,7 +73,7 @@ class EngineConfig:
             True: refuse what does not keep this; on CUDA products then run on kernels of our own instead of cuBLAS's,
             which is slower. None: where it is free (the CPU kernels, the reference backend on a CPU).
         cuda_graphs: replay captured graphs in steps that only decode (the CUDA backend; others have none). False: launch
-            every kernel from Python, to measure or to debug.
+            every kernel from Python, to measure or to debug. With `attention="flashinfer"` there are none.
         num_threads: threads of the CPU kernels and of torch's CPU operations; None: the physical cores. For torch's
             it holds for the whole process.
         seed: where fresh request seeds come from; None: the operating system's entropy.
