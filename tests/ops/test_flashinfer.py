@@ -123,7 +123,7 @@ def test_what_it_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     view, ours = cache(batch, 4, 1), FlashInferAttention()
     with pytest.raises(ValueError, match=r"not in torch\.float32"):
         ours.attend(torch.zeros(1, HEADS, D), view, 0, ours.plan(batch, 4), 0.3)
-    view.storage.unit_map = object()
+    view.storage.unit_map = SimpleNamespace()  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="whole blocks"):
         ours.attend(torch.zeros(1, HEADS, D).half(), view, 0, ours.plan(batch, 4), 0.3)
     assert not ours.capturable
