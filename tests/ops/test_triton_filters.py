@@ -20,10 +20,10 @@ from tests.ops.test_cpu_head import random_requests, same_bits
 
 pytest.importorskip("triton")
 
-from nano_inference.ops.cuda import filters, sampling  # noqa: E402
-from nano_inference.ops.cuda.softmax import BLOCK  # noqa: E402
+from nano_inference.ops.cuda import filters, sampling
+from nano_inference.ops.cuda.softmax import BLOCK
 
-CALM = settings(deadline=None, max_examples=12)
+CALM = settings(deadline=None, max_examples=8)
 PARTS = ("logprobs", "raw_logprobs", "log_kept_mass", "top_logprobs")
 
 
@@ -172,7 +172,7 @@ def test_ties_cross_the_blocks_of_the_vocabulary(capacity: int) -> None:
     logits[0, [BLOCK - 1, 2 * BLOCK + 3]] = 4.0
     logits[0, 5] = -math.inf
     order = [BLOCK - 1, 2 * BLOCK + 3, *[i for i in range(vocab) if i not in (5, BLOCK - 1, 2 * BLOCK + 3)]]
-    for top_k in (1, 2, 7, BLOCK + 9, vocab - 1):
+    for top_k in (7, BLOCK + 9):
         assert draw_kept(logits, top_k=top_k)[1] == sorted(order[:top_k])
 
 
@@ -190,7 +190,7 @@ def test_masks_of_samples_without_filters() -> None:
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=3)
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from([37, 300, BLOCK + 1]), data=st.data())
 def test_a_sample_is_the_same_alone_and_in_any_batch(seed: int, vocab: int, data: st.DataObject) -> None:
     requests = random_requests(random.Random(seed), 5, 2, vocab, top_logprobs=2)
@@ -212,8 +212,8 @@ def test_samples_without_filters_do_not_see_those_of_others() -> None:
 
 
 def test_gathered_or_not_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = rows(3, 700)
-    batch = masked(random_requests(random.Random(4), 12, 3, 700, top_logprobs=2))
+    logits = rows(2, 500)
+    batch = masked(random_requests(random.Random(4), 8, 2, 500, top_logprobs=2))
     gathered = sampling.draw(logits, batch)
     monkeypatch.setattr(filters, "CAPACITY", 1)
     assert same_bits(gathered, sampling.draw(logits, batch))

@@ -62,7 +62,7 @@ def assert_agree(drawn: Draw, expected: Draw) -> None:
 
 
 @triton.jit
-def _noise_kernel(keys, bits, out, SIZE: tl.constexpr):
+def _noise_kernel(keys, bits, out, SIZE: tl.constexpr):  # noqa: N803
     sample, ids = tl.program_id(0), tl.arange(0, SIZE)
     low, high = noise.key_halves(keys, sample)
     mixed = noise.mix32(noise.mix32(noise.mix32(ids.to(tl.uint32)) ^ low) ^ high)
