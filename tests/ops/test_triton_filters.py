@@ -58,10 +58,10 @@ def draw_kept(logits: Tensor, **params: float) -> tuple[Draw, list[int]]:
 # -- against the reference ---------------------------------------------------------------------------------------------
 
 
-@CALM
+@settings(deadline=None, max_examples=5)
 @given(
     seed=st.integers(0, 2**20),
-    vocab=st.sampled_from([1, 37, 300, 1000]),
+    vocab=st.sampled_from([1, 37, 300]),
     scale=st.sampled_from([0.1, 2.0, 20.0]),
     capacity=st.sampled_from([16, 4096]),
 )

@@ -20,11 +20,13 @@ from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, greedy_batch, sampling_batch
 from tests.ops.test_cpu_head import random_requests, same_bits
 
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
+pytest.importorskip("triton")
 
-from nano_inference.ops.cuda import noise, sampling  # noqa: E402
-from nano_inference.ops.cuda.softmax import BLOCK  # noqa: E402
+import triton
+import triton.language as tl
+
+from nano_inference.ops.cuda import noise, sampling
+from nano_inference.ops.cuda.softmax import BLOCK
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter's, of broken rows
 CALM = settings(deadline=None, max_examples=4)

@@ -14,7 +14,8 @@ One program a row from the start would read 151,936 logits some ten times at the
 50 µs a pass; this way the row is read twice, by all of them.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
 
 from typing import NamedTuple
 
