@@ -84,7 +84,7 @@ def prefill_batch(num_seqs: int) -> ForwardBatch:
 # Calls import what they call: this module is read where Triton is not.
 
 
-ROWS = (1, 2, 7, 4096)  # numbers of rows that calls row by row are made with: none may make kernels of its own
+ROWS = (1, 2, 7, 4096)  # numbers of rows that calls row by row are made with: none may make a kernel of its own
 
 
 def _embed(shape: Shape) -> None:
@@ -101,6 +101,10 @@ def _rms_norm(shape: Shape) -> None:
         residual = shape.empty(rows, shape.hidden, dtype=torch.float32)
         rms_norm(None, residual, shape.norm(shape.hidden))
         rms_norm(shape.empty(rows, shape.hidden), residual, shape.norm(shape.hidden))
+    odd = torch.zeros(shape.hidden + 1, dtype=shape.dtype)[1:]  # an address that is no multiple of 16
+    rms_norm(
+        odd[None], shape.empty(1, shape.hidden, dtype=torch.float32), shape.norm(shape.hidden)._replace(weight=odd)
+    )
 
 
 def _gate(shape: Shape) -> None:
@@ -244,7 +248,7 @@ class _Driver:
         return self._target
 
     def get_current_device(self) -> int:
-        return self._target.arch
+        return int(self._target.arch)
 
     def get_current_stream(self, device: int) -> int:
         return 0
