@@ -15,7 +15,7 @@ One program a row from the start would read 151,936 logits some ten times at the
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from typing import NamedTuple
 
