@@ -4,7 +4,7 @@ A program owns a few heads of one row, all of them queries, keys or values. Wher
 of that kernel; one over all heads of a row asks for a pass before, that leaves one factor for each row.
 """
 
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportUnreachable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportUnreachable=false
 
 from typing import Any
 
