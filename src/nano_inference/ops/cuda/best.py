@@ -60,7 +60,10 @@ def best_tokens(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num", "first"],
+    do_not_specialize_on_alignment=["rows", "temperatures", "top_k", "top_p", "min_p", "bounds"],
+)
 def _rank_kernel(
     logits,
     own,
@@ -97,13 +100,16 @@ def _rank_kernel(
         distance = distance_of(x, row_maximum(maxima, sample, BLOCKS, WIDTH), divisor)
         stays = distance < CUT
         if FILTERED:
-            stays &= (filters == 0) | keeps(distance, ids, bounds, sample, num, least)
+            stays = tl.where(filters, keeps(distance, ids, bounds, sample, num, least), stays)
         value = -tl.where(stays, distance, CUT)
     rank = (value.to(tl.int64) << 32) | (ids ^ _LAST_ID).to(tl.int64)
     tl.store(ranks + place * V + ids, rank, mask=ids < V)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num", "first"],
+    do_not_specialize_on_alignment=["temperatures", "best", "shown", "top_ids", "top_logprobs"],
+)
 def _show_kernel(
     best,  # int64 [samples of this tile, K]: rank values, falling
     temperatures,

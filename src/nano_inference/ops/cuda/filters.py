@@ -43,6 +43,8 @@ from nano_inference.ops.cuda.thresholds import (
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
 CAPACITY = 4096  # gathered tokens of a row
+# Read one number at a time: another alignment would be another kernel to compile.
+_SCALARS = ["rows", "temperatures", "top_k", "top_p", "min_p"]
 
 
 class Filtered(NamedTuple):
@@ -81,7 +83,8 @@ def apply(logits: Tensor, maxima: Tensor, batch: SamplingBatch, changed: bool) -
     )
     _select_kernel[num,](
         *given, counts, masses, gathered[0], gathered[1], batch.noise_keys, *filtered[:3], filtered.bounds, num,
-        **sizes, ROOM=room, CHUNK=512, **options,
+        **sizes, ROOM=room, CHUNK=512, num_warps=8,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return filtered
 
@@ -116,7 +119,7 @@ def row_maximum(maxima, sample, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
     return finite_or_zero(tl.max(whole, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SCALARS)
 def _levels_kernel(
     logits,  # float32 [L, V], or [R, V] where CHANGED
     maxima,  # float32 [R, BLOCKS]
@@ -150,7 +153,7 @@ def _levels_kernel(
             tl.store(masses + place + index, tl.sum(tl.where(within, mass, 0), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SCALARS)
 def _gather_kernel(
     logits,
     maxima,
@@ -193,7 +196,10 @@ def _gather_kernel(
             tl.store(token_ids + places, ids, mask=within)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num"],
+    do_not_specialize_on_alignment=[*_SCALARS, "keys", "drawn", "log_sums", "log_mass", "bounds"],
+)
 def _select_kernel(
     logits,
     maxima,
@@ -230,8 +236,8 @@ def _select_kernel(
         alive, whole = tl.max(count, axis=0), tl.max(mass, axis=0)
         reach = reach_of(count, mass, k, p, least)
         near = tl.sum(tl.where(tl.arange(0, LEVELS) == reach, count, 0), axis=0)
-        gathered = near <= ROOM
-        end = tl.where(gathered, near, V).to(tl.int32)
+        num_gathered = tl.where(near <= ROOM, near, 0).to(tl.int32)
+        num_whole = tl.where(near <= ROOM, 0, V).to(tl.int32)
         x = logits + (sample if CHANGED else tl.load(rows + sample)) * V
         distances += sample * ROOM
         token_ids += sample * ROOM
@@ -243,7 +249,7 @@ def _select_kernel(
                 count >= k, count, mass, high, count_high, mass_high
             )
             low, high, count_low, count_high, mass_low, mass_high = narrow(
-                low, high, count_low, count_high, mass_low, mass_high, k, end, gathered, x, distances, token_ids,
+                low, high, count_low, count_high, mass_low, mass_high, k, num_gathered, num_whole, x, distances, token_ids,
                 highest, divisor, False, CHUNK,
             )  # fmt: skip
             quota = k - count_low
@@ -254,15 +260,15 @@ def _select_kernel(
                 mass >= target, count, mass, high, count_high, mass_high
             )
             low, high, count_low, count_high, mass_low, mass_high = narrow(
-                low, high, count_low, count_high, mass_low, mass_high, target, end, gathered, x, distances, token_ids,
+                low, high, count_low, count_high, mass_low, mass_high, target, num_gathered, num_whole, x, distances, token_ids,
                 highest, divisor, True, CHUNK,
             )  # fmt: skip
             each = tl.maximum((mass_high - mass_low) // tl.maximum(count_high - count_low, 1), 1)
             quota = (target - mass_low + each - 1) // each
         low_half, high_half = key_halves(keys, sample)
         best, token, sum_kept, level, last = -1.0, 0, alive * 0, alive * 0, -1
-        for start in range(0, end, CHUNK):
-            distance, ids = load_chunk(start, end, gathered, x, distances, token_ids, highest, divisor, CHUNK)
+        for start in range(0, tl.maximum(num_gathered, num_whole), CHUNK):
+            distance, ids = load_chunk(start, num_gathered, num_whole, x, distances, token_ids, highest, divisor, CHUNK)
             odds = odds_of(distance)
             tied = (distance > low) & (distance <= high)
             ranks = level + tl.cumsum(tied.to(tl.int32), axis=0)
@@ -277,7 +283,7 @@ def _select_kernel(
             best = tl.maximum(best, first)
             level += tl.sum(tied.to(tl.int32), axis=0)
         tl.store(drawn + sample, token)
-        part = tl.div_rn(sum_kept.to(tl.float64), tl.maximum(whole, 1).to(tl.float64)).to(tl.float32)
+        part = (sum_kept.to(tl.float64) / tl.maximum(whole, 1).to(tl.float64)).to(tl.float32)
         tl.store(log_sums + sample, tl.log((sum_kept.to(tl.float64) * (1 / UNIT)).to(tl.float32)))
         tl.store(log_mass + sample, tl.log(part))
         tl.store(bounds + sample, low)
@@ -293,7 +299,7 @@ def keeps(distance, ids, bounds, sample, num, least):
     return ((distance <= low) | ((distance <= high) & (ids <= last))) & (odds_of(distance) >= least) & (distance < CUT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"], do_not_specialize_on_alignment=[*_SCALARS, "bounds"])
 def _mask_kernel(
     logits,
     maxima,
@@ -319,6 +325,6 @@ def _mask_kernel(
     row = sample if CHANGED else tl.load(rows + sample)
     x = tl.load(logits + row * V + ids, mask=ids < V, other=-float("inf"))
     distance = distance_of(x, highest, divisor)
-    alive = (distance < CUT) | (tl.load(temperatures + sample) == 0)
+    alive = distance <= tl.where(tl.load(temperatures + sample) == 0, 0x7FFFFFFF, CUT - 1)
     stays = tl.where(filters, keeps(distance, ids, bounds, sample, num, least), alive)
     tl.store(kept + sample * V + ids, stays.to(tl.uint8), mask=ids < V)

@@ -76,14 +76,14 @@ def reach_of(count, mass, k, p, least):
 
 
 @triton.jit
-def load_chunk(start, end, gathered, x, distances, token_ids, highest, divisor, CHUNK: tl.constexpr):
-    """Distances and ids of the next tokens of a row, gathered or not."""
+def load_chunk(start, num_gathered, num_whole, x, distances, token_ids, highest, divisor, CHUNK: tl.constexpr):
+    """Distances and ids of the next tokens of a row: of the gathered, or of all; the other number is 0."""
     places = start + tl.arange(0, CHUNK)
-    inside = places < end
-    distance = tl.load(distances + places, mask=inside & gathered, other=CUT)
-    ids = tl.load(token_ids + places, mask=inside & gathered, other=0)
-    logits = tl.load(x + places, mask=inside & (gathered == 0), other=-float("inf"))
-    return tl.where(gathered, distance, distance_of(logits, highest, divisor)), tl.where(gathered, ids, places)
+    gathered = places < num_gathered
+    distance = tl.load(distances + places, mask=gathered, other=CUT)
+    ids = tl.load(token_ids + places, mask=gathered, other=0)
+    logits = tl.load(x + places, mask=places < num_whole, other=-float("inf"))
+    return tl.minimum(distance, distance_of(logits, highest, divisor)), tl.where(gathered, ids, places)
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def bracket(reached, count, mass, high, count_high, mass_high):
 
 @triton.jit
 def narrow(
-    low, high, count_low, count_high, mass_low, mass_high, target, end, gathered, x, distances, token_ids,
+    low, high, count_low, count_high, mass_low, mass_high, target, num_gathered, num_whole, x, distances, token_ids,
     highest, divisor, BY_MASS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The threshold: the first distance within which the target is reached. (low, high] holds it always, and in the
@@ -122,8 +122,8 @@ def narrow(
         bounds = tl.minimum(low + step * (tl.arange(0, _WAYS) + 1), high)
         count = tl.zeros([_WAYS], tl.int64)
         mass = tl.zeros([_WAYS], tl.int64)
-        for start in range(0, end, CHUNK):
-            distance, _ = load_chunk(start, end, gathered, x, distances, token_ids, highest, divisor, CHUNK)
+        for start in range(0, tl.maximum(num_gathered, num_whole), CHUNK):
+            distance, _ = load_chunk(start, num_gathered, num_whole, x, distances, token_ids, highest, divisor, CHUNK)
             within = distance[:, None] <= bounds[None, :]
             count += tl.sum(within.to(tl.int32), axis=0)
             mass += tl.sum(tl.where(within, mass_of(odds_of(distance))[:, None], 0), axis=0)
