@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nano_inference.batch import Chunks
+from nano_inference.engine.faults import is_device_fault
 from nano_inference.scheduling.commit import SampledTokens
 from nano_inference.scheduling.failure import failure
 from nano_inference.scheduling.sequence import Sequence
@@ -39,6 +40,8 @@ def draw_without_the_failing(draw: Callable[[Chunks], Any], chunks: Chunks) -> I
         try:
             draw(chunks.drawing([place])).wait()
         except Exception as problem:
+            if is_device_fault(problem):
+                raise
             failed[place] = failure(seq, "the draw", problem)
     left = chunks.drawing([place for place in range(len(chunks.sampled)) if place not in failed])
     return Isolated(left, draw(left), [(chunks.sampled[place], finish) for place, finish in failed.items()])
