@@ -1,24 +1,161 @@
 """Paged attention for any mix of chunk lengths."""
 
-from typing import Any
+import math
+from dataclasses import dataclass, field
 
+import torch
+import triton
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
-from nano_inference.ops import reference_attention
 from nano_inference.ops.backend import KvcacheView
+from nano_inference.ops.cuda.attention_kernel import attention_kernel
+from nano_inference.ops.cuda.attention_plan import Bounds, Items, plan_items
+
+KEY_TILE = 64  # keys of one step of the recurrence
+SPLIT = 256  # keys whose sum may be computed on its own
+SHORT_LANES = 16  # what tensor cores take at least
+PROGRAMS_A_PROCESSOR = 4  # that keys are shared for, at most: more than fit at once, for the sake of balance
+ROW_PARTS = 2048  # of rows whose keys are shared: 34 MB with 32 heads of 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a kernel is launched for one kind of chunks. It depends on dtype and head_dim, never on the rows.
+
+    Attributes:
+        lanes: rows times query heads of a kv head, in one tile.
+        num_warps, num_stages: of the program.
+    """
+
+    lanes: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Items of one kind and how they are computed; the workspace is for a layer at a time."""
+
+    items: Items
+    tiling: Tiling
+    parts: Tensor  # float32 [kv heads, most parts of rows, group, D]
+    stats: Tensor  # float32 [kv heads, most parts of rows, group, 2]: maximum and sum
+
+
+@dataclass(slots=True)
+class Plan:
+    """Attention of one step and window. The items are made at the first layer, which knows the heads."""
+
+    batch: ForwardBatch
+    block_size: int
+    window: int
+    work: dict[tuple[int, int, int, torch.dtype], list[Work]] = field(default_factory=dict)
 
 
 class Attention:
-    """Attention of one backend; what the law asks for is decided once."""
+    """Attention of one backend; what the law asks for is decided once.
 
-    def __init__(self, *, batch_invariant: bool) -> None:
+    Args:
+        batch_invariant: a row has the same bits whatever it is computed with: one tiling for decode and prefill, each
+            split walked from scratch. Else decode has small tiles, and only what is shared is walked in parts.
+        key_tile, split, row_parts: other sizes, for tests. A split is a whole number of tiles.
+        shared_items: how many items there may be beyond one a tile, for a kv head; None: what the device can use.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_invariant: bool,
+        key_tile: int = KEY_TILE,
+        split: int = SPLIT,
+        row_parts: int = ROW_PARTS,
+        shared_items: int | None = None,
+    ) -> None:
         self.batch_invariant = batch_invariant
+        self._key_tile, self._split, self._row_parts, self._shared_items = key_tile, split, row_parts, shared_items
 
-    def plan(self, batch: ForwardBatch, block_size: int, window: int = 0) -> Any:
+    def plan(self, batch: ForwardBatch, block_size: int, window: int = 0) -> Plan:
         """See `Ops.plan_attention`. It waits for nothing that is on the device, and can be captured in a graph."""
-        return reference_attention.plan_attention(batch, block_size, window)
+        return Plan(batch, block_size, window)
 
-    def attend(self, q: Tensor, view: KvcacheView, layer: int, plan: Any, scale: float) -> Tensor:
+    def attend(self, q: Tensor, view: KvcacheView, layer: int, plan: Plan, scale: float) -> Tensor:
         """See `Ops.attention`. Rows beyond `cu_seqlens_q[-1]` are padding: their results mean nothing."""
-        return reference_attention.attention(q, view, layer, plan, scale)
+        num_rows, num_heads, head_dim = q.shape
+        unit, place = view.storage.places[layer]
+        keys, values = view.storage.keys[place], view.storage.values[place]  # [kv heads, units, block_size, D]
+        kv_heads = keys.shape[0]
+        out = q.new_empty((num_rows, num_heads * head_dim))
+        shape = (kv_heads, num_heads // kv_heads, head_dim, keys.dtype)
+        if shape not in plan.work:
+            plan.work[shape] = self._work(plan, *shape, q.device)
+        units = view.storage.unit_map.units()[unit] if view.storage.unit_map is not None else None
+        for work in plan.work[shape]:
+            attention_kernel[(work.items.capacity, kv_heads)](
+                q.contiguous(),
+                keys,
+                values,
+                out,
+                plan.batch.block_tables,
+                units,
+                work.items.items,
+                work.items.count,
+                work.items.counters,
+                work.parts,
+                work.stats,
+                keys.stride(0),
+                self._row_parts,
+                scale * math.log2(math.e),
+                KV_HEADS=kv_heads,
+                GROUP=num_heads // kv_heads,
+                HEAD_DIM=head_dim,
+                PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
+                LANES=work.tiling.lanes,
+                KEY_TILE=self._key_tile,
+                SPLIT_TILES=self._split // self._key_tile,
+                BLOCK_SIZE=plan.block_size,
+                WINDOW=plan.window,
+                BY_SPLIT=self.batch_invariant,
+                num_warps=work.tiling.num_warps,
+                num_stages=work.tiling.num_stages,
+                enable_fp_fusion=False,
+            )
+        return out
+
+    def _work(
+        self, plan: Plan, kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> list[Work]:
+        batch = plan.batch
+        tilings = self._tilings(group, head_dim, dtype, only_single_rows=len(batch.positions) == len(batch.seq_lens))
+        shared = self._shared_items
+        if shared is None:
+            processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+            shared = triton.cdiv(PROGRAMS_A_PROCESSOR * processors, kv_heads)
+        kinds = plan_items(
+            batch,
+            plan.window,
+            split=self._split,
+            short=tilings[0].lanes // group,
+            tile_rows=tuple(tiling.lanes // group for tiling in tilings),
+            kv_heads=kv_heads,
+            bounds=Bounds(shared, self._row_parts),
+            part_is_split=self.batch_invariant,
+        )
+        # One workspace for both kinds: they run one after the other.
+        lanes = (kv_heads, self._row_parts, group)
+        parts = torch.empty((*lanes, head_dim), dtype=torch.float32, device=device)
+        stats = torch.empty((*lanes, 2), dtype=torch.float32, device=device)
+        return [Work(items, tiling, parts, stats) for items, tiling in zip(kinds, tilings, strict=True)]
+
+    def _tilings(self, group: int, head_dim: int, dtype: torch.dtype, *, only_single_rows: bool) -> list[Tiling]:
+        """Of short chunks and of others; or one for all."""
+        least = triton.next_power_of_2(group)  # a row's heads lie in one tile
+        if dtype == torch.float32:  # no tensor cores: for comparisons, not for speed
+            short, long, stages = SHORT_LANES, 32, 1
+        else:
+            short, long, stages = SHORT_LANES, 64 if head_dim > 128 or self.batch_invariant else 128, 2
+        of_long = Tiling(max(long, least), 8 if max(long, least) > 64 or head_dim > 128 else 4, stages)
+        if self.batch_invariant:
+            return [of_long]
+        of_short = Tiling(max(short, least), 4, stages if head_dim > 128 else stages + 1)
+        return [of_short] if only_single_rows else [of_short, of_long]

@@ -1,0 +1,167 @@
+"""The kernel of paged attention: one program walks the keys of one item for the query heads of one kv head.
+
+The recurrence is that of online softmax (arXiv:1805.02867, arXiv:2205.14135) over tiles of keys at fixed absolute
+positions. Rows of a chunk and the query heads that share a kv head lie side by side as the lanes of one matrix. The
+maximum and the rescale are a lane's own. Weights are rounded to the cache's dtype for the second product.
+
+Why a row's bits depend on nothing but its context where `BY_SPLIT`: every split is walked from scratch and its (maximum,
+sum, accumulator) merged into those of the splits before it by `_merge`, whether from registers or from the workspace.
+A tile of keys, or a split, that a row does not see leaves all three as they are: the rescale is 1 and what is added 0.
+Nothing is contracted (`enable_fp_fusion=False`); what is meant to be fused says `tl.fma`.
+"""
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+
+import triton
+import triton.language as tl
+
+from nano_inference.ops.cuda.attention_plan import FIELDS
+
+NEVER = float("-inf")
+
+
+@triton.jit
+def _walk_tile(q, keys, values, visible, highest, total, acc, scale):
+    """One tile of keys. Maxima are of the bare products; `scale` holds log2(e), for exp2."""
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+    scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    origin = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: -inf - -inf is no number
+    rescale = tl.exp2((highest - origin) * scale)
+    weights = tl.exp2(tl.fma(scores, scale, (-origin * scale)[:, None]))
+    total = tl.fma(total, rescale, tl.sum(weights, 1))
+    acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
+    return higher, total, acc
+
+
+@triton.jit
+def _merge(highest, total, acc, next_highest, next_total, next_acc, scale):
+    """What the splits before have and what the next one has, in this order. An empty one changes no bits."""
+    higher = tl.maximum(highest, next_highest)
+    origin = tl.where(higher == float("-inf"), 0.0, higher)
+    old, new = tl.exp2((highest - origin) * scale), tl.exp2((next_highest - origin) * scale)
+    acc = tl.fma(acc, old[:, None], next_acc * new[:, None])
+    return higher, tl.fma(total, old, next_total * new), acc
+
+
+@triton.jit
+def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    out_ptr,
+    tables_ptr,
+    units_ptr,
+    items_ptr,
+    count_ptr,
+    counters_ptr,
+    parts_ptr,
+    stats_ptr,
+    head_stride,
+    most_parts,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    LANES: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BY_SPLIT: tl.constexpr,
+):
+    """Grid (capacity of the items, kv heads): one item and kv head a program; programs without an item end at once."""
+    if tl.program_id(0) >= tl.load(count_ptr):
+        return
+    item_ptr = items_ptr + tl.program_id(0).to(tl.int64) * FIELDS
+    split, end_split = tl.load(item_ptr + 4).to(tl.int32), tl.load(item_ptr + 5).to(tl.int32)
+    if split >= end_split:
+        return  # a tile of fewer splits than others of its chunk
+    head = tl.program_id(1).to(tl.int64)
+    tables_ptr += tl.load(item_ptr)
+    first_row = tl.load(item_ptr + 1)
+    rows = tl.load(item_ptr + 2).to(tl.int32)
+    position = tl.load(item_ptr + 3).to(tl.int32)
+    place = tl.load(item_ptr + 6)
+    part = tl.load(item_ptr + 7).to(tl.int32)
+    keys_ptr += head * head_stride
+    values_ptr += head * head_stride
+
+    lane = tl.arange(0, LANES)
+    row = lane // GROUP
+    there = (row < rows)[:, None]
+    dim = tl.arange(0, PADDED_DIM)[None, :]
+    inside = dim < HEAD_DIM
+    own_head = (first_row + row) * (KV_HEADS * GROUP) + head * GROUP + lane % GROUP
+    q = tl.load(q_ptr + own_head[:, None] * HEAD_DIM + dim, mask=there & inside, other=0.0)
+    end = position + rows  # keys below it are stored
+    seen = tl.minimum(position + row, end - 1)[:, None]  # the last key of each lane; those without a row see one too
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(position - WINDOW + 1, 0)
+
+    highest = tl.full([LANES], NEVER, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    acc = tl.zeros([LANES, PADDED_DIM], tl.float32)
+    if BY_SPLIT:
+        all_highest, all_total, all_acc = highest, total, acc
+    first_tile = tl.maximum(split * SPLIT_TILES, begin // KEY_TILE)
+    end_tile = tl.minimum(end_split * SPLIT_TILES, tl.cdiv(end, KEY_TILE))
+    # Where this item's next part goes: lanes of the workspace [kv heads, most_parts, GROUP].
+    to = ((head * most_parts + place + part * rows + row) * GROUP + lane % GROUP)[:, None]
+    for tile in range(first_tile, end_tile):
+        key = tile * KEY_TILE + tl.arange(0, KEY_TILE)
+        stored = (key < end) & (key >= begin)  # what lies elsewhere may be anything, and 0 * NaN is NaN
+        block = tl.load(tables_ptr + key // BLOCK_SIZE, mask=stored, other=0)
+        if units_ptr is not None:
+            block = tl.load(units_ptr + block, mask=stored, other=0)
+        at = (block * BLOCK_SIZE + key % BLOCK_SIZE)[:, None] * HEAD_DIM + dim
+        keys = tl.load(keys_ptr + at, mask=stored[:, None] & inside, other=0.0)
+        values = tl.load(values_ptr + at, mask=stored[:, None] & inside, other=0.0)
+        visible = key[None, :] <= seen
+        if WINDOW > 0:
+            visible &= key[None, :] > seen - WINDOW
+        highest, total, acc = _walk_tile(q, keys, values, visible, highest, total, acc, scale)
+        if BY_SPLIT:
+            if (tile + 1) % SPLIT_TILES == 0 or tile + 1 == end_tile:
+                if place >= 0:
+                    tl.store(parts_ptr + to * HEAD_DIM + dim, acc, mask=there & inside)
+                    tl.store(stats_ptr + to * 2, highest[:, None], mask=there)
+                    tl.store(stats_ptr + to * 2 + 1, total[:, None], mask=there)
+                    to += rows * GROUP
+                else:
+                    all_highest, all_total, all_acc = _merge(
+                        all_highest, all_total, all_acc, highest, total, acc, scale
+                    )
+                highest = tl.full([LANES], NEVER, tl.float32)
+                total = tl.zeros([LANES], tl.float32)
+                acc = tl.zeros([LANES, PADDED_DIM], tl.float32)
+    if BY_SPLIT:
+        highest, total, acc = all_highest, all_total, all_acc
+
+    if place >= 0:
+        if not BY_SPLIT:
+            tl.store(parts_ptr + to * HEAD_DIM + dim, acc, mask=there & inside)
+            tl.store(stats_ptr + to * 2, highest[:, None], mask=there)
+            tl.store(stats_ptr + to * 2 + 1, total[:, None], mask=there)
+        tl.debug_barrier()  # all of this program's parts are on their way before it says that it is done
+        counter_ptr = counters_ptr + tl.load(item_ptr + 10) * KV_HEADS + head
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") < tl.load(item_ptr + 9) - 1:
+            return
+        tl.store(counter_ptr, 0)  # for the next layer
+        highest = tl.full([LANES], NEVER, tl.float32)
+        total = tl.zeros([LANES], tl.float32)
+        acc = tl.zeros([LANES, PADDED_DIM], tl.float32)
+        for index in tl.range(0, tl.load(item_ptr + 8).to(tl.int32), num_stages=3):
+            source = (head * most_parts + place + index * rows + row) * GROUP + lane % GROUP
+            there_1 = row < rows
+            # Not from the first cache, which does not see what other multiprocessors write.
+            next_highest = tl.load(stats_ptr + source * 2, mask=there_1, other=NEVER, cache_modifier=".cg")
+            next_total = tl.load(stats_ptr + source * 2 + 1, mask=there_1, other=0.0, cache_modifier=".cg")
+            next_acc = tl.load(
+                parts_ptr + source[:, None] * HEAD_DIM + dim, mask=there & inside, other=0.0, cache_modifier=".cg"
+            )
+            highest, total, acc = _merge(highest, total, acc, next_highest, next_total, next_acc, scale)
+    total = tl.where(row < rows, total, 1.0)
+    tl.store(out_ptr + own_head[:, None] * HEAD_DIM + dim, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=there & inside)

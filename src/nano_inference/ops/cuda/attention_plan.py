@@ -1,0 +1,252 @@
+"""Who computes what in paged attention: decided on the device, once a step, window and shape of heads.
+
+The host knows how many rows N and chunks S a batch has, and nothing else: lengths may exist on the device alone (CUDA
+graphs). So the host takes arrays and grids that suffice for any lengths, and one small kernel writes *items*: a tile of
+rows of one chunk, and the keys that one program walks for it, as whole splits of `split` absolute positions.
+
+Chunks are of one or two kinds. *Short* ones (decode, verification) have rows for one small tile. All others are cut
+into large tiles. Each kind is a launch of its own, because the height of a tile is fixed in a kernel.
+
+Where tiles alone would leave much of the device idle, or one of them would be walked long after all others are done,
+the keys of a tile are shared by several items. Each then leaves what it has in a workspace, and the item that comes
+last merges, in order of the keys. The kernel finds the smallest power of two of splits for an item such that the items
+beyond one a tile, and the workspace, stay within fixed bounds; a power of two and not an exact share, so that all
+candidates are weighed in one reduction. Every program of the kernel does that for itself: it costs less than a second
+launch, and it needs no barrier.
+"""
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nano_inference.batch import ForwardBatch
+
+FIELDS = tl.constexpr(16)  # numbers of an item, of which eleven are used; one line of the cache
+SIZES = tl.constexpr(16)  # candidates for the splits of an item: 1, 2, 4 … and, last, all of a tile
+CHUNKS = tl.constexpr(128)  # read at once
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a plan may use beyond one item a tile.
+
+    Attributes:
+        items: of one kv head, in sum.
+        row_parts: parts of rows in the workspace.
+    """
+
+    items: int
+    row_parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """The work of one kind of chunks.
+
+    Attributes:
+        rows: of a tile, at most.
+        capacity: items that there can be.
+        items: int64 [capacity, FIELDS]: offset of the chunk's block table; first row of the tile in the batch; rows;
+            position of the first one; first split and the one after the last; first place of the tile in the
+            workspace, -1 where this item has all keys; this item's first part; parts and items of the tile; the tile's
+            counter.
+        count: int64 [1], of the items.
+        counters: int32 [Bounds.items, kv heads], of items that are done; all 0 before and after a layer.
+    """
+
+    rows: int
+    capacity: int
+    items: Tensor
+    count: Tensor
+    counters: Tensor
+
+
+def plan_items(
+    batch: ForwardBatch,
+    window: int,
+    *,
+    split: int,
+    short: int,
+    tile_rows: tuple[int, ...],
+    kv_heads: int,
+    bounds: Bounds,
+    part_is_split: bool,
+) -> list[Items]:
+    """One launch, for one or two kinds.
+
+    Args:
+        batch: only its tensors on the device are read, and by the device.
+        window: keys that a row sees; 0: all.
+        split: keys of a split.
+        short: most rows of a chunk of the first kind, where there are two.
+        tile_rows: most rows of a tile, for each kind.
+        kv_heads: of the layers.
+        bounds: for each kind.
+        part_is_split: each split leaves a part of its own, however many an item has; else each item leaves one.
+    """
+    device = batch.cu_seqlens_q.device
+    num_rows, num_chunks = len(batch.positions), len(batch.seq_lens)
+    # A chunk has at most one tile that is not full, and no tile is empty.
+    most_tiles = [min(num_rows, num_rows // rows + num_chunks) for rows in tile_rows]
+    if len(tile_rows) > 1:
+        most_tiles[0] = min(num_rows, num_chunks)
+        most_tiles[1] = min(most_tiles[1], num_rows // tile_rows[1] + num_rows // (short + 1))
+    capacities = [tiles + bounds.items for tiles in most_tiles]
+    items = torch.empty((sum(capacities), FIELDS.value), dtype=torch.int64, device=device)
+    counts = torch.empty(len(tile_rows), dtype=torch.int64, device=device)
+    counters = torch.empty((len(tile_rows), bounds.items, kv_heads), dtype=torch.int32, device=device)
+    _plan_kernel[(num_chunks, len(tile_rows))](
+        batch.cu_seqlens_q,
+        batch.seq_lens,
+        batch.table_stride,
+        batch.block_tables.stride(0),
+        items,
+        counts,
+        counters,
+        num_chunks,
+        short,
+        capacities[0],
+        bounds.row_parts,
+        KINDS=len(tile_rows),
+        ROWS_0=tile_rows[0],
+        ROWS_1=tile_rows[-1],
+        WINDOW=window,
+        SPLIT=split,
+        KV_HEADS=kv_heads,
+        MOST_ITEMS=bounds.items,
+        PART_IS_SPLIT=part_is_split,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return [
+        Items(rows, capacity, part, counts[kind : kind + 1], counters[kind])
+        for kind, (rows, capacity, part) in enumerate(zip(tile_rows, capacities, items.split(capacities), strict=True))
+    ]
+
+
+@triton.jit
+def _measure(cu_ptr, lens_ptr, chunk, present, least, most, tile_rows, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
+    """Rows, tiles and the most splits of a tile, of chunks; all 0 for those of another kind."""
+    start = tl.load(cu_ptr + chunk, mask=present, other=0).to(tl.int32)
+    rows = tl.load(cu_ptr + chunk + 1, mask=present, other=0).to(tl.int32) - start
+    context = tl.load(lens_ptr + chunk, mask=present, other=0).to(tl.int32)
+    rows = tl.where((rows >= least) & (rows <= most), rows, 0)
+    splits = tl.where(rows > 0, tl.cdiv(context, SPLIT), 0)
+    if WINDOW > 0:
+        # The keys of a tile, wherever they begin in a split.
+        splits = tl.minimum(splits, tl.cdiv(tile_rows + WINDOW - 2, SPLIT) + 1)
+    return rows, tl.cdiv(rows, tile_rows), splits
+
+
+@triton.jit
+def _plan_kernel(  # noqa: C901 - two reductions over the chunks, then the items of one
+    cu_ptr,
+    lens_ptr,
+    stride_ptr,
+    stride,
+    items_ptr,
+    counts_ptr,
+    counters_ptr,
+    num_chunks,
+    short,
+    first_capacity,
+    most_parts,
+    KINDS: tl.constexpr,
+    ROWS_0: tl.constexpr,
+    ROWS_1: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    MOST_ITEMS: tl.constexpr,
+    PART_IS_SPLIT: tl.constexpr,
+):
+    """Grid (chunks, kinds): a program writes the items of one chunk, if the chunk is of its kind."""
+    own = tl.program_id(0)
+    kind = tl.program_id(1)
+    least = 1
+    most = 2147483647
+    tile_rows = ROWS_0
+    if KINDS > 1:
+        tile_rows = tl.where(kind == 0, ROWS_0, ROWS_1)
+        least = tl.where(kind == 0, 1, short + 1)
+        most = tl.where(kind == 0, short, 2147483647)
+
+    # How many splits an item has: the first candidate that fits.
+    index = tl.arange(0, SIZES)
+    size = (1 << index)[None, :]
+    extra = tl.zeros([SIZES], tl.int64)
+    parts = tl.zeros([SIZES], tl.int64)
+    for begin in range(0, num_chunks, CHUNKS):
+        chunk = begin + tl.arange(0, CHUNKS)
+        rows, tiles, splits = _measure(
+            cu_ptr, lens_ptr, chunk, chunk < num_chunks, least, most, tile_rows, WINDOW, SPLIT
+        )
+        shares = tl.where(index[None, :] == SIZES - 1, 1, tl.maximum(tl.cdiv(splits[:, None], size), 1))
+        left = tl.where(shares > 1, splits[:, None] if PART_IS_SPLIT else shares, 0)
+        extra += tl.sum((tiles[:, None] * (shares - 1)).to(tl.int64), 0)
+        parts += tl.sum((rows[:, None] * left).to(tl.int64), 0)
+    fits = ((extra <= MOST_ITEMS) & (parts <= most_parts)) | (index == SIZES - 1)
+    chosen = tl.min(tl.where(fits, index, SIZES - 1), 0)
+    per_item = 1 << tl.where(chosen == SIZES - 1, 30, chosen)
+
+    # What the chunks before this one have.
+    first_item = tl.zeros([], tl.int64)
+    first_part = tl.zeros([], tl.int64)
+    first_counter = tl.zeros([], tl.int64)
+    for begin in range(0, own, CHUNKS):
+        chunk = begin + tl.arange(0, CHUNKS)
+        rows, tiles, splits = _measure(cu_ptr, lens_ptr, chunk, chunk < own, least, most, tile_rows, WINDOW, SPLIT)
+        shares = tl.maximum((splits + per_item - 1) // per_item, 1)
+        left = tl.where(shares > 1, splits if PART_IS_SPLIT else shares, 0)
+        first_item += tl.sum((tiles * shares).to(tl.int64), 0)
+        first_part += tl.sum((rows * left).to(tl.int64), 0)
+        first_counter += tl.sum(tl.where(shares > 1, tiles, 0).to(tl.int64), 0)
+
+    rows, tiles, splits = _measure(cu_ptr, lens_ptr, own, True, least, most, tile_rows, WINDOW, SPLIT)
+    shares = tl.maximum((splits + per_item - 1) // per_item, 1)
+    left = splits if PART_IS_SPLIT else shares
+    if own == num_chunks - 1:
+        tl.store(counts_ptr + kind, first_item + tiles * shares)
+    if stride_ptr is not None:
+        table = own * tl.load(stride_ptr)
+    else:
+        table = own.to(tl.int64) * stride
+    start = tl.load(cu_ptr + own)
+    context = tl.load(lens_ptr + own).to(tl.int32)
+    items_ptr += (kind * first_capacity + first_item) * FIELDS
+    counters_ptr += kind * MOST_ITEMS * KV_HEADS
+    for begin in range(0, tiles * shares, CHUNKS):
+        item = begin + tl.arange(0, CHUNKS)
+        present = item < tiles * shares
+        tile = tiles - 1 - item // shares  # the last rows have the most keys: they begin first
+        share = item % shares
+        row = tile * tile_rows
+        count = tl.minimum(rows - row, tile_rows)
+        position = context - rows + row
+        lowest = tl.zeros_like(position)
+        if WINDOW > 0:
+            lowest = tl.maximum(position - WINDOW + 1, 0) // SPLIT
+        end = (position + count + SPLIT - 1) // SPLIT
+        taking = tl.minimum((end - lowest + per_item - 1) // per_item, shares)  # items of this tile that have work
+        low = lowest + share * per_item
+        high = tl.minimum(low + per_item, end)
+        counter = first_counter + tile
+        out = items_ptr + item * FIELDS
+        tl.store(out, table + tl.zeros_like(out.to(tl.int64)), mask=present)
+        tl.store(out + 1, start + row, mask=present)
+        tl.store(out + 2, count, mask=present)
+        tl.store(out + 3, position, mask=present)
+        tl.store(out + 4, low, mask=present)
+        tl.store(out + 5, high, mask=present)
+        tl.store(out + 6, tl.where(taking > 1, first_part + row * left, -1), mask=present)
+        tl.store(out + 7, share * per_item if PART_IS_SPLIT else share, mask=present)
+        tl.store(out + 8, end - lowest if PART_IS_SPLIT else taking, mask=present)
+        tl.store(out + 9, taking, mask=present)
+        tl.store(out + 10, counter, mask=present)
+        for head in range(KV_HEADS):
+            tl.store(counters_ptr + counter * KV_HEADS + head, 0, mask=present & (share == 0) & (taking > 1))
