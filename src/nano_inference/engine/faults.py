@@ -1,6 +1,8 @@
 """What a failed step means: whether the device is to blame, and what to change."""
 
 import re
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +20,22 @@ def is_device_fault(problem: BaseException) -> bool:
     if isinstance(problem, torch.OutOfMemoryError | torch.AcceleratorError):
         return True
     return isinstance(problem, RuntimeError) and _OF_THE_DEVICE.search(str(problem)) is not None
+
+
+@dataclass(frozen=True)
+class FaultGuard:
+    """What a loop has to know of its device."""
+
+    config: EngineConfig
+    device: torch.device
+
+    def explain(self, problem: Exception) -> str:
+        """Why an engine has died of what a step raised."""
+        return reason(problem, self.config)
+
+    def current(self) -> AbstractContextManager[object]:
+        """In here the device is the current one: kernels of Triton go there, whichever thread launches them."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 def reason(problem: Exception, config: EngineConfig) -> str:

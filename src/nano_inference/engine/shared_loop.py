@@ -10,6 +10,7 @@ import torch
 
 from nano_inference.engine.delivery import Delivery, Sink
 from nano_inference.engine.fair_lock import FairLock
+from nano_inference.engine.faults import FaultGuard
 from nano_inference.engine.interrupts import HeldInterrupts
 from nano_inference.engine.loop import Abort, Add, EngineLoop, Message
 from nano_inference.engine.sleeping import Sleep
@@ -23,7 +24,7 @@ class SharedLoop:
 
     Args:
         loop: what is stepped.
-        explain: says of what a step raised why the engine has failed.
+        guard: of the device that it runs on.
 
     Attributes:
         lock: held by whoever runs the loop.
@@ -31,9 +32,9 @@ class SharedLoop:
         when_dead: called once, with the reason, by whoever ends the engine or finds that it has failed.
     """
 
-    def __init__(self, loop: EngineLoop, explain: Callable[[Exception], str]) -> None:
+    def __init__(self, loop: EngineLoop, guard: FaultGuard) -> None:
         self.loop = loop
-        self._explain = explain
+        self._guard = guard
         self.lock = FairLock()
         self.work_arrived = threading.Event()
         self.delivery = Delivery()
@@ -333,9 +334,10 @@ class SharedLoop:
         """Run part of the loop. What it raises leaves sequences and cache in an unknown state: the engine is dead."""
         self.require_alive()
         try:
-            return run()
+            with self._guard.current():
+                return run()
         except Exception as problem:
-            self._fail(self._explain(problem), problem)
+            self._fail(self._guard.explain(problem), problem)
         except BaseException as problem:  # Ctrl-C: what was published may never be computed now
             self._die(f"a step was interrupted: {type(problem).__name__}")
             raise
