@@ -34,6 +34,7 @@ class Sleep:
                 discard(tensor)
             else:
                 tensor.untyped_storage().resize_(0)
+        self._forget_recorded()
         self._give_to_the_card()
 
     def end(self) -> None:
@@ -43,9 +44,6 @@ class Sleep:
         """
         self._take_memory()
         self._read_back()
-        for model in self._models:
-            if not on_cpu(model):
-                model.forget_recorded()
         self.forget()
 
     def _take_memory(self) -> None:
@@ -78,6 +76,12 @@ class Sleep:
         """Remove what stands on disk."""
         if self._file is not None:
             self._file.close()
+
+    def _forget_recorded(self) -> None:
+        """On a GPU memory moves, and what is recorded holds memory of its own."""
+        for model in self._models:
+            if not on_cpu(model):
+                model.forget_recorded()
 
 
 def give_back(memory: Memory, storages: Iterable[KVStorage], models: Iterable[Decoder]) -> Sleep:
