@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, EngineDead, InferenceEngine, NanoInferenceError, SamplingParams
-from nano_inference.engine.faults import is_device_fault, reason
+from nano_inference.engine.device import DeviceHangs, is_device_failure
+from nano_inference.engine.faults import reason
 from nano_inference.engine.sleeping import Sleep
 from tests.engine.weight_cases import Build
 
@@ -19,6 +20,7 @@ OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
 FAULTS: dict[str, Callable[[], Exception]] = {
     "access": lambda: torch.AcceleratorError(ILLEGAL),
     "kernel": lambda: RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    "hang": lambda: DeviceHangs("the device hangs: an illegal memory access, maybe"),
     "memory": lambda: torch.OutOfMemoryError(OUT_OF_MEMORY),
 }
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -263,7 +265,7 @@ def test_what_is_the_devices_fault_and_what_to_change() -> None:
     assert "gpu_memory_utilization from 0.06 to 0.03 (" in why
     assert "max_tokens_per_batch" not in why
     for text in ("CUBLAS_STATUS_EXECUTION_FAILED when calling", "NCCL error in: x.cpp", "CUDA driver error: unknown"):
-        assert is_device_fault(RuntimeError(text))
+        assert is_device_failure(RuntimeError(text))
     for problem in (RuntimeError("shape"), ValueError("CUDA error"), KeyError(1)):
-        assert not is_device_fault(problem)
+        assert not is_device_failure(problem)
     assert reason(ValueError("x"), config) == "a step failed: ValueError: x"

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from nano_inference.engine.backends import (
     start_up_line,
     try_attention,
 )
-from nano_inference.engine.faults import FaultGuard
 from nano_inference.engine.memory import (
     Claims,
     MemoryBudget,
@@ -120,7 +120,8 @@ def assemble(
 
     Raises `ConfigError` or `ModelLoadError`.
     """
-    with FaultGuard(config, choose_device(config.device)).current():
+    device = choose_device(config.device)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels of Triton go to the current
         return _assemble(config, memory, graph_memory)
 
 

@@ -66,10 +66,11 @@ def choose_ops(
         problem = _no_kernels_for(backend, config, specs, dtype, device)
         if problem is None:
             try:
-                ops = _KERNELS[backend](config)
+                kernels = _KERNELS[backend](config)
                 if try_kernels and device.type == "cuda":  # in the interpreter it would take seconds
                     for spec in specs.values():
-                        probe(ops, spec, dtype, device, config.block_size)
+                        probe(kernels, spec, dtype, device, config.block_size)
+                ops = kernels
             except KernelsUnavailable as unavailable:
                 problem = str(unavailable)
     if problem is not None:

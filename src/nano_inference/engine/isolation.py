@@ -4,11 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nano_inference.batch import Chunks
-<<<<<<< HEAD
-from nano_inference.engine.faults import is_device_fault
-=======
 from nano_inference.engine.device import is_device_failure
->>>>>>> main
 from nano_inference.scheduling.commit import SampledTokens
 from nano_inference.scheduling.failure import failure
 from nano_inference.scheduling.sequence import Sequence
@@ -44,11 +40,7 @@ def draw_without_the_failing(draw: Callable[[Chunks], Any], chunks: Chunks) -> I
         try:
             draw(chunks.drawing([place])).wait()
         except Exception as problem:
-<<<<<<< HEAD
-            if is_device_fault(problem):
-=======
             if is_device_failure(problem):
->>>>>>> main
                 raise
             failed[place] = failure(seq, "the draw", problem)
     left = chunks.drawing([place for place in range(len(chunks.sampled)) if place not in failed])

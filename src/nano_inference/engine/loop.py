@@ -10,11 +10,7 @@ from typing import Any, Protocol
 from nano_inference.batch import BatchBuilder, Chunks, ForwardBatch, Scored
 from nano_inference.config import SchedulerConfig
 from nano_inference.engine.delivery import next_delta
-<<<<<<< HEAD
-from nano_inference.engine.faults import is_device_fault
-=======
 from nano_inference.engine.device import is_device_failure
->>>>>>> main
 from nano_inference.engine.inbox import Abort, Add, ChangeWeights, Message
 from nano_inference.engine.isolation import Known, draw_without_the_failing
 from nano_inference.engine.stats import StepClock
@@ -147,11 +143,7 @@ class EngineLoop:
         try:
             tokens = self._draw(result, chunks)
         except Exception as problem:  # one sample's, maybe
-<<<<<<< HEAD
-            if is_device_fault(problem):
-=======
             if is_device_failure(problem):
->>>>>>> main
                 raise
             chunks, tokens, failed = draw_without_the_failing(lambda some: self._draw(result, some), chunks)
             for seq, finish in failed:

@@ -10,7 +10,6 @@ import torch
 
 from nano_inference.engine.delivery import Delivery, Sink
 from nano_inference.engine.fair_lock import FairLock
-from nano_inference.engine.faults import FaultGuard
 from nano_inference.engine.interrupts import HeldInterrupts
 from nano_inference.engine.loop import Abort, Add, EngineLoop, Message
 from nano_inference.engine.sleeping import Sleep
@@ -24,7 +23,7 @@ class SharedLoop:
 
     Args:
         loop: what is stepped.
-        guard: of the device that it runs on.
+        explain: says of what a step raised why the engine has failed.
 
     Attributes:
         lock: held by whoever runs the loop.
@@ -32,9 +31,9 @@ class SharedLoop:
         when_dead: called once, with the reason, by whoever ends the engine or finds that it has failed.
     """
 
-    def __init__(self, loop: EngineLoop, guard: FaultGuard) -> None:
+    def __init__(self, loop: EngineLoop, explain: Callable[[Exception], str]) -> None:
         self.loop = loop
-        self._guard = guard
+        self._explain = explain
         self.lock = FairLock()
         self.work_arrived = threading.Event()
         self.delivery = Delivery()
@@ -334,10 +333,9 @@ class SharedLoop:
         """Run part of the loop. What it raises leaves sequences and cache in an unknown state: the engine is dead."""
         self.require_alive()
         try:
-            with self._guard.current():
-                return run()
+            return run()
         except Exception as problem:
-            self._fail(self._guard.explain(problem), problem)
+            self._fail(self._explain(problem), problem)
         except BaseException as problem:  # Ctrl-C: what was published may never be computed now
             self._die(f"a step was interrupted: {type(problem).__name__}")
             raise
