@@ -164,4 +164,8 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
             )
             highest, total, acc = _merge(highest, total, acc, next_highest, next_total, next_acc, scale)
     total = tl.where(row < rows, total, 1.0)
-    tl.store(out_ptr + own_head[:, None] * HEAD_DIM + dim, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=there & inside)
+    tl.store(
+        out_ptr + own_head[:, None] * HEAD_DIM + dim,
+        (acc / total[:, None]).to(out_ptr.dtype.element_ty),
+        mask=there & inside,
+    )
