@@ -216,8 +216,6 @@ def measure_variants(run: Run) -> None:
         "batch_invariant": {"batch_invariant": True},
         "lookahead=0": {"lookahead": 0},
     }
-    if ours.has_option("cuda_graphs") and scale.device != "cpu":
-        variants["no graphs"] = {"cuda_graphs": False}
     for name, changes in variants.items():
         attempt(part, name, lambda name=name, changes=changes: varied(part, name, changes, folder, run))
         card.release(scale.device)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # torch reads it when it makes its first tensor
 
-from benchmarks.gpu.ours import has_option
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from tests.invariance.scenario import poison
 from tests.models.tiny import tiny_model
@@ -43,7 +42,7 @@ def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int
             max_chunk_tokens=17,
             block_size=16,
             kv_cache_memory=1 << 18,
-            **({"cuda_graphs": False} if has_option("cuda_graphs") else {}),
+            cuda_graphs=False,
         )
         with InferenceEngine(config) as engine:
             for prompt, params in REQUESTS:
