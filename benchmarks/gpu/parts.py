@@ -214,6 +214,7 @@ def measure_variants(run: Run) -> None:
     scale, part, folder = run.scale, Part(run.out, "variants"), run.small()
     variants: dict[str, dict[str, Any]] = {
         "batch_invariant": {"batch_invariant": True},
+        "no graphs": {"cuda_graphs": False},
         "lookahead=0": {"lookahead": 0},
     }
     for name, changes in variants.items():
