@@ -5,11 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.engine.cuda_runner import CudaRunner
+from nano_inference.engine.storage import UnitMap
+from nano_inference.kv_cache.block_pool import Block
+from nano_inference.kv_cache.units import BlockLayout, UnitPool
 from tests.engine.cuda_cases import CheckingQueue, conventional
 from tests.engine.weight_cases import Build, drain
+from tests.models.tiny import tiny_model
 
 __all__ = ["conventional"]
 pytestmark = pytest.mark.usefixtures("conventional")
@@ -150,3 +155,33 @@ def test_a_step_of_nothing_but_scores(build: Build, model: Path) -> None:
     expected, found = (engine.generate([7, 8, 9], params(), 2) for engine in engines)
     assert found[0].ref_logprobs is not None
     assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_windows(build: Build, tmp_path: Path, family: str) -> None:
+    """Layers whose keys and values lie in units that other blocks had before."""
+    model = str(tiny_model(tmp_path / family, family))
+    options: dict[str, Any] = {"model_path": model, "lookahead": 1, "kv_cache_memory": 2**17}
+    expected = workload(build(backend="reference", **options))
+    engine = build(backend="cuda", batch_invariant=True, **options)
+    assert engine.runner.storage.unit_map is not None
+    assert [repr(bare(sample)) for sample in workload(engine)] == [repr(bare(sample)) for sample in expected]
+    assert runner(engine).num_replays > 5
+
+
+def test_a_mirror_of_the_units_stays_where_it_is() -> None:
+    """Captured graphs know its address."""
+    pool = UnitPool(12, 4, BlockLayout(1, 2, 8))
+    units = UnitMap(pool, torch.device("cpu"))
+    mirror = units._units = units._host.clone()  # as on a GPU
+    blocks = [Block(block_id) for block_id in (2, 0)]
+    for block in blocks:
+        pool.assign(block)
+        assert units.units() is mirror
+        assert torch.equal(mirror, units._host)
+        assert not pool.changed
+    blocks[0].num_users = 0
+    pool.offer(blocks[0])
+    assert pool.reclaim()
+    assert not torch.equal(mirror, units._host)
+    assert torch.equal(units.units(), units._host)
