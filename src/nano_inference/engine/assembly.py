@@ -11,6 +11,7 @@ import torch
 
 from nano_inference.config import CacheType, EngineConfig
 from nano_inference.engine.backends import (
+    captures_graphs,
     choose_device,
     choose_ops,
     num_threads,
@@ -251,7 +252,7 @@ def _runner(plan: EnginePlan, models: Mapping[str, Decoder], storages: Mapping[s
 
 def _graph_memory(plan: EnginePlan) -> GraphMemory | None:
     """How to find out what CUDA graphs take; None: there are none."""
-    if plan.ops.name != "cuda" or plan.device.type != "cuda" or not plan.config.cuda_graphs:
+    if plan.ops.name != "cuda" or plan.device.type != "cuda" or not captures_graphs(plan.config):
         return None
     from nano_inference.engine.cuda_runner import graph_memory  # brings in Triton
 

@@ -91,6 +91,11 @@ def keeps_invariance(ops: Ops, device: torch.device) -> bool:
     return ops.schedule_invariant and (ops.name == "cuda" or device.type == "cpu")
 
 
+def captures_graphs(config: EngineConfig) -> bool:
+    """Whether decode steps are captured on a GPU. FlashInfer plans every step on the host: no graph can hold that."""
+    return config.cuda_graphs and config.attention != "flashinfer"
+
+
 def numerics_of(config: EngineConfig, ops: Ops, dtype: torch.dtype, device: torch.device) -> Numerics:
     """What decides the bits of these operations."""
     invariant, backend, kind = keeps_invariance(ops, device), ops.name, device.type
