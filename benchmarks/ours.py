@@ -60,7 +60,7 @@ def arguments(load: Workload) -> tuple[list[list[int]], list[SamplingParams], in
     """What `generate` takes: prompts, their parameters, samples of each."""
     prompts = [list(request.prompt) for request in load.requests]
     params = [
-        SamplingParams(max_tokens=request.max_tokens, temperature=1.0, ignore_eos=True, **load.sampling)
+        SamplingParams(**{"temperature": 1.0, "ignore_eos": True, **load.sampling, "max_tokens": request.max_tokens})
         for request in load.requests
     ]
     return prompts, params, load.requests[0].n

@@ -49,6 +49,7 @@ class Schedule:
             device="cpu",
             cache_type=self.cache_type,
             backend=self.backend,
+            batch_invariant=True if self.backend == "cuda" else None,  # there it is not free
             block_size=self.block_size,
             max_batch_size=self.max_batch_size,
             max_tokens_per_batch=self.max_tokens_per_batch,

@@ -7,10 +7,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nano_inference import ModelLoadError
+from nano_inference.models import loading
 from nano_inference.models.loading import load_params, load_spec, resolve_dtype, resolve_model
 from nano_inference.models.spec import spec_from_config
 from nano_inference.models.weights import allocate, num_bytes, param_table, read, slots, write
@@ -43,6 +45,22 @@ def test_every_tensor_lands_in_its_place(tmp_path: Path) -> None:
     assert torch.equal(params["layers.1.qkv"], torch.cat((q, k, v)))
     gate, up = (stored[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up"))
     assert torch.equal(params["layers.0.gate_up"], torch.cat((gate, up)))
+
+
+@pytest.mark.parametrize(("device", "opened_on"), [("cpu", "cpu"), ("cuda:1", "cuda:1"), ("cuda", "cuda:3")])
+def test_tensors_are_read_straight_to_their_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, opened_on: str
+) -> None:
+    seen: list[str] = []
+
+    def opened(file: Path, framework: str, device: str) -> Any:
+        seen.append(device)
+        return safe_open(file, framework=framework)
+
+    monkeypatch.setattr(loading, "safe_open", opened)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert len(list(loading.read_tensors(tiny_llama(tmp_path), torch.device(device)))) > 10
+    assert seen == [opened_on]
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

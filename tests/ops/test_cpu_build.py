@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nano_inference import ConfigError, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.engine import assembly
+from nano_inference.engine import backends
 from nano_inference.ops.cpu import build, library
 from nano_inference.ops.cpu.backend import cpu_ops
 from tests.models.tiny import tiny_llama, tiny_model
@@ -45,12 +45,12 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has loaded no kernels, said nothing and kept no library."""
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     monkeypatch.setattr(build, "_failed", {})
-    for remembered in (library.load, assembly._warn_of_the_reference):
+    for remembered in (library.load, backends._warn_of_the_reference):
         remembered.cache_clear()
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    for remembered in (library.load, assembly._warn_of_the_reference):
+    for remembered in (library.load, backends._warn_of_the_reference):
         remembered.cache_clear()
 
 
@@ -224,7 +224,7 @@ def test_a_whole_generation_has_the_same_bits_on_every_instruction_set(
     found: dict[str, list[TrainingSample]] = {}
     threads = torch.get_num_threads()
     for name in SETS:
-        monkeypatch.setattr(assembly, "cpu_ops", lambda num_threads, name=name: cpu_ops(num_threads, name))
+        monkeypatch.setattr(backends, "cpu_ops", lambda num_threads, name=name: cpu_ops(num_threads, name))
         with InferenceEngine(config(model, dtype=dtype, backend="cpu")) as engine:
             assert engine.model.ops.linear.__self__.kernels is library.load(name).c  # pyright: ignore
             found[name] = engine.generate([list(range(3, 80)), [5, 6]], params, 2)

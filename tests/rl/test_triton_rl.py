@@ -1,7 +1,6 @@
 """RL on the CUDA backend, in Triton's interpreter: the trainer's numbers are the engine's, to the bit."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch

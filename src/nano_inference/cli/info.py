@@ -175,6 +175,7 @@ def _memory(plan: "EnginePlan") -> Rows:
     budget = plan.memory_budget
     return [
         ("weights", _size(budget.weights)),
+        *((name, _size(size)) for name, size in budget.claims()),
         ("KV cache", f"{_size(budget.kv_cache)} = {budget.num_blocks:,} blocks of {budget.block_size} tokens"),
         ("a token takes", f"{budget.bytes_per_token:,} bytes"),
         ("tokens that fit", f"{budget.num_tokens:,}"),

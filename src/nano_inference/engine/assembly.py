@@ -1,17 +1,32 @@
-"""From a config to the parts of an engine: device, models by weight set, KV tensors, memory budget, numerics."""
+"""From a config to the parts of an engine: models by weight set, KV tensors, memory budget, numerics."""
 
-import functools
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from nano_inference.config import ATTENTION_OF, Backend, CacheType, EngineConfig
-from nano_inference.engine.memory import MemoryBudget, plan_memory
+from nano_inference.config import CacheType, EngineConfig
+from nano_inference.engine.backends import (
+    choose_device,
+    choose_ops,
+    num_threads,
+    numerics_of,
+    start_up_line,
+    try_attention,
+)
+from nano_inference.engine.memory import (
+    Claims,
+    MemoryBudget,
+    gibibytes,
+    longest_asked,
+    plan_memory,
+    require_weights_fit,
+    share_for,
+)
+from nano_inference.engine.memory_profile import CudaMemory, DeviceMemory, GraphMemory, guess, measure
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.storage import KVStorage, UnitMap, storage_key
 from nano_inference.errors import ConfigError
@@ -22,9 +37,6 @@ from nano_inference.models.loading import load_params, load_spec, resolve_dtype,
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import num_bytes, param_table
 from nano_inference.ops.backend import Numerics, Ops
-from nano_inference.ops.cpu.backend import cpu_ops
-from nano_inference.ops.cpu.build import KernelsUnavailable
-from nano_inference.ops.reference import reference_ops
 from nano_inference.scheduling.sequence import POLICY, REFERENCE
 
 logger = logging.getLogger("nano_inference")
@@ -43,7 +55,7 @@ class EnginePlan:
     dtype: torch.dtype
     device: torch.device
     ops: Ops
-    memory_budget: MemoryBudget
+    memory_budget: MemoryBudget  # on CUDA with a guess of the workspace, as nothing was run yet
     numerics: Numerics
 
 
@@ -58,12 +70,18 @@ class Parts:
     numerics: Numerics
 
 
-def plan_engine(config: EngineConfig) -> EnginePlan:
+def plan_engine(config: EngineConfig, memory: DeviceMemory | None = None) -> EnginePlan:
     """Read the configurations of a config's models and decide all that follows from them.
 
-    It reads no weights and changes nothing of the process. Raises `ConfigError` or `ModelLoadError`.
+    It reads no weights and changes nothing of the process.
+
+    Args:
+        config: of the engine.
+        memory: of the card; None: as CUDA tells, or none on a CPU.
+
+    Raises `ConfigError` or `ModelLoadError`.
     """
-    device = _device(config.device)
+    device = choose_device(config.device)
     folder = resolve_model(config.model_path)
     folders = {POLICY: folder}
     if config.ref_model_path is not None:
@@ -72,9 +90,10 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     specs = {name: load_spec(each) for name, each in folders.items()}
     _require_same_vocabulary(specs, config)
     dtype = resolve_dtype(config.dtype, specs[POLICY])
-    weight_bytes = sum(num_bytes(param_table(spec), dtype) for spec in specs.values())
-    budget = plan_memory(config, list(specs.values()), weight_bytes, dtype, device)
-    ops = _ops(config, specs, dtype, device, budget.num_blocks)
+    make_ops = choose_ops(config, specs, dtype, device)
+    claims = _guessed_claims(config, specs, dtype, memory or _memory_of(device), kernels=make_ops(1).name == "cuda")
+    budget = plan_memory(config, list(specs.values()), claims, dtype, device)
+    ops = make_ops(budget.num_blocks)
     return EnginePlan(
         config=config,
         folders=folders,
@@ -83,43 +102,125 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         device=device,
         ops=ops,
         memory_budget=budget,
-        numerics=_numerics(ops, dtype, device),
+        numerics=numerics_of(config, ops, dtype, device),
     )
 
 
-def assemble(config: EngineConfig) -> Parts:
-    """Load everything that a config names. Raises `ConfigError` or `ModelLoadError`."""
-    plan = plan_engine(config)
-    torch.set_num_threads(_num_threads(config))
-    folders, specs, dtype, device, budget = plan.folders, plan.specs, plan.dtype, plan.device, plan.memory_budget
-    if config.max_model_len is not None and budget.max_model_len < config.max_model_len:
-        logger.warning("max_model_len=%d is lowered to %d.", config.max_model_len, budget.max_model_len)
-    logger.info("%s", budget)
-    _try_attention(plan)
-    params: dict[str, dict[str, Any]] = {}
-    for name, each in folders.items():
-        frozen_copy = name == REFERENCE and each == folders[POLICY]
-        params[name] = (
-            {key: param.clone() for key, param in params[POLICY].items()}
-            if frozen_copy
-            else load_params(each, specs[name], dtype, device, plan.ops.allocate)
-        )
-    models = {name: Decoder(specs[name], params[name], plan.ops, budget.max_model_len) for name in folders}
+def assemble(
+    config: EngineConfig, memory: DeviceMemory | None = None, graph_memory: GraphMemory | None = None
+) -> Parts:
+    """Load everything that a config names.
+
+    Args:
+        config: of the engine.
+        memory: of the card, as in `plan_engine`.
+        graph_memory: measures what CUDA graphs take (`measure`); None: there are none.
+
+    Raises `ConfigError` or `ModelLoadError`.
+    """
+    plan = plan_engine(config, memory)
+    device = plan.device
+    torch.set_num_threads(num_threads(config))
+    logger.info("%s", start_up_line(config, plan.ops, plan.numerics, device, graph_memory is not None))
+    try_attention(config, plan.specs, plan.memory_budget.num_blocks, plan.dtype, device)
+    memory = memory or _memory_of(device)
+    models = _load(plan)
+    if memory is not None and plan.ops.name == "cuda":
+        claims = measure(config, models, plan.memory_budget.weights, memory, graph_memory)
+        budget = plan_memory(config, list(plan.specs.values()), claims, plan.dtype, device)
+        plan = replace(plan, memory_budget=budget)
+    _tell_of_memory(plan, memory)
+    return _with_cache(plan, models)
+
+
+def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
+    config, budget, device = plan.config, plan.memory_budget, plan.device
     cache = CACHES[config.cache_type](
         budget.num_blocks, config.block_size, layout=budget.layout, num_units=budget.num_units
     )
     units = UnitMap(cache.units, device) if cache.units is not None else None
-    by_key = {
-        storage_key(spec, budget.layout): KVStorage(spec, budget.num_blocks, config.block_size, dtype, device, units)
-        for spec in specs.values()
-    }
+    try:
+        by_key = {
+            storage_key(spec, budget.layout): KVStorage(
+                spec, budget.num_blocks, config.block_size, plan.dtype, device, units
+            )
+            for spec in plan.specs.values()
+        }
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"the KV cache of {gibibytes(budget.kv_cache)} does not fit on {device} any more: somebody else has taken "
+            f"memory meanwhile; lower gpu_memory_utilization={config.gpu_memory_utilization:g}, or start again."
+        ) from None
+    storages = {name: by_key[storage_key(spec, budget.layout)] for name, spec in plan.specs.items()}
     return Parts(
-        folder=folders[POLICY],
-        runner=ModelRunner(models, {name: by_key[storage_key(spec, budget.layout)] for name, spec in specs.items()}),
+        folder=plan.folders[POLICY],
+        runner=ModelRunner(models, storages),
         cache=cache,
         memory_budget=budget,
         numerics=plan.numerics,
     )
+
+
+def _load(plan: EnginePlan) -> dict[str, Decoder]:
+    """The models, by weight set. Raises `ConfigError` where they do not fit."""
+    longest = longest_asked(plan.config, list(plan.specs.values()))
+    budget = plan.memory_budget
+    positions = longest if budget.estimated else budget.max_model_len
+    params: dict[str, dict[str, Any]] = {}
+    try:
+        for name, each in plan.folders.items():
+            frozen_copy = name == REFERENCE and each == plan.folders[POLICY]
+            params[name] = (
+                {key: param.clone() for key, param in params[POLICY].items()}
+                if frozen_copy
+                else load_params(each, plan.specs[name], plan.dtype, plan.device, plan.ops.allocate)
+            )
+        return {name: Decoder(plan.specs[name], params[name], plan.ops, positions) for name in plan.folders}
+    except torch.OutOfMemoryError:
+        params.clear()
+        memory = _memory_of(plan.device)
+        if memory is not None:
+            memory.release()
+            reading, weights = memory.read(), budget.weights
+            require_weights_fit(Claims(weights, others=reading.used, total=reading.total), plan.device)
+        raise ConfigError(
+            f"the weights ({gibibytes(budget.weights)}) do not fit on {plan.device}; use a smaller model, "
+            "or a card that nobody else uses."
+        ) from None
+
+
+def _guessed_claims(
+    config: EngineConfig, specs: Mapping[str, ModelSpec], dtype: torch.dtype, memory: DeviceMemory | None, kernels: bool
+) -> Claims:
+    """What the memory is for beside the KV cache, before anything runs."""
+    weights = sum(num_bytes(param_table(spec), dtype) for spec in specs.values())
+    if memory is None:
+        return Claims(weights)
+    reading = memory.read()
+    workspace = guess(config, specs.values(), dtype, kernels)
+    return Claims(weights, workspace, others=reading.used, total=reading.total, estimated=True)
+
+
+def _memory_of(device: torch.device) -> DeviceMemory | None:
+    return CudaMemory(device) if device.type == "cuda" else None
+
+
+def _tell_of_memory(plan: EnginePlan, memory: DeviceMemory | None) -> None:
+    budget, asked = plan.memory_budget, plan.config.max_model_len
+    if asked is not None and budget.max_model_len < asked:
+        logger.warning("max_model_len=%d is lowered to %d.%s", asked, budget.max_model_len, _would_hold(plan, memory))
+    logger.info("%s", budget)
+
+
+def _would_hold(plan: EnginePlan, memory: DeviceMemory | None) -> str:
+    """Which share of the card would hold the longest sequence, where the KV cache is what limits it."""
+    longest = longest_asked(plan.config, list(plan.specs.values()))
+    if memory is None or plan.memory_budget.max_model_len >= longest or plan.config.kv_cache_memory is not None:
+        return ""
+    share = share_for(plan.memory_budget, longest, memory.read().total)
+    if share > 1:
+        return " No more fits on this card."
+    return f" gpu_memory_utilization of at least {share:.2f} would hold {longest} tokens."
 
 
 def _require_same_vocabulary(specs: Mapping[str, ModelSpec], config: EngineConfig) -> None:
@@ -129,108 +230,3 @@ def _require_same_vocabulary(specs: Mapping[str, ModelSpec], config: EngineConfi
             f"ref_model_path={config.ref_model_path!r} has a vocabulary of {sizes[REFERENCE]} tokens, the policy "
             f"one of {sizes[POLICY]}; a reference model must have the policy's."
         )
-
-
-def _ops(
-    config: EngineConfig, specs: Mapping[str, ModelSpec], dtype: torch.dtype, device: torch.device, num_blocks: int
-) -> Ops:
-    if config.attention == "flex":
-        from nano_inference.ops.flex import flex_ops  # brings in torch's compiler
-
-        return flex_ops(reference_ops(), num_blocks)
-    best: Backend = "cuda" if device.type == "cuda" else "cpu"
-    asked = config.backend if config.backend != "auto" else ATTENTION_OF.get(config.attention, "auto")
-    backend = best if asked == "auto" else asked
-    if backend == "reference":
-        return reference_ops()
-    problem = _no_kernels_for(backend, specs, dtype, device)
-    if problem is None:
-        try:
-            return _KERNELS[backend](config)
-        except KernelsUnavailable as unavailable:
-            problem = str(unavailable)
-    if asked != "auto":
-        raise ConfigError(f"backend={backend!r} is not available: {problem}")
-    _warn_of_the_reference(backend, problem)
-    return reference_ops()
-
-
-def _cpu_kernels(config: EngineConfig) -> Ops:
-    return cpu_ops(_num_threads(config))
-
-
-def _cuda_kernels(config: EngineConfig) -> Ops:
-    from nano_inference.ops.cuda.backend import cuda_ops  # brings in Triton
-
-    attention = "flashinfer" if config.attention == "flashinfer" else "triton"
-    return cuda_ops(batch_invariant=config.batch_invariant is True, attention=attention)
-
-
-_KERNELS: dict[Backend, Callable[[EngineConfig], Ops]] = {"cpu": _cpu_kernels, "cuda": _cuda_kernels}
-
-
-@functools.cache  # one warning a process
-def _warn_of_the_reference(backend: Backend, problem: str) -> None:
-    kernels = backend.upper()
-    logger.warning("The reference backend runs, many times slower than the %s kernels: %s", kernels, problem)
-
-
-def _no_kernels_for(
-    backend: Backend, specs: Mapping[str, ModelSpec], dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """Why a backend's kernels cannot run these models, or None."""
-    if backend == "cuda":
-        return None
-    if device.type != "cpu":
-        return f"the CPU kernels do not run on {device}."
-    if dtype not in (torch.bfloat16, torch.float32):
-        return f"{str(dtype).removeprefix('torch.')} has no CPU kernels; bfloat16 and float32 have."
-    for spec in specs.values():
-        if spec.head_dim % 16 or spec.head_dim > 256:
-            return f"head_dim={spec.head_dim} has no CPU kernels; multiples of 16 up to 256 have."
-    return None
-
-
-def _num_threads(config: EngineConfig) -> int:
-    return config.num_threads or psutil.cpu_count(logical=False) or torch.get_num_threads()
-
-
-def _try_attention(plan: EnginePlan) -> None:
-    """Find out now, not in the middle of a step, whether the attention that was asked for runs here."""
-    if plan.config.attention == "flex":
-        from nano_inference.ops.flex import HeadShape, require_flex
-
-        shapes = [
-            HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
-            for spec in plan.specs.values()
-        ]
-        budget = plan.memory_budget
-        require_flex(
-            shapes, num_blocks=budget.num_blocks, block_size=budget.block_size, dtype=plan.dtype, device=plan.device
-        )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device={name!r} is not a device; use 'cpu', 'cuda' or 'cuda:N'.") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={name!r} is not available: torch {torch.__version__} sees no CUDA device.")
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={name!r} is not supported; use 'cpu', 'cuda' or 'cuda:N'.")
-    return device
-
-
-def _numerics(ops: Ops, dtype: torch.dtype, device: torch.device) -> Numerics:
-    return Numerics(
-        backend=ops.name,
-        version=ops.version,
-        dtype=str(dtype).removeprefix("torch."),
-        device=device.type,
-        torch=torch.__version__,
-        # The reference's products are the library's: on a GPU it chooses a kernel by the shape of a whole batch.
-        schedule_invariant=ops.schedule_invariant and (ops.name == "cuda" or device.type == "cpu"),
-    )

@@ -17,6 +17,32 @@ CPU_SHARE = 0.25  # of the available memory
 
 
 @dataclass(frozen=True, slots=True)
+class Claims:
+    """What else the device's memory is for, in bytes. Of a CPU's only the weights are counted, and only to be shown.
+
+    Attributes:
+        weights: of all models.
+        workspace: most that a step takes beside them.
+        graphs: what captured CUDA graphs take.
+        others: what stands on the card beside this engine: other processes, the CUDA context.
+        total: memory of the card; 0: a CPU.
+        estimated: nothing was run, the workspace is a guess.
+    """
+
+    weights: int
+    workspace: int = 0
+    graphs: int = 0
+    others: int = 0
+    total: int = 0
+    estimated: bool = False
+
+    @property
+    def sum(self) -> int:
+        """All of it."""
+        return self.weights + self.workspace + self.graphs + self.others
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryBudget:
     """Where the engine's memory goes. Sizes in bytes.
 
@@ -25,6 +51,10 @@ class MemoryBudget:
         num_blocks: block ids. With sliding-window layers the memory is that of units, and ids are plenty.
         num_units: pieces of memory; see `layout`. Without sliding-window layers a block is one.
         layout: what a block costs.
+        workspace: most that a step takes beside weights and KV cache; 0 on a CPU, where it is not counted.
+        graphs: what CUDA graphs take; 0 without.
+        others: what stood on the card beside the engine when it was built; 0 on a CPU.
+        estimated: no step was run to measure the workspace.
     """
 
     device: str
@@ -36,6 +66,10 @@ class MemoryBudget:
     block_size: int
     max_model_len: int
     layout: BlockLayout = UNIFORM
+    workspace: int = 0
+    graphs: int = 0
+    others: int = 0
+    estimated: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -47,54 +81,62 @@ class MemoryBudget:
         by_ids = self.num_blocks // -(-length // self.block_size)
         return min(by_ids, self.num_units // self.layout.most_units(length, 1, self.block_size))
 
+    def claims(self) -> list[tuple[str, int]]:
+        """What takes memory beside weights and KV cache, by name; only what does."""
+        workspace = "workspace, guessed" if self.estimated else "workspace"
+        claims = [(workspace, self.workspace), ("CUDA graphs", self.graphs), ("held by others", self.others)]
+        return [claim for claim in claims if claim[1]]
+
     def __str__(self) -> str:
         blocks = f"{self.num_units // self.layout.num_units:,} blocks of {self.block_size} tokens"
         rows = [
             ("weights", _megabytes(self.weights)),
+            *((name, _megabytes(size)) for name, size in self.claims()),
             ("KV cache", f"{_megabytes(self.kv_cache)} = {blocks}"),
             ("a token takes", f"{self.bytes_per_token:,} bytes"),
+        ]
+        if self.layout.num_sliding:
+            later = self.bytes_per_token * self.layout.num_full // self.layout.num_units
+            rows.append(("  further back", f"{later:,} bytes, once it has left the window of {self.layout.window:,}"))
+        rows += [
             ("tokens that fit", f"{self.num_tokens:,}{' within windows' if self.layout.num_sliding else ''}"),
             ("longest sequence", f"{self.max_model_len:,} tokens"),
         ]
         if self.layout.num_sliding:
-            later = self.bytes_per_token * self.layout.num_full // self.layout.num_units
-            rows.insert(
-                3, ("  further back", f"{later:,} bytes, once it has left the window of {self.layout.window:,}")
-            )
             rows.append(("  of which fit", f"{self.num_sequences(self.max_model_len):,}"))
         return "\n".join([f"memory on {self.device}", *(f"  {name:<17} {value}" for name, value in rows)])
 
 
+def longest_asked(config: EngineConfig, specs: Sequence[ModelSpec]) -> int:
+    """Tokens of the longest sequence that the models and the configuration allow, whether it fits or not."""
+    limit = min(spec.max_position for spec in specs)
+    return min(config.max_model_len or limit, limit)
+
+
 def plan_memory(
-    config: EngineConfig, specs: Sequence[ModelSpec], weight_bytes: int, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, specs: Sequence[ModelSpec], claims: Claims, dtype: torch.dtype, device: torch.device
 ) -> MemoryBudget:
     """How many blocks the KV cache gets. Raises `ConfigError` where not even one token fits.
 
     Every block has room for every model: blocks belong to whichever weight set takes them.
     """
-    limit = min(spec.max_position for spec in specs)
-    asked_len = min(config.max_model_len or limit, limit)
+    asked_len = longest_asked(config, specs)
     # flex attention walks the slots of the KV tensors by itself and knows blocks only.
     layout = common_layout(specs, asked_len) if config.attention != "flex" else UNIFORM
     shapes = {
         storage_key(spec, layout): (layers_of_a_unit(spec, layout), spec.num_kv_heads, spec.head_dim) for spec in specs
     }
     unit_bytes = sum(2 * math.prod(shape) * dtype.itemsize for shape in shapes.values()) * config.block_size
-    memory = config.kv_cache_memory or _free_memory(config, device)
+    memory = _for_the_cache(config, claims, device, smallest=unit_bytes * layout.num_units)
     chunk = min(config.max_tokens_per_batch, config.max_chunk_tokens or asked_len, asked_len)
     useful = config.max_batch_size * layout.most_units(
         asked_len, chunk if config.enable_chunked_prefill else asked_len, config.block_size
     )
     num_units = min(memory // unit_bytes, useful)
-    if num_units < layout.num_units:
-        raise ConfigError(
-            f"kv_cache_memory of {memory:,} bytes holds no block of {config.block_size} tokens; give at least "
-            f"{unit_bytes * layout.num_units:,} bytes."
-        )
     max_model_len = min(asked_len, _longest(layout, num_units, config) * config.block_size)
     return MemoryBudget(
         device=str(device),
-        weights=weight_bytes,
+        weights=claims.weights,
         kv_cache=num_units * unit_bytes,
         bytes_per_token=unit_bytes * layout.num_units // config.block_size,
         num_blocks=_num_blocks(layout, num_units, max_model_len, config),
@@ -102,7 +144,93 @@ def plan_memory(
         block_size=config.block_size,
         max_model_len=max_model_len,
         layout=layout,
+        workspace=claims.workspace,
+        graphs=claims.graphs,
+        others=claims.others,
+        estimated=claims.estimated,
     )
+
+
+def _for_the_cache(config: EngineConfig, claims: Claims, device: torch.device, smallest: int) -> int:
+    """Bytes for the KV cache, at least `smallest`: those of one block. Raises `ConfigError`."""
+    asked = config.kv_cache_memory
+    if asked is not None and asked < smallest:
+        raise ConfigError(
+            f"kv_cache_memory of {asked:,} bytes holds no block of {config.block_size} tokens; give at least "
+            f"{smallest:,} bytes."
+        )
+    if not claims.total:
+        memory = asked or int(psutil.virtual_memory().available * CPU_SHARE)
+        if memory < smallest:
+            raise ConfigError(
+                f"a quarter of the free memory, {gibibytes(memory)}, holds no block of {config.block_size} tokens; "
+                f"kv_cache_memory of at least {smallest:,} bytes would."
+            )
+        return memory
+    require_weights_fit(claims, device)
+    if asked is not None:
+        left = claims.total - claims.sum
+        if asked > left and not claims.estimated:
+            raise ConfigError(
+                f"kv_cache_memory of {gibibytes(asked)} does not fit on {device}: {_told(claims)} leave "
+                f"{gibibytes(max(left, 0))} of its {gibibytes(claims.total)}; give at most {max(left, 0):,} bytes"
+                f"{_less_workspace(config, claims, asked, claims.total)}."
+            )
+        return asked
+    memory = int(claims.total * config.gpu_memory_utilization) - claims.sum
+    if memory < smallest and not claims.estimated:
+        raise ConfigError(_no_room(config, claims, device, smallest))
+    return max(memory, smallest)  # of a guess nothing follows
+
+
+def require_weights_fit(claims: Claims, device: torch.device) -> None:
+    """Raise `ConfigError` where the weights alone are more than the card has left."""
+    free = max(claims.total - claims.others, 0)
+    if claims.weights > free:
+        raise ConfigError(
+            f"the weights take {gibibytes(claims.weights)}, and {gibibytes(free)} of the {gibibytes(claims.total)} of "
+            f"{device} are free; use a smaller model, a dtype of fewer bytes, or a card that nobody else uses."
+        )
+
+
+def _no_room(config: EngineConfig, claims: Claims, device: torch.device, smallest: int) -> str:
+    """Which setting would leave room for a block, and at which value."""
+    needed = claims.sum + smallest
+    share = math.ceil(100 * needed / claims.total) / 100
+    what = f"{_told(claims)} take {gibibytes(claims.sum)} of the {gibibytes(claims.total)} of {device}"
+    less = _less_workspace(config, claims, smallest, int(claims.total * config.gpu_memory_utilization))
+    if share > 1:
+        return f"{what}, which leaves no room for a KV cache; use a smaller model{less}."
+    own = f"gpu_memory_utilization={config.gpu_memory_utilization:g}"
+    return f"{what}, which leaves no room for a KV cache under {own}; give it at least {share:.2f}{less}."
+
+
+def _less_workspace(config: EngineConfig, claims: Claims, smallest: int, memory: int) -> str:
+    """The tokens of a step whose workspace would leave so many bytes, as advice; nothing where there are none."""
+    room = memory - (claims.sum - claims.workspace) - smallest
+    tokens = config.max_tokens_per_batch * max(room, 0) // max(claims.workspace, 1)
+    if not 0 < tokens < config.max_tokens_per_batch:
+        return ""
+    return f", or lower max_tokens_per_batch from {config.max_tokens_per_batch} to {tokens}"
+
+
+def _told(claims: Claims) -> str:
+    parts = [
+        ("weights", claims.weights),
+        ("a step's workspace", claims.workspace),
+        ("CUDA graphs", claims.graphs),
+        ("others on the card", claims.others),
+    ]
+    told = [f"{name} ({gibibytes(size)})" for name, size in parts if size]
+    return ", ".join(told[:-1]) + " and " + told[-1] if len(told) > 1 else told[0]
+
+
+def share_for(budget: MemoryBudget, length: int, total: int) -> float:
+    """The share of a card's memory that would hold one sequence of so many tokens; rounded up to hundredths."""
+    blocks = -(-length // budget.block_size)
+    cache = blocks * budget.block_size * budget.bytes_per_token
+    claimed = budget.weights + budget.workspace + budget.graphs + budget.others
+    return math.ceil(100 * (claimed + cache) / total) / 100
 
 
 def _longest(layout: BlockLayout, num_units: int, config: EngineConfig) -> int:
@@ -127,11 +255,9 @@ def _num_blocks(layout: BlockLayout, num_units: int, max_model_len: int, config:
     return min(config.max_batch_size * longest, max(longest, num_units * -(-max_model_len // layout.window)))
 
 
-def _free_memory(config: EngineConfig, device: torch.device) -> int:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(total * config.gpu_memory_utilization) - (total - free))
-    return int(psutil.virtual_memory().available * CPU_SHARE)
+def gibibytes(size: int) -> str:
+    """A size for a sentence."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else _megabytes(size)
 
 
 def _megabytes(size: int) -> str:

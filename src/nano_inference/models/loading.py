@@ -18,6 +18,7 @@ from nano_inference.ops import reference
 
 # Buffers that old checkpoints carry; they are computed, not loaded.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+_CPU = torch.device("cpu")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,7 +55,8 @@ def resolve_dtype(asked: str, spec: ModelSpec) -> torch.dtype:
 def load_params(
     folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, matrix: Allocate = reference.allocate
 ) -> dict[str, Any]:
-    """All parameters of a model, streamed from its safetensors files. Memory: the parameters and one tensor.
+    """All parameters of a model, streamed from its safetensors files. Memory: the parameters and one tensor, both on
+    the device.
 
     Raises `ModelLoadError` naming the first unknown, misshapen or missing tensor.
     """
@@ -62,7 +64,7 @@ def load_params(
     places = slots(table)
     params = allocate(table, dtype, device, matrix)
     missing = set(places)
-    for name, tensor in read_tensors(folder):
+    for name, tensor in read_tensors(folder, device):
         if name in TIED and name not in places:
             _check_tied(name, tensor, params, places)
             continue
@@ -79,15 +81,16 @@ def load_params(
     return params
 
 
-def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str, Tensor]]:
     """(checkpoint name, tensor) of a model folder or a .safetensors file, one at a time; a head that may be tied last.
 
-    Raises `ModelLoadError` naming the file that is missing, cut short or something else.
+    They are on `device`; on CUDA each goes there straight from the file's pages. Raises `ModelLoadError` naming the
+    file that is missing, cut short or something else.
     """
     handles: list[tuple[str, Path, Any]] = []
     for file in _weight_files(path) if path.is_dir() else [path]:
         try:
-            opened = safe_open(file, framework="pt")
+            opened = safe_open(file, framework="pt", device=_named(device))
         except (SafetensorError, OSError) as problem:
             raise ModelLoadError(f"{file} cannot be read as safetensors: {problem}") from problem
         handles += [(name, file, opened) for name in opened.keys()]  # noqa: SIM118 (not a dict)
@@ -99,6 +102,11 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         except (SafetensorError, OSError) as problem:
             raise ModelLoadError(f"tensor {name!r} of {file} cannot be read: {problem}") from problem
         yield name, tensor
+
+
+def _named(device: torch.device) -> str:
+    """A device as safetensors knows it: with its number."""
+    return f"cuda:{torch.cuda.current_device()}" if device.type == "cuda" and device.index is None else str(device)
 
 
 def _weight_files(folder: Path) -> list[Path]:

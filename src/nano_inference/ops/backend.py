@@ -120,9 +120,9 @@ class Numerics:
     """What decides the bits of this engine. Two engines with the same fingerprint agree to the bit.
 
     Attributes:
-        backend, version: of the operations.
+        backend, version: of the operations; the batch-invariant kernels of CUDA are another backend than the others.
         dtype: of weights, activations and KV cache.
-        device: kind of device; torch's own products decide the bits on each.
+        device: kind of device, of a GPU with its generation; torch's own products decide the bits on each.
         torch: version of torch, whose products the reference backend is made of.
         schedule_invariant: whether results are independent of batching, chunking, caching and preemption.
     """

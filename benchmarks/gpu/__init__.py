@@ -1,0 +1,1 @@
+"""Benchmarks on a CUDA device: `python -m benchmarks.gpu --help`; `scripts/gpu_check.sh` runs them all."""

@@ -1,0 +1,131 @@
+"""The device: what it is, its clock, and its rates. On a CPU the same functions answer, for dry runs."""
+
+import importlib.metadata
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks import machine
+from benchmarks.roofline import Rates
+
+PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors", "tokenizers", "pytest", "hypothesis")
+
+
+def describe(device: str) -> dict[str, Any]:
+    """The card, its driver and the versions: what stands in every report."""
+    found = {
+        "device": device,
+        "python": platform.python_version(),
+        "commit": machine.commit(),
+        "processor": machine.processor(),
+    }
+    found["memory_gib"] = str(round(psutil.virtual_memory().total / 2**30))
+    for name in PACKAGES:
+        found[name] = version_of(name)
+    return found | (_cuda() if device != "cpu" else {"card": "none: a dry run on the CPU, whose figures mean nothing"})
+
+
+def version_of(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cuda() -> dict[str, str]:
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "card": properties.name,
+        "card_memory_gib": f"{properties.total_memory / 2**30:.1f}",
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": str(properties.multi_processor_count),
+        "cuda": str(torch.version.cuda),
+        "driver": ask_driver("driver_version"),
+        "clocks_mhz": ask_driver("clocks.max.sm,clocks.max.mem"),
+        "power_limit": ask_driver("power.limit"),
+    }
+
+
+def ask_driver(fields: str) -> str:
+    """What `nvidia-smi` says of the first card; "unknown" where there is none."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    if shutil.which(command[0]) is None:
+        return "unknown"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def wait(device: str) -> None:
+    """Until the device has done what it was given."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def seconds_of(run: Callable[[], Any], device: str, repeats: int, calls: int = 1) -> list[float]:
+    """Seconds of one call, `repeats` times, each over `calls` calls; once more before, not counted."""
+    run()
+    found: list[float] = []
+    for _ in range(repeats):
+        wait(device)
+        began = time.perf_counter()
+        for _ in range(calls):
+            run()
+        wait(device)
+        found.append((time.perf_counter() - began) / calls)
+    return found
+
+
+def release(device: str) -> None:
+    """Give unused memory back to the device."""
+    if device != "cpu":
+        torch.cuda.empty_cache()
+
+
+def peak_bytes(device: str) -> dict[str, int]:
+    """Memory by torch's books, and by the driver's."""
+    if device == "cpu":
+        return {"allocated": psutil.Process().memory_info().rss, "reserved": 0, "used": 0}
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+        "used": total - free,
+    }
+
+
+def measure_rates(device: str, copy_bytes: int, matrix: int, repeats: int) -> dict[str, list[float]]:
+    """Bytes a second of a copy (read and written) and of a sum (read); bf16 operations a second of a product."""
+    copies, sums = _bandwidth(device, copy_bytes, repeats)
+    release(device)
+    dtype = torch.bfloat16
+    a, b = (torch.randn(matrix, matrix, device=device).to(dtype) for _ in range(2))
+    products = seconds_of(lambda: a @ b, device, repeats, calls=8)
+    return {
+        "copy": [2 * copy_bytes / each for each in copies],
+        "read": [copy_bytes / each for each in sums],
+        "product": [2 * matrix**3 / each for each in products],
+    }
+
+
+def _bandwidth(device: str, copy_bytes: int, repeats: int) -> tuple[list[float], list[float]]:
+    """Seconds of a copy and of a sum."""
+    source = torch.zeros(copy_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    copies = seconds_of(lambda: target.copy_(source), device, repeats, calls=4)
+    return copies, seconds_of(lambda: source.sum(), device, repeats, calls=4)
+
+
+def rates_of(measured: dict[str, list[float]]) -> Rates:
+    """The better of the two bandwidths, and the product's rate: medians."""
+    bandwidth = max(statistics.median(measured["copy"]), statistics.median(measured["read"]))
+    return Rates(statistics.median(measured["product"]), bandwidth)

@@ -1,0 +1,55 @@
+"""The end of a step on its own: what drawing costs, and what the engine asks for beside the token.
+
+There is no kernel of ours that draws without the logprob, so the cost of logprobs is bounded from above: the draw must
+read the logits once, and everything that it takes longer than that is counted as if it were the logprobs'.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.card import seconds_of
+from benchmarks.gpu.scale import Scale
+from nano_inference import InferenceEngine, SamplingParams
+from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
+
+CALLS = 20
+VARIANTS: dict[str, dict[str, Any]] = {
+    "draw": {},
+    "draw, raw_logprobs": {"raw_logprobs": True},
+    "draw, top_logprobs=5": {"top_logprobs": 5},
+    "draw, top_p and top_k": {"top_p": 0.95, "top_k": 50},
+}
+
+
+def batch_of(rows: int, device: str, **options: Any) -> SamplingBatch:
+    """One draw from each row."""
+    params = SamplingParams(temperature=0.6, **options)
+    return sampling_batch([DrawRequest(params, row, (row, 0, 0)) for row in range(rows)]).to(torch.device(device))
+
+
+def token_alone(logits: Tensor, noise: Tensor) -> Tensor:
+    """A draw without logprob, in plain torch: Gumbel's maximum with noise that is there already."""
+    return torch.argmax(logits / 0.6 + noise, dim=-1)
+
+
+@torch.inference_mode()
+def measure(engine: InferenceEngine, rows: int, scale: Scale, read_rate: float) -> dict[str, list[float]]:
+    """Seconds of a call by name, and of reading the logits once at the measured bandwidth."""
+    model, device = engine.model, scale.device
+    hidden = torch.randn(rows, model.spec.hidden_size, device=device).to(model.dtype)
+    logits = model.logits(hidden)
+    noise = -torch.log(torch.empty_like(logits).exponential_())
+    calls = CALLS if device != "cpu" else 1
+    found = {"logits": seconds_of(lambda: model.logits(hidden), device, scale.repeats, calls)}
+    found["reading the logits"] = [logits.nbytes / read_rate] * scale.repeats
+    found["token alone, torch"] = seconds_of(lambda: token_alone(logits, noise), device, scale.repeats, calls)
+    for name, options in VARIANTS.items():
+        batch = batch_of(rows, device, **options)
+        found[name] = seconds_of(
+            lambda batch=batch: model.ops.sample_logits(logits, batch), device, scale.repeats, calls
+        )
+    batch = batch_of(rows, device)
+    found["logits and draw"] = seconds_of(lambda: model.draw(hidden, batch), device, scale.repeats, calls)
+    return found

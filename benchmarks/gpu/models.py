@@ -1,0 +1,59 @@
+"""Model folders of real shapes with random weights, made on the device: nothing has to travel to a card's machine."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.models import STD
+from nano_inference.models.spec import spec_from_config
+from nano_inference.models.weights import num_bytes, param_table, slots
+
+SHARD_BYTES = 4 << 30
+
+
+def weight_bytes(config: dict[str, Any]) -> int:
+    """Bytes of a model's weights."""
+    return num_bytes(param_table(spec_from_config(config)), getattr(torch, config["torch_dtype"]))
+
+
+def random_model(folder: Path, config: dict[str, Any], device: str, seed: int = 0) -> Path:
+    """Write a model of normal weights into `folder` unless it is there; returns the folder."""
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = list(_write_shards(folder, config, device, seed))
+    total = sum(len(names) for names in shards)
+    files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for i, file in enumerate(files):
+        (folder / f"part-{i}.safetensors").rename(folder / file)
+    index = {name: file for names, file in zip(shards, files, strict=True) for name in names}
+    assert len(index) == total
+    metadata = {"total_size": weight_bytes(config)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": metadata, "weight_map": index}))
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")  # last: it says that all is there
+    return folder
+
+
+def _write_shards(folder: Path, config: dict[str, Any], device: str, seed: int) -> Iterator[list[str]]:
+    """Write shards one after the other, so that no more than one is in memory; yields the names in each."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = getattr(torch, config["torch_dtype"])
+    weights: dict[str, Tensor] = {}
+    size = written = 0
+    table = slots(param_table(spec_from_config(config)))
+    for place, (name, slot) in enumerate(table.items()):
+        if len(slot.shape) == 1:
+            weights[name] = torch.ones(slot.shape, dtype=dtype)
+        else:
+            drawn = torch.randn(slot.shape, generator=generator, device=device, dtype=torch.float32)
+            weights[name] = (drawn * STD).to(dtype).cpu()
+        size += weights[name].nbytes
+        if size >= SHARD_BYTES or place == len(table) - 1:
+            save_file(weights, folder / f"part-{written}.safetensors", metadata={"format": "pt"})
+            yield list(weights)
+            weights, size, written = {}, 0, written + 1

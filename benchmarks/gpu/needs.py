@@ -1,0 +1,125 @@
+"""What the machine has of what a check needs, and what has to be left out where it does not."""
+
+import importlib.util
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.gpu.card import ask_driver, version_of
+from benchmarks.gpu.models import weight_bytes
+from benchmarks.gpu.scale import REAL
+
+GIB = 1 << 30
+CARD_FOR_LARGE = 40 * GIB
+OLDEST_TORCH, OLDEST_TRITON, OLDEST_CARD = (2, 11), (3, 4), (8, 0)
+STAGES = ("tests", "sanitize", "rates", "engine", "variants", "torch-loop", "transformers", "large")
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that is needed.
+
+    Attributes:
+        what: it is.
+        found: its version or size.
+        problem: None where all is well.
+        skips: stages that go without it.
+        fatal: without it nothing runs.
+    """
+
+    what: str
+    found: str
+    problem: str | None = None
+    skips: tuple[str, ...] = ()
+    fatal: bool = False
+
+
+def find(out: Path, models: Path, *, dry_run: bool) -> list[Need]:
+    """Look at this machine."""
+    found = [*packages(), *([] if dry_run else device()), compute_sanitizer(dry_run)]
+    return [*found, *space(out, models, dry_run)]
+
+
+def packages() -> list[Need]:
+    """The Python packages."""
+    required = dict.fromkeys(
+        ("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "typer", "rich"), STAGES
+    )
+    optional = {"pytest": ("tests",), "hypothesis": ("tests",), "transformers": ("transformers",)}
+    found: list[Need] = []
+    for name, skips in (required | optional).items():
+        absent = importlib.util.find_spec(name) is None
+        problem = f"{name} is not installed" if absent else too_old(name, version_of(name))
+        found.append(Need(name, version_of(name), problem, skips, fatal=name in required))
+    return found
+
+
+def too_old(name: str, version: str) -> str | None:
+    oldest = {"torch": OLDEST_TORCH, "triton": OLDEST_TRITON}.get(name)
+    if oldest is None:
+        return None
+    numbers = tuple(int(number) for number in version.split("+")[0].split(".")[:2] if number.isdigit())
+    return None if numbers >= oldest else f"{name} {version} is older than {'.'.join(map(str, oldest))}"
+
+
+def device() -> list[Need]:
+    """Driver and card."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    import torch
+
+    if not torch.cuda.is_available():
+        problem = f"torch {torch.__version__} sees no CUDA device (driver: {ask_driver('driver_version')})"
+        return [Need("CUDA device", "none", problem, STAGES, fatal=True)]
+    properties = torch.cuda.get_device_properties(0)
+    capability = (properties.major, properties.minor)
+    old = f"compute capability {capability} is below {OLDEST_CARD}" if capability < OLDEST_CARD else None
+    free, total = torch.cuda.mem_get_info()
+    memory = f"{total / GIB:.0f} GiB, {free / GIB:.0f} free"
+    small = f"{memory}; the 8B shape wants {CARD_FOR_LARGE / GIB:.0f} free" if free < CARD_FOR_LARGE else None
+    return [
+        Need("CUDA device", properties.name, old, STAGES, fatal=True),
+        Need("driver", ask_driver("driver_version")),
+        Need("card memory", memory, small, ("large",)),
+    ]
+
+
+def compute_sanitizer(dry_run: bool) -> Need:
+    """NVIDIA's checker of memory accesses; a dry run launches the same kernels without it."""
+    path = shutil.which("compute-sanitizer")
+    problem = None if path or dry_run else "compute-sanitizer is not on the PATH"
+    return Need("compute-sanitizer", path or "none", problem, ("sanitize",))
+
+
+def space(out: Path, models: Path, dry_run: bool) -> list[Need]:
+    """Disk and memory: the large model is written to a folder and read again."""
+    needed = weight_bytes(REAL.large) + 2 * GIB
+    disk = shutil.disk_usage(existing(models)).free
+    memory = psutil.virtual_memory().available
+    found: list[Need] = []
+    for what, free in ((f"disk at {models}", disk), ("memory", memory)):
+        short = free < needed and not dry_run
+        problem = f"{free / GIB:.0f} GiB free; the 8B shape wants {needed / GIB:.0f}" if short else None
+        found.append(Need(what, f"{free / GIB:.0f} GiB free", problem, ("large",)))
+    return [*found, Need("folder of results", str(out))]
+
+
+def existing(path: Path) -> Path:
+    """The nearest folder above that is there."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+
+
+def skipped(found: list[Need]) -> list[str]:
+    """Stages that are left out."""
+    without = {stage for need in found if need.problem for stage in need.skips}
+    return [stage for stage in STAGES if stage in without]
+
+
+def text(found: list[Need]) -> str:
+    """What is missing first, then what is left out, then all that is there."""
+    problems = [need for need in found if need.problem]
+    lines = [f"missing: {need.problem}" for need in problems] or ["missing: nothing"]
+    lines.append(f"left out: {', '.join(skipped(found)) or 'nothing'}")
+    return "\n".join([*lines, *(f"  {need.what:<20} {need.found}" for need in found)])

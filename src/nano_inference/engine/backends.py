@@ -1,0 +1,183 @@
+"""Which device and which operations a config means here: what is available, what is taken instead, and who is told."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+
+import psutil
+import torch
+
+from nano_inference.config import ATTENTION_OF, Backend, EngineConfig
+from nano_inference.engine.kernel_probe import probe
+from nano_inference.errors import ConfigError
+from nano_inference.models.spec import ModelSpec
+from nano_inference.ops.backend import Numerics, Ops
+from nano_inference.ops.cpu.backend import cpu_ops
+from nano_inference.ops.cpu.build import KernelsUnavailable
+from nano_inference.ops.cuda import availability
+from nano_inference.ops.reference import reference_ops
+
+logger = logging.getLogger("nano_inference")
+
+Specs = Mapping[str, ModelSpec]
+MakeOps = Callable[[int], Ops]  # of the number of blocks, which flex attention is made for
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this name. Raises `ConfigError`, with torch's reason where it sees no CUDA device."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        if availability.has_nvidia_device():
+            _warn_once(f"The CPU is used although there is a GPU: {availability.why_no_cuda()}")
+        return torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device={name!r} is not a device; use 'cpu', 'cuda' or 'cuda:N'.") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} is not supported; use 'cpu', 'cuda' or 'cuda:N'.")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device={name!r} is not available: {availability.why_no_cuda()}")
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device={name!r} is not available: the last of {count} is 'cuda:{count - 1}'.")
+    return device
+
+
+def choose_ops(config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device) -> MakeOps:
+    """The operations that a config means. What was asked for by name and is not available raises `ConfigError`; in the
+    place of what `"auto"` would take there is the reference, and a warning.
+    """
+    if config.attention == "flex":
+        from nano_inference.ops.flex import flex_ops  # brings in torch's compiler
+
+        return functools.partial(flex_ops, reference_ops())
+    best: Backend = "cuda" if device.type == "cuda" else "cpu"
+    asked = config.backend if config.backend != "auto" else ATTENTION_OF.get(config.attention, "auto")
+    backend = best if asked == "auto" else asked
+    ops, problem = reference_ops(), None
+    if backend != "reference":
+        problem = _no_kernels_for(backend, config, specs, dtype, device)
+        if problem is None:
+            try:
+                ops = _KERNELS[backend](config, specs, dtype, device)
+            except KernelsUnavailable as unavailable:
+                problem = str(unavailable)
+    if problem is not None:
+        if asked != "auto":
+            raise ConfigError(f"backend={backend!r} is not available: {problem}")
+        _warn_of_the_reference(backend, problem)
+    if config.batch_invariant and not keeps_invariance(ops, device):
+        raise ConfigError(
+            f"batch_invariant=True is not kept by the {ops.name} backend on {device}; use backend='cuda' there, or "
+            "leave it out."
+        )
+    return lambda num_blocks: ops
+
+
+def keeps_invariance(ops: Ops, device: torch.device) -> bool:
+    """Whether a row's bits depend on its own context alone."""
+    # The reference's products are the library's: on a GPU it chooses a kernel by the shape of a whole batch.
+    return ops.schedule_invariant and (ops.name == "cuda" or device.type == "cpu")
+
+
+def numerics_of(config: EngineConfig, ops: Ops, dtype: torch.dtype, device: torch.device) -> Numerics:
+    """What decides the bits of these operations."""
+    invariant, backend, kind = keeps_invariance(ops, device), ops.name, device.type
+    if backend == "cuda":  # other kernels, other bits
+        backend += "-invariant" if invariant else "-flashinfer" if config.attention == "flashinfer" else ""
+    if kind == "cuda":  # products add up as the instructions of a generation do
+        kind += "-sm{}{}".format(*torch.cuda.get_device_capability(device))
+    return Numerics(
+        backend=backend,
+        version=ops.version,
+        dtype=str(dtype).removeprefix("torch."),
+        device=kind,
+        torch=torch.__version__,
+        schedule_invariant=invariant,
+    )
+
+
+def start_up_line(config: EngineConfig, ops: Ops, numerics: Numerics, device: torch.device, graphs: bool) -> str:
+    """What runs, in a line of the log."""
+    own = "triton" if ops.name == "cuda" else ops.name
+    attention = config.attention if config.attention != "auto" else own
+    where = str(device)
+    if device.type == "cuda":
+        where += f" ({torch.cuda.get_device_name(device)})"
+    invariant = "batch invariant" if numerics.schedule_invariant else "not batch invariant"
+    parts = [f"attention {attention}", where, numerics.dtype, invariant]
+    if device.type == "cuda":
+        parts.append("CUDA graphs" if graphs else "no CUDA graphs")
+    return f"backend {ops.name} (version {ops.version}), {', '.join(parts)}"
+
+
+def try_attention(
+    config: EngineConfig, specs: Specs, num_blocks: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Find out now, not in the middle of a step, whether the attention that was asked for runs here."""
+    if config.attention == "flex":
+        from nano_inference.ops.flex import HeadShape, require_flex
+
+        shapes = [
+            HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale) for spec in specs.values()
+        ]
+        require_flex(shapes, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, device=device)
+
+
+def num_threads(config: EngineConfig) -> int:
+    """Threads of the CPU kernels and of torch."""
+    return config.num_threads or psutil.cpu_count(logical=False) or torch.get_num_threads()
+
+
+def _cpu_kernels(config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device) -> Ops:
+    return cpu_ops(num_threads(config))
+
+
+def _cuda_kernels(config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device) -> Ops:
+    from nano_inference.ops.cuda.backend import cuda_ops  # brings in Triton
+
+    attention = "flashinfer" if config.attention == "flashinfer" else "triton"
+    ops = cuda_ops(batch_invariant=config.batch_invariant is True, attention=attention)
+    if device.type == "cuda":  # in the interpreter it would take seconds
+        for spec in specs.values():
+            probe(ops, spec, dtype, device, config.block_size)
+    return ops
+
+
+_KERNELS: dict[Backend, Callable[[EngineConfig, Specs, torch.dtype, torch.device], Ops]] = {
+    "cpu": _cpu_kernels,
+    "cuda": _cuda_kernels,
+}
+
+
+@functools.cache  # one warning a process
+def _warn_of_the_reference(backend: Backend, problem: str) -> None:
+    kernels = backend.upper()
+    logger.warning("The reference backend runs, many times slower than the %s kernels: %s", kernels, problem)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
+
+
+def _no_kernels_for(
+    backend: Backend, config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why a backend's kernels cannot run these models, or None."""
+    head_dims = [spec.head_dim for spec in specs.values()]
+    if backend == "cuda":
+        if config.attention == "flashinfer" and (problem := availability.problem_with_flashinfer()) is not None:
+            raise ConfigError(f"attention='flashinfer' is not available: {problem}")
+        return availability.problem_with(device, dtype, head_dims)
+    if device.type != "cpu":
+        return f"the CPU kernels do not run on {device}."
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"{str(dtype).removeprefix('torch.')} has no CPU kernels; bfloat16 and float32 have."
+    for head_dim in head_dims:
+        if head_dim % 16 or head_dim > 256:
+            return f"head_dim={head_dim} has no CPU kernels; multiples of 16 up to 256 have."
+    return None

@@ -1,0 +1,324 @@
+"""top_k, top_p and min_p without a sort. See `sampling.filters` for what they mean.
+
+A token's rank is decided by its *distance*: the bits of -(logit - maximum) / temperature, which rise as integers do.
+How probable it is, is counted in whole numbers of 2**-40 of the first, so sums are exact in any order. Three launches:
+
+1. `_levels_kernel`: how many tokens, and how much mass, lie within 16 fixed distances, for every block of a row.
+2. `_gather_kernel`: the tokens within the first of these that no filter reaches beyond, in the order of their ids.
+   A program knows where its own go from what the blocks before it have counted.
+3. `_select_kernel`, one program a row: narrows the two thresholds down, eight parts of an interval a pass, breaks ties
+   by id, and draws. It passes over the gathered tokens, a few hundred as a rule, which its own cache holds; only where
+   there are more than `CAPACITY` over the row itself.
+
+One program a row from the start would read 151,936 logits some ten times at the pace of one multiprocessor, more than
+50 µs a pass; this way the row is read twice, by all of them.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nano_inference.ops.cuda.noise import exponential, key_halves
+from nano_inference.ops.cuda.softmax import BLOCK, divisor_of, finite_or_zero, num_blocks
+from nano_inference.ops.cuda.thresholds import (
+    CUT,
+    LEVELS,
+    UNIT,
+    bracket,
+    distance_of,
+    level_end,
+    load_chunk,
+    mass_of,
+    narrow,
+    odds_of,
+    reach_of,
+    row_levels,
+    target_of,
+)
+from nano_inference.sampling.sampling_batch import SamplingBatch
+
+CAPACITY = 4096  # gathered tokens of a row
+
+
+class Filtered(NamedTuple):
+    """What the filters did to each sample."""
+
+    token_ids: Tensor  # int32 [R], drawn; -1 for a sample without filters
+    log_sums: Tensor  # float32 [R], log of the kept odds
+    mass: Tensor  # float32 [R], log of the part that was kept
+    bounds: Tensor  # int32 [3, R]: all up to the first distance are kept, up to the second those to the id of the third
+
+
+def apply(logits: Tensor, maxima: Tensor, batch: SamplingBatch, changed: bool) -> Filtered:
+    """Filter and draw.
+
+    Args:
+        logits: float32 [L, V], or [R, V] where `changed`.
+        maxima: float32 [R, blocks] of the logits.
+        batch: R samples.
+        changed: whether sample i has row i of the logits.
+    """
+    num, vocab, device = len(batch), logits.shape[1], logits.device
+    blocks = num_blocks(vocab)
+    room = min(CAPACITY, vocab)
+    counts = torch.empty((num, blocks, LEVELS.value), dtype=torch.int32, device=device)
+    masses = torch.empty(counts.shape, dtype=torch.int64, device=device)
+    gathered = torch.empty((2, num, room), dtype=torch.int32, device=device)
+    whole = torch.empty((4, num), dtype=torch.int32, device=device)
+    log_sums, mass = torch.empty((2, num), device=device).unbind()
+    filtered = Filtered(whole[0], log_sums, mass, whole[1:])
+    given = (logits, maxima, batch.rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
+    sizes = {"V": vocab, "BLOCKS": blocks, "WIDTH": triton.next_power_of_2(blocks), "CHANGED": changed}
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    _levels_kernel[num, blocks](*given, counts, masses, **sizes, BLOCK=BLOCK, **options)
+    _gather_kernel[num, blocks](
+        *given, counts, masses, gathered[0], gathered[1], **sizes, ROOM=room, BLOCK=BLOCK, **options
+    )
+    _select_kernel[num,](
+        *given, counts, masses, gathered[0], gathered[1], batch.noise_keys, *filtered[:3], filtered.bounds, num,
+        **sizes, ROOM=room, CHUNK=512, **options,
+    )  # fmt: skip
+    return filtered
+
+
+def write_mask(
+    kept: Tensor, filtered: Filtered, logits: Tensor, maxima: Tensor, batch: SamplingBatch, changed: bool
+) -> None:
+    """Which tokens the filters kept: bool [R, V], written. Arguments as in `apply`."""
+    num, vocab = kept.shape
+    blocks = num_blocks(vocab)
+    _mask_kernel[num, blocks](
+        logits, maxima, batch.rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p,
+        filtered.bounds, kept.view(torch.uint8), num,
+        V=vocab, BLOCKS=blocks, WIDTH=triton.next_power_of_2(blocks), CHANGED=changed, BLOCK=BLOCK,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit
+def asks(sample, temperatures, top_k, top_p, min_p):
+    """A sample's divisor, its filters, and whether there are any. Greedy samples are exempt."""
+    divisor, greedy = divisor_of(tl.load(temperatures + sample))
+    k, p, least = tl.load(top_k + sample), tl.load(top_p + sample), tl.load(min_p + sample)
+    return divisor, k, p, least, ((k > 0) | (p < 1) | (least > 0)) & (greedy == 0)
+
+
+@triton.jit
+def row_maximum(maxima, sample, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
+    """Of a sample's logits; 0 where all are cut."""
+    blocks = tl.arange(0, WIDTH)
+    whole = tl.load(maxima + sample * BLOCKS + blocks, mask=blocks < BLOCKS, other=-float("inf"))
+    return finite_or_zero(tl.max(whole, axis=0))
+
+
+@triton.jit
+def _levels_kernel(
+    logits,  # float32 [L, V], or [R, V] where CHANGED
+    maxima,  # float32 [R, BLOCKS]
+    rows,  # int64 [R]
+    temperatures,  # float64 [R]
+    top_k,  # int64 [R]
+    top_p,  # float32 [R]
+    min_p,  # float32 [R]
+    counts,  # int32 [R, BLOCKS, 16], written
+    masses,  # int64 [R, BLOCKS, 16], written
+    V: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,  # BLOCKS, up to a power of 2
+    CHANGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (R, BLOCKS): how many tokens of a block, and how much mass, lie within each level."""
+    sample, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    divisor, _, _, _, filters = asks(sample, temperatures, top_k, top_p, min_p)
+    if filters:
+        highest = row_maximum(maxima, sample, BLOCKS, WIDTH)
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        row = sample if CHANGED else tl.load(rows + sample)
+        x = tl.load(logits + row * V + ids, mask=ids < V, other=-float("inf"))
+        distance = distance_of(x, highest, divisor)
+        mass = mass_of(odds_of(distance))
+        place = (sample * BLOCKS + block) * LEVELS
+        for index in tl.static_range(LEVELS):
+            within = distance <= level_end(index)
+            tl.store(counts + place + index, tl.sum(within.to(tl.int32), axis=0))
+            tl.store(masses + place + index, tl.sum(tl.where(within, mass, 0), axis=0))
+
+
+@triton.jit
+def _gather_kernel(
+    logits,
+    maxima,
+    rows,
+    temperatures,
+    top_k,
+    top_p,
+    min_p,
+    counts,
+    masses,
+    distances,  # int32 [R, ROOM], written
+    token_ids,  # int32 [R, ROOM], written
+    V: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANGED: tl.constexpr,
+    ROOM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (R, BLOCKS): the tokens of a block that lie within the row's reach, behind those of the blocks before it."""
+    sample, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    divisor, k, p, least, filters = asks(sample, temperatures, top_k, top_p, min_p)
+    if filters:
+        count, mass, of_blocks = row_levels(counts, masses, sample, BLOCKS, WIDTH)
+        reach = reach_of(count, mass, k, p, least)
+        chosen = tl.where(tl.arange(0, LEVELS)[None, :] == reach, of_blocks, 0)
+        blocks = tl.arange(0, WIDTH)[:, None]
+        before = tl.sum(tl.sum(tl.where(blocks < block, chosen, 0), axis=1), axis=0)
+        own = tl.sum(tl.sum(tl.where(blocks == block, chosen, 0), axis=1), axis=0)
+        fits = tl.sum(tl.sum(chosen, axis=1), axis=0) <= ROOM
+        if fits & (own > 0):
+            highest = row_maximum(maxima, sample, BLOCKS, WIDTH)
+            ids = block * BLOCK + tl.arange(0, BLOCK)
+            row = sample if CHANGED else tl.load(rows + sample)
+            x = tl.load(logits + row * V + ids, mask=ids < V, other=-float("inf"))
+            distance = distance_of(x, highest, divisor)
+            within = distance <= level_end(reach)
+            places = sample * ROOM + before + tl.cumsum(within.to(tl.int32), axis=0) - 1
+            tl.store(distances + places, distance, mask=within)
+            tl.store(token_ids + places, ids, mask=within)
+
+
+@triton.jit
+def _select_kernel(
+    logits,
+    maxima,
+    rows,
+    temperatures,
+    top_k,
+    top_p,
+    min_p,
+    counts,
+    masses,
+    distances,
+    token_ids,
+    keys,  # int64 [R, 2]
+    drawn,  # int32 [R], written as all below: see `Filtered`
+    log_sums,  # float32 [R]
+    log_mass,  # float32 [R]
+    bounds,  # int32 [3, R]
+    num,  # R
+    V: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANGED: tl.constexpr,
+    ROOM: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid (R,): the thresholds of a row, and the race among what is left."""
+    sample = tl.program_id(0).to(tl.int64)
+    divisor, k, p, least, filters = asks(sample, temperatures, top_k, top_p, min_p)
+    if filters == 0:
+        tl.store(drawn + sample, -1)
+    else:
+        highest = row_maximum(maxima, sample, BLOCKS, WIDTH)
+        count, mass, _ = row_levels(counts, masses, sample, BLOCKS, WIDTH)
+        alive, whole = tl.max(count, axis=0), tl.max(mass, axis=0)
+        reach = reach_of(count, mass, k, p, least)
+        near = tl.sum(tl.where(tl.arange(0, LEVELS) == reach, count, 0), axis=0)
+        num_gathered = tl.where(near <= ROOM, near, 0).to(tl.int32)
+        num_whole = tl.where(near <= ROOM, 0, V).to(tl.int32)
+        x = logits + (sample if CHANGED else tl.load(rows + sample)) * V
+        distances += sample * ROOM
+        token_ids += sample * ROOM
+        # Without top_k all that are alive are within its threshold.
+        low, high, count_low, count_high, mass_low, mass_high = CUT - 2, CUT - 1, alive, alive, whole, whole
+        quota, left = alive * 0, whole
+        if (k > 0) & (k < alive):
+            low, high, count_low, count_high, mass_low, mass_high = bracket(
+                count >= k, count, mass, high, count_high, mass_high
+            )
+            low, high, count_low, count_high, mass_low, mass_high = narrow(
+                low, high, count_low, count_high, mass_low, mass_high, k, num_gathered, num_whole, x, distances, token_ids,
+                highest, divisor, False, CHUNK,
+            )  # fmt: skip
+            quota = k - count_low
+            left = mass_low + quota * ((mass_high - mass_low) // (count_high - count_low))
+        if p < 1:
+            target = target_of(p, left)
+            low, high, count_low, count_high, mass_low, mass_high = bracket(
+                mass >= target, count, mass, high, count_high, mass_high
+            )
+            low, high, count_low, count_high, mass_low, mass_high = narrow(
+                low, high, count_low, count_high, mass_low, mass_high, target, num_gathered, num_whole, x, distances, token_ids,
+                highest, divisor, True, CHUNK,
+            )  # fmt: skip
+            each = tl.maximum((mass_high - mass_low) // tl.maximum(count_high - count_low, 1), 1)
+            quota = (target - mass_low + each - 1) // each
+        low_half, high_half = key_halves(keys, sample)
+        best, token, sum_kept, level, last = -1.0, 0, alive * 0, alive * 0, -1
+        for start in range(0, tl.maximum(num_gathered, num_whole), CHUNK):
+            distance, ids = load_chunk(start, num_gathered, num_whole, x, distances, token_ids, highest, divisor, CHUNK)
+            odds = odds_of(distance)
+            tied = (distance > low) & (distance <= high)
+            ranks = level + tl.cumsum(tied.to(tl.int32), axis=0)
+            kept_tie = tied & (ranks <= quota)
+            last = tl.maximum(last, tl.max(tl.where(kept_tie, ids, -1), axis=0))
+            kept = ((distance <= low) | kept_tie) & (odds >= least) & (distance < CUT)
+            sum_kept += tl.sum(tl.where(kept, mass_of(odds), 0), axis=0)
+            times = tl.where(kept, odds / exponential(ids, low_half, high_half), -1.0)
+            first = tl.max(times, axis=0)
+            winner = tl.min(tl.where(times == first, ids, V), axis=0)
+            token = tl.where(first > best, winner, token)
+            best = tl.maximum(best, first)
+            level += tl.sum(tied.to(tl.int32), axis=0)
+        tl.store(drawn + sample, token)
+        part = (sum_kept.to(tl.float64) / tl.maximum(whole, 1).to(tl.float64)).to(tl.float32)
+        tl.store(log_sums + sample, tl.log((sum_kept.to(tl.float64) * (1 / UNIT)).to(tl.float32)))
+        tl.store(log_mass + sample, tl.log(part))
+        tl.store(bounds + sample, low)
+        tl.store(bounds + num + sample, high)
+        tl.store(bounds + 2 * num + sample, last)
+
+
+@triton.jit
+def keeps(distance, ids, bounds, sample, num, least):
+    """Whether the filters of a sample kept tokens. They cut -inf and NaN in any case."""
+    low, high = tl.load(bounds + sample), tl.load(bounds + num + sample)
+    last = tl.load(bounds + 2 * num + sample)
+    return ((distance <= low) | ((distance <= high) & (ids <= last))) & (odds_of(distance) >= least) & (distance < CUT)
+
+
+@triton.jit
+def _mask_kernel(
+    logits,
+    maxima,
+    rows,
+    temperatures,
+    top_k,
+    top_p,
+    min_p,
+    bounds,
+    kept,  # uint8 [R, V], written
+    num,
+    V: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (R, BLOCKS): which tokens of a block were kept; of a greedy sample all."""
+    sample, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    divisor, _, _, least, filters = asks(sample, temperatures, top_k, top_p, min_p)
+    highest = row_maximum(maxima, sample, BLOCKS, WIDTH)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    row = sample if CHANGED else tl.load(rows + sample)
+    x = tl.load(logits + row * V + ids, mask=ids < V, other=-float("inf"))
+    distance = distance_of(x, highest, divisor)
+    alive = distance <= tl.where(tl.load(temperatures + sample) == 0, 0x7FFFFFFF, CUT - 1)
+    stays = tl.where(filters, keeps(distance, ids, bounds, sample, num, least), alive)
+    tl.store(kept + sample * V + ids, stays.to(tl.uint8), mask=ids < V)

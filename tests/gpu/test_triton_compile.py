@@ -1,0 +1,41 @@
+"""Every kernel compiles for the GPUs that we name, fits in their shared memory, and spills no register."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.compile import CALLS, SHARED_MEMORY
+
+pytest.importorskip("triton")
+
+ROW_BY_ROW = ("embed", "rms_norm", "gate", "rope_and_store")  # called with several numbers of rows
+
+
+def compiled(path: Path, *options: str) -> list[dict]:
+    """By a process of its own: in this one Triton's kernels are the interpreter's."""
+    command = [sys.executable, "-m", "tests.gpu.compile", "--json", str(path), *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(path.read_text())
+
+
+def check(kernels: list[dict], calls: list[str]) -> None:
+    assert [name for name in calls if name not in {k["call"] for k in kernels}] == []
+    assert [k for k in kernels if k["stack"] or k["local"]] == []
+    of_rows = [
+        (k["call"], k["shape"], k["arch"], k["kernel"], str(k["constants"])) for k in kernels if k["call"] in ROW_BY_ROW
+    ]
+    assert len(set(of_rows)) == len(of_rows), "a number of rows has a kernel of its own"
+    assert [k for k in kernels if k["shared"] > SHARED_MEMORY[k["arch"]]] == []
+
+
+def test_a_few_kernels_compile_and_spill_nothing(tmp_path):
+    check(compiled(tmp_path / "kernels.json", "--small", "--arch", "90"), [call.name for call in CALLS if call.small])
+
+
+@pytest.mark.slow
+def test_all_kernels_compile_and_spill_nothing(tmp_path):
+    check(compiled(tmp_path / "kernels.json"), [call.name for call in CALLS])

@@ -1,0 +1,155 @@
+"""The law on the CUDA backend, every kernel in Triton's interpreter: tiny models, few steps, each row beside others.
+
+An interpreted program costs a millisecond, so ordinary runs have a handful of schedules that were chosen to reach what
+can go wrong (chunks that cut tiles, splits of keys and of K, preemption, groups, both lookaheads); drawn ones are slow
+tests here, and run on a card.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.engine.storage import common_layout, layers_of_a_unit
+from nano_inference.models.loading import load_spec
+from nano_inference.rl import differences
+from nano_inference.rl.replayer import Replayer
+from tests.invariance.scenario import Request, Schedule, poison, run, same_bits
+from tests.invariance.test_schedule_invariance import requests, schedules
+from tests.models.tiny import llama_config, llama_weights, tiny_model, write_model
+
+pytest.importorskip("triton")
+from nano_inference.ops.cuda import matmul
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 16, "vocab_size": 300}
+MODELS = {
+    "llama": {"num_hidden_layers": 1, "num_key_value_heads": 1},
+    "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},  # both kinds of layers
+}
+STEM = [(7 * i) % 290 + 3 for i in range(150)]  # longer than several tiles of keys
+
+RANDOM = SamplingParams(temperature=0.8, max_tokens=5, seed=1, top_logprobs=3, raw_logprobs=True, ignore_eos=True)
+WORK = (
+    Request(tuple(STEM[:140]), replace(RANDOM, top_k=5), num_samples=2),
+    Request(tuple(STEM[:129]), replace(RANDOM, temperature=0.0, max_tokens=3), arrives=1),
+    Request(tuple(STEM[:33]), replace(RANDOM, max_tokens=7, top_p=0.8, repetition_penalty=1.5), num_samples=3),
+)
+CHUNKS = Schedule(block_size=16, max_chunk_tokens=33, max_batch_size=3, lookahead=1, cache_type="radix")
+WHOLE = Schedule(block_size=24, max_tokens_per_batch=70, lookahead=0, enable_prefix_caching=False)
+CASES = [
+    ("llama", WHOLE),
+    ("gemma3", CHUNKS),
+    pytest.param("llama", CHUNKS, marks=pytest.mark.slow),
+    pytest.param("gemma3", WHOLE, marks=pytest.mark.slow),
+]
+TIGHT = tuple(Request(tuple(STEM[i : 21 + i]), replace(RANDOM, max_tokens=9, seed=i), num_samples=3) for i in range(2))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_segments() -> Iterator[None]:
+    """So that products of these sizes have several segments, in programs of their own and one after another."""
+    with patch.object(matmul, "LEAST_SEGMENT", 32), patch.object(matmul, "MOST_SPLIT_TILES", 4):
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: tiny_model(tmp_path_factory.mktemp(name), name, **SIZES, **own) for name, own in MODELS.items()}
+
+
+def bytes_per_token(model: Path) -> int:
+    """Of the layers that share a unit."""
+    spec = load_spec(model)
+    layers = layers_of_a_unit(spec, common_layout([spec], spec.max_position))
+    return 2 * layers * spec.num_kv_heads * spec.head_dim * torch.float32.itemsize
+
+
+def fitted(model: Path, schedule: Schedule, work: list[Request]) -> Schedule:
+    """A tight cache holds the longest request and little more."""
+    if schedule.num_blocks is None:
+        return schedule
+    spec = load_spec(model)
+    layout = common_layout([spec], spec.max_position)
+    longest = max(len(request.prompt) + request.params.max_tokens for request in work)
+    return replace(schedule, num_blocks=layout.most_units(longest, 1, schedule.block_size) + layout.num_units)
+
+
+@cache
+def alone(model: Path, request: Request) -> dict[tuple[int, int], TrainingSample]:
+    lonely = Request(request.prompt, request.params, request.num_samples)
+    return run(model, "float32", [lonely], Schedule(backend="cuda"), bytes_per_token(model))[0]
+
+
+def check(model: Path, work: list[Request], schedule: Schedule) -> int:
+    """Each sample's bits are those of its request alone; returns preemptions."""
+    schedule = replace(fitted(model, schedule, work), backend="cuda")
+    together, preemptions = run(model, "float32", work, schedule, bytes_per_token(model))
+    for place, request in enumerate(work):
+        for (_, index), expected in alone(model, request).items():
+            got = together.get((place, index))
+            assert got is not None, "a sample is lost"
+            assert same_bits(got, expected), f"request {place}, sample {index}: other bits"
+    return preemptions
+
+
+@pytest.mark.parametrize(("name", "schedule"), CASES)
+def test_same_bits_under_chosen_schedules(models: dict[str, Path], name: str, schedule: Schedule) -> None:
+    check(models[name], list(WORK), schedule)
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_same_bits_where_memory_is_short(models: dict[str, Path], name: str) -> None:
+    assert check(models[name], list(TIGHT), Schedule(block_size=4, lookahead=1, num_blocks=1)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(work=requests(), schedule=schedules)
+def test_same_bits_under_drawn_schedules(
+    models: dict[str, Path], name: str, work: list[Request], schedule: Schedule
+) -> None:
+    check(models[name], work, schedule)
+
+
+CONFIG = llama_config(layers=1, hidden=32, num_heads=2, num_kv_heads=1, inner=64)
+VERSIONS = {version: llama_weights(CONFIG, seed=version) for version in range(2)}
+
+
+@pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
+def test_weights_change_while_decoding(tmp_path: Path, kv_policy: str) -> None:
+    """What is sampled across an update is made again; afterwards the engine does what one on the new weights does."""
+    folders = [write_model(tmp_path / str(version), CONFIG, weights) for version, weights in VERSIONS.items()]
+    config = EngineConfig(
+        model_path=str(folders[0]),
+        dtype="float32",
+        device="cpu",
+        backend="cuda",
+        batch_invariant=True,
+        lookahead=1,
+        block_size=4,
+        kv_cache_memory=2**18,
+    )
+    prompt = STEM[:21]
+    with InferenceEngine(config) as engine, InferenceEngine(replace(config, model_path=str(folders[1]))) as new:
+        engine.add_request(prompt, RANDOM, 2)
+        engine.step()
+        engine.step()
+        engine.step()
+        engine.update_weights(VERSIONS[1], kv_policy=kv_policy)  # pyright: ignore[reportArgumentType]
+        samples: list[TrainingSample] = []
+        while engine.has_pending():
+            poison(engine)
+            samples += engine.step()
+        replayer = Replayer(engine, VERSIONS)
+        for sample in samples:
+            assert len(sample.weight_versions) == 2
+            assert differences(sample, replayer.replay(sample)) == ()
+        (after,), (expected,) = engine.generate(prompt, RANDOM), new.generate(prompt, RANDOM)
+        assert same_bits(after, expected)
