@@ -4,10 +4,10 @@ The recurrence is that of online softmax (arXiv:1805.02867, arXiv:2205.14135) ov
 positions. Rows of a chunk and the query heads that share a kv head lie side by side as the lanes of one matrix. The
 maximum and the rescale are a lane's own. Weights are rounded to the cache's dtype for the second product.
 
-Why a row's bits depend on nothing but its context where `BY_SPLIT`: every split is walked from scratch and its (maximum,
-sum, accumulator) merged into those of the splits before it by `_merge`, whether from registers or from the workspace.
-A tile of keys, or a split, that a row does not see leaves all three as they are: the rescale is 1 and what is added 0.
-Nothing is contracted (`enable_fp_fusion=False`); what is meant to be fused says `tl.fma`.
+Why a row's bits depend on nothing but its context where `BY_SPLIT`: every split is walked from scratch, and its maximum,
+sum and accumulator are merged into those of the splits before it by `_merge`, whether they come from registers or from
+the workspace. A tile of keys, or a split, that a row does not see leaves all three as they are: the rescale is 1, what
+is added is 0. Nothing is contracted (`enable_fp_fusion=False`); what is meant to be fused says `tl.fma`.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -78,7 +78,7 @@ def _merge_parts(
     tl.store(out_ptr[:, None] + dim, acc.to(out_ptr.dtype.element_ty), mask=present)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tables_ptr", "units_ptr", "count_ptr", "counters_ptr"])
 def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
     q_ptr,
     keys_ptr,
@@ -155,7 +155,7 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
         if WINDOW > 0:
             visible &= key[None, :] > seen - WINDOW
         highest, total, acc = _walk_tile(q, keys, values, visible, highest, total, acc, scale)
-        if BY_SPLIT:
+        if BY_SPLIT:  # noqa: SIM102 - known when it is compiled, the other is not
             if (tile + 1) % SPLIT_TILES == 0 or tile + 1 == end_tile:
                 if place >= 0:
                     done = part + tile // SPLIT_TILES - split

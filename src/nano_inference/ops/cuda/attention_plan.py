@@ -143,8 +143,11 @@ def _measure(cu_ptr, lens_ptr, chunk, present, least, most, tile_rows, WINDOW: t
     return rows, tl.cdiv(rows, tile_rows), splits
 
 
-@triton.jit
-def _plan_kernel(  # noqa: C901 - two reductions over the chunks, then the items of one
+@triton.jit(
+    do_not_specialize=["stride", "num_chunks", "short", "first_capacity", "most_parts"],
+    do_not_specialize_on_alignment=["cu_ptr", "lens_ptr", "stride_ptr", "counts_ptr", "counters_ptr"],
+)
+def _plan_kernel(
     cu_ptr,
     lens_ptr,
     stride_ptr,
@@ -165,9 +168,10 @@ def _plan_kernel(  # noqa: C901 - two reductions over the chunks, then the items
     MOST_ITEMS: tl.constexpr,
     PART_IS_SPLIT: tl.constexpr,
 ):
-    """Grid (chunks, kinds): a program writes the items of one chunk, if the chunk is of its kind."""
+    """Grid (chunks, kinds): a program writes the items of one chunk, if it is of its kind. No batch has its own kernel."""
     own = tl.program_id(0)
     kind = tl.program_id(1)
+    # Two reductions over the chunks, then the items of one.
     least = 1
     most = 2147483647
     tile_rows = ROWS_0
@@ -212,10 +216,7 @@ def _plan_kernel(  # noqa: C901 - two reductions over the chunks, then the items
     left = splits if PART_IS_SPLIT else shares
     if own == num_chunks - 1:
         tl.store(counts_ptr + kind, first_item + tiles * shares)
-    if stride_ptr is not None:
-        table = own * tl.load(stride_ptr)
-    else:
-        table = own.to(tl.int64) * stride
+    table = own.to(tl.int64) * (tl.load(stride_ptr) if stride_ptr is not None else stride)
     start = tl.load(cu_ptr + own)
     context = tl.load(lens_ptr + own).to(tl.int32)
     items_ptr += (kind * first_capacity + first_item) * FIELDS
