@@ -1,4 +1,5 @@
 """Paged attention for any mix of chunk lengths."""
+# pyright: reportCallIssue=false
 
 import math
 from dataclasses import dataclass, field

@@ -15,7 +15,7 @@ candidates are weighed in one reduction. Every program of the kernel does that f
 launch, and it needs no barrier.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from dataclasses import dataclass
 
@@ -143,7 +143,7 @@ def _measure(cu_ptr, lens_ptr, chunk, present, least, most, tile_rows, WINDOW: t
     return rows, tl.cdiv(rows, tile_rows), splits
 
 
-@triton.jit(
+@triton.jit(  # no batch has a kernel of its own
     do_not_specialize=["stride", "num_chunks", "short", "first_capacity", "most_parts"],
     do_not_specialize_on_alignment=["cu_ptr", "lens_ptr", "stride_ptr", "counts_ptr", "counters_ptr"],
 )
@@ -168,7 +168,7 @@ def _plan_kernel(
     MOST_ITEMS: tl.constexpr,
     PART_IS_SPLIT: tl.constexpr,
 ):
-    """Grid (chunks, kinds): a program writes the items of one chunk, if it is of its kind. No batch has its own kernel."""
+    """Grid (chunks, kinds): a program writes the items of one chunk, if the chunk is of its kind."""
     own = tl.program_id(0)
     kind = tl.program_id(1)
     # Two reductions over the chunks, then the items of one.
