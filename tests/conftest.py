@@ -20,3 +20,4 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the replies of golden exchanges anew")
+    parser.addoption("--gpu-dry-run", action="store_true", help="tests/gpu at toy size in Triton's interpreter")

@@ -74,6 +74,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "enable_chunked_prefill": True,
         "lookahead": None,
         "batch_invariant": None,
+        "cuda_graphs": True,
         "num_threads": None,
         "seed": None,
     },

@@ -72,6 +72,8 @@ class EngineConfig:
         batch_invariant: a token's bits depend on the weights and the tokens before it alone, never on what else runs.
             True: refuse what does not keep this; on CUDA products then run on kernels of our own instead of cuBLAS's,
             which is slower. None: where it is free (the CPU kernels, the reference backend on a CPU).
+        cuda_graphs: replay captured graphs in steps that only decode (the CUDA backend; others have none). False: launch
+            every kernel from Python, to measure or to debug.
         num_threads: threads of the CPU kernels and of torch's CPU operations; None: the physical cores. For torch's
             it holds for the whole process.
         seed: where fresh request seeds come from; None: the operating system's entropy.
@@ -96,6 +98,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     lookahead: int | None = None
     batch_invariant: bool | None = None
+    cuda_graphs: bool = True
     num_threads: int | None = None
     seed: int | None = None
 
@@ -143,6 +146,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "enable_chunked_prefill": (True, False),
     "lookahead": (None, 0, 1),
     "batch_invariant": (None, True, False),
+    "cuda_graphs": (True, False),
 }
 _COUNTS = ("block_size", "max_batch_size", "max_tokens_per_batch")
 _OPTIONAL_COUNTS = ("max_chunk_tokens", "max_model_len", "kv_cache_memory", "num_threads")

@@ -84,7 +84,7 @@ def prefill_batch(num_seqs: int) -> ForwardBatch:
 # Calls import what they call: this module is read where Triton is not.
 
 
-ROWS = (1, 2, 7, 4096)  # numbers of rows that calls row by row are made with: none may make kernels of its own
+ROWS = (1, 2, 7, 4096)  # numbers of rows that calls row by row are made with: none may make a kernel of its own
 
 
 def _embed(shape: Shape) -> None:
@@ -101,6 +101,10 @@ def _rms_norm(shape: Shape) -> None:
         residual = shape.empty(rows, shape.hidden, dtype=torch.float32)
         rms_norm(None, residual, shape.norm(shape.hidden))
         rms_norm(shape.empty(rows, shape.hidden), residual, shape.norm(shape.hidden))
+    odd = torch.zeros(shape.hidden + 1, dtype=shape.dtype)[1:]  # an address that is no multiple of 16
+    rms_norm(
+        odd[None], shape.empty(1, shape.hidden, dtype=torch.float32), shape.norm(shape.hidden)._replace(weight=odd)
+    )
 
 
 def _gate(shape: Shape) -> None:
@@ -171,6 +175,39 @@ def _attention_invariant(shape: Shape) -> None:
     _attention(shape, prefill_batch(4), batch_invariant=True)
 
 
+def _draw(shape: Shape, samples: Iterable[int] = (1, 7, 256), **options: Any) -> None:
+    from nano_inference import SamplingParams
+    from nano_inference.ops.cuda.sampling import draw
+    from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
+
+    for num in samples:
+        requests = [DrawRequest(SamplingParams(**options), row, completion=[1]) for row in range(num)]
+        draw(shape.empty(num, shape.vocab, dtype=torch.float32), sampling_batch(requests))
+
+
+def _draw_raw(shape: Shape) -> None:
+    _draw(shape, (1,), raw_logprobs=True)
+    _draw(shape, (1,), temperature=0.0)
+
+
+def _draw_filtered(shape: Shape) -> None:
+    _draw(shape, top_k=50, top_p=0.9)
+
+
+def _draw_all(shape: Shape) -> None:
+    """What costs passes of its own."""
+    options = {"top_k": 50, "sampling_mask": True, "top_logprobs": 5, "logit_bias": {1: 1.0}, "presence_penalty": 1.0}
+    _draw(shape, (1, 2), **options, raw_logprobs=True, allowed_token_ids=frozenset({1, 2}))
+
+
+def _score(shape: Shape) -> None:
+    from nano_inference.ops.cuda.sampling import score
+
+    for num in (1, 7, 256):
+        logits = shape.empty(num, shape.vocab, dtype=torch.float32)
+        score(logits, torch.zeros(num, dtype=torch.int64), torch.ones(num, dtype=torch.float64))
+
+
 @dataclass(frozen=True)
 class Call:
     """What launches kernels.
@@ -201,6 +238,11 @@ CALLS = [
     Call("attention, sliding window", _attention_window, shapes=(QWEN,)),
     Call("attention, invariant", _attention_invariant),
     Call("attention, float32", _attention_any, shapes=(replace(QWEN, name="Qwen3-0.6B fp32", dtype=torch.float32),)),
+    Call("draw", _draw, small=True),
+    Call("draw, raw", _draw_raw),
+    Call("draw, filtered", _draw_filtered, shapes=(QWEN,)),
+    Call("draw, edits, mask, best", _draw_all, shapes=(QWEN,)),
+    Call("score", _score, small=True),
 ]
 
 
@@ -241,7 +283,7 @@ class _Driver:
         return self._target
 
     def get_current_device(self) -> int:
-        return self._target.arch
+        return int(self._target.arch)
 
     def get_current_stream(self, device: int) -> int:
         return 0

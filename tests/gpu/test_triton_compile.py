@@ -11,7 +11,15 @@ from tests.gpu.compile import CALLS, SHARED_MEMORY
 
 pytest.importorskip("triton")
 
-ROW_BY_ROW = ("embed", "rms_norm", "gate", "rope_and_store")  # called with several numbers of rows
+ROW_BY_ROW = (
+    "embed",
+    "rms_norm",
+    "gate",
+    "rope_and_store",
+    "draw",
+    "draw, filtered",
+    "score",
+)  # called with several numbers of rows
 
 
 def compiled(path: Path, *options: str) -> list[dict]:

@@ -39,6 +39,7 @@ class Schedule:
     num_blocks: int | None = None  # None: plenty
     cache_type: CacheType = "paged"
     backend: Backend = "cpu"  # the one thing here that does change bits: the same in all runs that are compared
+    device: str = "cpu"  # and this
 
     def config(self, model: Path, dtype: str, bytes_per_token: int) -> EngineConfig:
         """The engine configuration that makes this schedule."""
@@ -46,7 +47,7 @@ class Schedule:
         return EngineConfig(
             model_path=str(model),
             dtype=dtype,  # pyright: ignore[reportArgumentType]
-            device="cpu",
+            device=self.device,
             cache_type=self.cache_type,
             backend=self.backend,
             batch_invariant=True if self.backend == "cuda" else None,  # there it is not free

@@ -54,7 +54,7 @@ TIGHT = tuple(Request(tuple(STEM[i : 21 + i]), replace(RANDOM, max_tokens=9, see
 @pytest.fixture(scope="module", autouse=True)
 def short_segments() -> Iterator[None]:
     """So that products of these sizes have several segments, in programs of their own and one after another."""
-    with patch.object(matmul, "LEAST_SEGMENT", 32), patch.object(matmul, "MOST_SPLIT_TILES", 4):
+    with patch.object(matmul, "SEGMENTED", ((4, 32),)), patch.object(matmul, "MOST_SPLIT_TILES", 4):
         yield
 
 

@@ -162,7 +162,7 @@ def test_noise_keys_are_those_of_the_host(draws, more, seed):
     streams = np.concatenate([streams, generator.integers(0, 2**64, more, dtype=np.uint64)])
     positions = np.array([position for _, position in draws] + list(range(more)), dtype=np.uint64)
     keys = torch.full((len(streams) + 1, 2), -7, device=DEVICE)
-    arguments = (torch.from_numpy(a.view(np.int64)).to(DEVICE) for a in (streams, positions))
-    kernels.make_noise_keys(*arguments, keys[:-1])
+    on_device = [torch.from_numpy(a.view(np.int64)).to(DEVICE) for a in (streams, positions)]
+    kernels.make_noise_keys(on_device[0], on_device[1], keys[:-1])
     assert np.array_equal(keys[:-1].cpu().numpy(), stream_keys(streams, positions))
     assert (keys[-1] == -7).all()

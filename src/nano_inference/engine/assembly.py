@@ -114,12 +114,13 @@ def assemble(
     Args:
         config: of the engine.
         memory: of the card, as in `plan_engine`.
-        graph_memory: measures what CUDA graphs take (`measure`); None: there are none.
+        graph_memory: measures what CUDA graphs take (`measure`); None: by capturing them, where there are any.
 
     Raises `ConfigError` or `ModelLoadError`.
     """
     plan = plan_engine(config, memory)
     device = plan.device
+    graph_memory = graph_memory or _graph_memory(plan)
     torch.set_num_threads(num_threads(config))
     logger.info("%s", start_up_line(config, plan.ops, plan.numerics, device, graph_memory is not None))
     try_attention(config, plan.specs, plan.memory_budget.num_blocks, plan.dtype, device)
@@ -154,7 +155,7 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
     storages = {name: by_key[storage_key(spec, budget.layout)] for name, spec in plan.specs.items()}
     return Parts(
         folder=plan.folders[POLICY],
-        runner=ModelRunner(models, storages),
+        runner=_runner(plan, models, storages),
         cache=cache,
         memory_budget=budget,
         numerics=plan.numerics,
@@ -230,3 +231,21 @@ def _require_same_vocabulary(specs: Mapping[str, ModelSpec], config: EngineConfi
             f"ref_model_path={config.ref_model_path!r} has a vocabulary of {sizes[REFERENCE]} tokens, the policy "
             f"one of {sizes[POLICY]}; a reference model must have the policy's."
         )
+
+
+def _runner(plan: EnginePlan, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]) -> ModelRunner:
+    if plan.ops.name != "cuda":
+        return ModelRunner(models, storages)
+    from nano_inference.engine.cuda_runner import make_runner  # brings in Triton
+
+    return make_runner(plan.config, models, storages, max_model_len=plan.memory_budget.max_model_len)
+
+
+def _graph_memory(plan: EnginePlan) -> GraphMemory | None:
+    """How to find out what CUDA graphs take; None: there are none."""
+    if plan.ops.name != "cuda" or plan.device.type != "cuda" or not plan.config.cuda_graphs:
+        return None
+    from nano_inference.engine.cuda_runner import graph_memory  # brings in Triton
+
+    longest = longest_asked(plan.config, list(plan.specs.values()))
+    return lambda models, storages: graph_memory(plan.config, models, storages, max_model_len=longest)

@@ -372,9 +372,7 @@ class InferenceEngine:
             self._async_engine.stop()
         with self.shared.lock:
             self.shared.end("the engine was shut down")
-            for model in self.runner.models.values():
-                model.close()
-            self.runner.storages.clear()
+            self.runner.close()
 
     def __enter__(self) -> "InferenceEngine":
         return self

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nano_inference.batch import Chunks
+from nano_inference.engine.device import is_device_failure
 from nano_inference.scheduling.commit import SampledTokens
 from nano_inference.scheduling.failure import failure
 from nano_inference.scheduling.sequence import Sequence
@@ -32,13 +33,15 @@ def draw_without_the_failing(draw: Callable[[Chunks], Any], chunks: Chunks) -> I
     """Draw a step's samples after `draw` of all of them has raised.
 
     A draw does not depend on its neighbours, so the samples that are left have the bits that they would have had.
-    Raises what `draw` raises of these: that is nobody's own.
+    Raises what `draw` raises of these, and what is the device's: that is nobody's own.
     """
     failed: dict[int, Finish] = {}
     for place, seq in enumerate(chunks.sampled):
         try:
             draw(chunks.drawing([place])).wait()
         except Exception as problem:
+            if is_device_failure(problem):
+                raise
             failed[place] = failure(seq, "the draw", problem)
     left = chunks.drawing([place for place in range(len(chunks.sampled)) if place not in failed])
     return Isolated(left, draw(left), [(chunks.sampled[place], finish) for place, finish in failed.items()])

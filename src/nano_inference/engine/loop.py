@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from nano_inference.batch import BatchBuilder, Chunks, ForwardBatch, Scored
 from nano_inference.config import SchedulerConfig
 from nano_inference.engine.delivery import next_delta
+from nano_inference.engine.device import is_device_failure
 from nano_inference.engine.inbox import Abort, Add, ChangeWeights, Message
 from nano_inference.engine.isolation import Known, draw_without_the_failing
 from nano_inference.engine.stats import StepClock
@@ -141,7 +142,9 @@ class EngineLoop:
         finished += self._retire(keep=self.lookahead - 1)  # the last step's tokens are known before this one is drawn
         try:
             tokens = self._draw(result, chunks)
-        except Exception:  # one sample's, maybe
+        except Exception as problem:  # one sample's, maybe
+            if is_device_failure(problem):
+                raise
             chunks, tokens, failed = draw_without_the_failing(lambda some: self._draw(result, some), chunks)
             for seq, finish in failed:
                 finished += self._end([seq], finish)

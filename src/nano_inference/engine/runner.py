@@ -2,12 +2,13 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
+from nano_inference.engine.loop import Pending
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import BestTokens, Decoder, ForwardResult
 from nano_inference.sampling.sample import Draw
@@ -50,6 +51,7 @@ class StepResult(NamedTuple):
     drawn: list[tuple[Decoder, Tensor]]  # models with rows [L, H] to draw from, in the order of the batches
     scores: Tensor  # float32 [P], in the order of the batches
     best: list[BestTokens]  # of the batches that have some
+    graph: Any = None  # that computed it, if one did
 
 
 class ModelRunner:
@@ -71,20 +73,11 @@ class ModelRunner:
         self,
         batches: tuple[ForwardBatch, ...],
         block_copies: tuple[tuple[int, int], ...],
-        previous: Sampled | None,
+        previous: Any,
     ) -> StepResult:
         """Copy blocks, then compute every batch; returns what samples are drawn from, and the scores of all."""
-        if block_copies:
-            for storage in set(self.storages.values()):
-                storage.copy_blocks(block_copies)
-        results = [self._forward_one(to_device(batch, self.device), previous) for batch in batches]
-        drawn = [
-            (self.models[batch.weight_set], result.hidden)
-            for batch, result in zip(batches, results, strict=True)
-            if len(result.hidden)
-        ]
-        scores = results[0].scores if len(results) == 1 else torch.cat([result.scores for result in results])
-        return StepResult(drawn, scores, [result.best for result in results if result.best is not None])
+        self._copy_blocks(block_copies)
+        return self._compute([to_device(batch, self.device) for batch in batches], previous)
 
     def set_aside(self, weight_set: str, name: str, changing: Collection[str]) -> None:
         """Keep a weight set as it is now under another name, or go on keeping it: what is about to change is copied."""
@@ -101,28 +94,58 @@ class ModelRunner:
         del self.models[weight_set], self.storages[weight_set]
 
     @torch.inference_mode()
-    def sample(self, result: StepResult, batch: SamplingBatch) -> Sampled:
+    def sample(self, result: StepResult, batch: SamplingBatch) -> Pending:
         """Draw the samples of a step."""
-        batch = batch.to(self.device)
-        if len(result.drawn) == 1:
-            model, hidden = result.drawn[0]
-            return Sampled(model.draw(hidden, batch), result.scores, result.best)
-        ops = self.models[POLICY].ops
-        if not result.drawn:
-            nothing = torch.empty((0, 1), device=self.device)
-            return Sampled(ops.sample_logits(nothing, batch), result.scores, result.best)
-        logits = torch.cat([model.logits(hidden) for model, hidden in result.drawn])
-        return Sampled(ops.sample_logits(logits, batch), result.scores, result.best)
+        return Sampled(self._draw(result, batch.to(self.device)), result.scores, result.best)
 
-    @torch.inference_mode()
-    def _forward_one(self, batch: ForwardBatch, previous: Sampled | None) -> ForwardResult:
-        if len(batch.relay_rows):
-            if previous is None:
-                raise RuntimeError("a row waits for a token that no step in flight is sampling.")
-            batch.input_ids[batch.relay_rows] = previous.draw.token_ids[batch.relay_sources]
+    def close(self) -> None:
+        """Let go of weights and KV tensors."""
+        for model in self.models.values():
+            model.close()
+        self.storages.clear()
+
+    def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
+        if copies:
+            for storage in set(self.storages.values()):
+                storage.copy_blocks(copies)
+
+    def _compute(self, batches: Sequence[ForwardBatch], previous: Any) -> StepResult:
+        """Compute batches of the device, and put their results together."""
+        results = [self._forward_one(batch, previous) for batch in batches]
+        drawn = [
+            (self.models[batch.weight_set], result.hidden)
+            for batch, result in zip(batches, results, strict=True)
+            if len(result.hidden)
+        ]
+        scores = results[0].scores if len(results) == 1 else torch.cat([result.scores for result in results])
+        return StepResult(drawn, scores, [result.best for result in results if result.best is not None])
+
+    def _count(self, batch: ForwardBatch) -> None:
         self.tokens_computed += len(batch.input_ids)
         if batch.weight_set == POLICY:
             self.prompt_tokens_computed += batch.num_prompt_tokens
+
+    def _newest_tokens(self, previous: Any) -> Tensor:
+        """The tokens that a step in flight is sampling, on the device."""
+        return previous.draw.token_ids
+
+    def _draw(self, result: StepResult, batch: SamplingBatch) -> Draw:
+        """Draw the samples of a step, whose batch is on the device."""
+        if len(result.drawn) == 1:
+            model, hidden = result.drawn[0]
+            return model.draw(hidden, batch)
+        ops = self.models[POLICY].ops
+        if not result.drawn:
+            return ops.sample_logits(torch.empty((0, 1), device=self.device), batch)
+        return ops.sample_logits(torch.cat([model.logits(hidden) for model, hidden in result.drawn]), batch)
+
+    @torch.inference_mode()
+    def _forward_one(self, batch: ForwardBatch, previous: Any) -> ForwardResult:
+        if len(batch.relay_rows):
+            if previous is None:
+                raise RuntimeError("a row waits for a token that no step in flight is sampling.")
+            batch.input_ids[batch.relay_rows] = self._newest_tokens(previous)[batch.relay_sources]
+        self._count(batch)
         return self.models[batch.weight_set].forward(batch, self.storages[batch.weight_set])
 
 

@@ -34,6 +34,9 @@ class Sleep:
                 discard(tensor)
             else:
                 tensor.untyped_storage().resize_(0)
+        self._forget_recorded()
+        if not all(on_cpu(tensor) for tensor in self._tensors):
+            torch.cuda.empty_cache()  # else torch keeps it for other tensors of this process
 
     def end(self) -> None:
         """Take the memory again; what was put aside stands in it as before, to the bit."""
@@ -48,15 +51,18 @@ class Sleep:
                     raise OSError("their file is cut short")
                 if tensor.device.type != "cpu":
                     _bytes(tensor).copy_(there)
-        for model in self._models:
-            if not on_cpu(model):
-                model.forget_recorded()
         self.forget()
 
     def forget(self) -> None:
         """Remove what stands on disk."""
         if self._file is not None:
             self._file.close()
+
+    def _forget_recorded(self) -> None:
+        """On a GPU memory moves, and what is recorded holds memory of its own."""
+        for model in self._models:
+            if not on_cpu(model):
+                model.forget_recorded()
 
 
 def give_back(memory: Memory, storages: Iterable[KVStorage], models: Iterable[Decoder]) -> Sleep:

@@ -45,6 +45,11 @@ def layers_of_a_unit(spec: ModelSpec, layout: BlockLayout) -> int:
     return spec.num_layers // layout.num_units
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host on a device, behind what is queued there; the host does not wait for it."""
+    return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 class UnitMap:
     """Which units stand behind which block, on the device: a mirror of `UnitPool.unit_of`, shared by all storages."""
 
@@ -58,7 +63,8 @@ class UnitMap:
         """Units [units of a block, blocks] as they are now."""
         if self._units is not self._host and self._pool.changed:
             blocks = torch.tensor(sorted(self._pool.changed))
-            self._units[:, blocks.to(self._units.device)] = self._host[:, blocks].to(self._units.device)
+            changed = sent(torch.cat([blocks[None], self._host[:, blocks]]), self._units.device)
+            self._units[:, changed[0]] = changed[1:]  # in place: captured graphs read it
             self._pool.changed.clear()
         return self._units
 
@@ -100,7 +106,7 @@ class KVStorage:
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole blocks (source, target), all layers; no target may be a source."""
-        pairs = torch.tensor(copies, device=self.keys.device)
+        pairs = sent(torch.tensor(copies), self.keys.device)
         sources, targets = pairs[:, 0], pairs[:, 1]
         if self.unit_map is not None:
             units = self.unit_map.units()

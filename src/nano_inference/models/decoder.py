@@ -1,7 +1,6 @@
 """The decoder: one forward pass over the rows of a batch, by a `ModelSpec` and the operations it is given."""
 
 import copy
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -56,7 +55,7 @@ class Decoder:
             self.ropes[False] if same else rope_table(spec.sliding_rope, spec.head_dim, num_positions, self.device)
         )
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))  # rounded as the model was trained
-        self._compiled: dict[object, Callable[[ForwardBatch], Tensor]] = {}  # by KV storage
+        self.recorded: dict[object, Any] = {}  # by whom it serves: a KV storage (`Ops.compile`), or captured graphs
 
     @property
     def head(self) -> Any:
@@ -92,28 +91,28 @@ class Decoder:
 
     def forget_recorded(self) -> None:
         """Record anew what the backend records: weights or KV tensors have moved."""
-        self._compiled.clear()
+        self.recorded.clear()
 
     def twin(self, params: dict[str, Any] | None = None, ops: Ops | None = None) -> "Decoder":
         """The same model with other weights, or other operations, or for KV tensors of its own; tables are shared."""
         other = copy.copy(self)
         other.params = self.params if params is None else params
         other.ops = self.ops if ops is None else ops
-        other._compiled = {}
+        other.recorded = {}
         return other
 
     def close(self) -> None:
         """Let go of the weights. Nothing may be called afterwards."""
         self.params.clear()
-        self._compiled.clear()
+        self.recorded.clear()
 
     def _hidden(self, batch: ForwardBatch, view: KvcacheView) -> Tensor:
         """All rows after the last norm, [N, H]; good until the next call."""
         if self.ops.compile is None:
             return self.trunk(self.ops, batch, view)
-        if view.storage not in self._compiled:
-            self._compiled[view.storage] = self.ops.compile(self.trunk, batch, view, self.dtype)
-        return self._compiled[view.storage](batch)
+        if view.storage not in self.recorded:
+            self.recorded[view.storage] = self.ops.compile(self.trunk, batch, view, self.dtype)
+        return self.recorded[view.storage](batch)
 
     def trunk(self, ops: Operations, batch: ForwardBatch, view: KvcacheView) -> Tensor:
         """Everything but the head, by calls of `ops` alone: a backend may record them once and replay them."""

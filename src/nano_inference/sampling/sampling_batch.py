@@ -46,7 +46,7 @@ class Entries(NamedTuple):
 
 
 _NONE = torch.zeros(0, dtype=torch.int64)
-_ON_HOST = ("streams", "positions")
+ON_HOST = ("streams", "positions")  # fields of a `SamplingBatch` that do not move with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class SamplingBatch:
         moved = {
             name: part.to(device, non_blocking=True)
             for name, part in parts.items()
-            if isinstance(part, Tensor) and name not in _ON_HOST
+            if isinstance(part, Tensor) and name not in ON_HOST
         }
         moved |= {
             name: Entries(*(t.to(device, non_blocking=True) for t in part))

@@ -4,13 +4,13 @@ The recurrence is that of online softmax (arXiv:1805.02867, arXiv:2205.14135) ov
 positions. Rows of a chunk and the query heads that share a kv head lie side by side as the lanes of one matrix. The
 maximum and the rescale are a lane's own. Weights are rounded to the cache's dtype for the second product.
 
-Why a row's bits depend on nothing but its context where `BY_SPLIT`: every split is walked from scratch. Its maximum, sum
-and accumulator are merged into those of the splits before it by `_merge`, whether they come from registers or from the
-workspace. A tile of keys, or a split, that a row does not see leaves all three as they are: the rescale is 1, what is
-added is 0. Nothing is contracted (`enable_fp_fusion=False`); what is meant to be fused says `tl.fma`.
+Why a row's bits depend on nothing but its context where `BY_SPLIT`: every split is walked from scratch. Its maximum,
+sum and accumulator are merged into those of the splits before it by `_merge`, whether they come from registers or from
+the workspace. A tile of keys, or a split, that a row does not see leaves all three as they are: the rescale is 1, what
+is added is 0. Nothing is contracted (`enable_fp_fusion=False`); what is meant to be fused says `tl.fma`.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnbound=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 import triton
 import triton.language as tl

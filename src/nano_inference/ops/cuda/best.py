@@ -60,7 +60,10 @@ def best_tokens(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num", "first"],
+    do_not_specialize_on_alignment=["rows", "temperatures", "top_k", "top_p", "min_p", "bounds"],
+)
 def _rank_kernel(
     logits,
     own,
@@ -103,7 +106,10 @@ def _rank_kernel(
     tl.store(ranks + place * V + ids, rank, mask=ids < V)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num", "first"],
+    do_not_specialize_on_alignment=["temperatures", "best", "shown", "top_ids", "top_logprobs"],
+)
 def _show_kernel(
     best,  # int64 [samples of this tile, K]: rank values, falling
     temperatures,

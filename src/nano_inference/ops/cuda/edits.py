@@ -11,6 +11,8 @@ from nano_inference.ops.cuda.softmax import BLOCK, num_blocks
 from nano_inference.sampling.sampling_batch import Entries, SamplingBatch
 
 _ENTRIES = 256  # of one program
+# Read here and there: another alignment would be another kernel to compile.
+_SCALARS = ["rows", "entry_rows", "entry_ids", "entry_values", "repetition", "frequency", "presence"]
 
 
 def edited(logits: Tensor, batch: SamplingBatch) -> Tensor | None:
@@ -39,7 +41,7 @@ def _edit(logits: Tensor, batch: SamplingBatch, changed: Tensor, entries: Entrie
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "restricted"])
 def _copy_kernel(
     logits,  # float32 [L, V]
     rows,  # int64 [R]
@@ -58,7 +60,7 @@ def _copy_kernel(
     tl.store(changed + sample * V + ids, x, mask=ids < V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_SCALARS)
 def _edit_kernel(
     logits,  # float32 [L, V]
     rows,  # int64 [R]

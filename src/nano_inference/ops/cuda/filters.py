@@ -43,6 +43,8 @@ from nano_inference.ops.cuda.thresholds import (
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
 CAPACITY = 4096  # gathered tokens of a row
+# Read one number at a time: another alignment would be another kernel to compile.
+_SCALARS = ["rows", "temperatures", "top_k", "top_p", "min_p"]
 
 
 class Filtered(NamedTuple):
@@ -81,7 +83,8 @@ def apply(logits: Tensor, maxima: Tensor, batch: SamplingBatch, changed: bool) -
     )
     _select_kernel[num,](
         *given, counts, masses, gathered[0], gathered[1], batch.noise_keys, *filtered[:3], filtered.bounds, num,
-        **sizes, ROOM=room, CHUNK=512, **options,
+        **sizes, ROOM=room, CHUNK=512, num_warps=8,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return filtered
 
@@ -116,7 +119,7 @@ def row_maximum(maxima, sample, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
     return finite_or_zero(tl.max(whole, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SCALARS)
 def _levels_kernel(
     logits,  # float32 [L, V], or [R, V] where CHANGED
     maxima,  # float32 [R, BLOCKS]
@@ -150,7 +153,7 @@ def _levels_kernel(
             tl.store(masses + place + index, tl.sum(tl.where(within, mass, 0), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SCALARS)
 def _gather_kernel(
     logits,
     maxima,
@@ -193,7 +196,10 @@ def _gather_kernel(
             tl.store(token_ids + places, ids, mask=within)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num"],
+    do_not_specialize_on_alignment=[*_SCALARS, "keys", "drawn", "log_sums", "log_mass", "bounds"],
+)
 def _select_kernel(
     logits,
     maxima,
@@ -293,7 +299,7 @@ def keeps(distance, ids, bounds, sample, num, least):
     return ((distance <= low) | ((distance <= high) & (ids <= last))) & (odds_of(distance) >= least) & (distance < CUT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"], do_not_specialize_on_alignment=[*_SCALARS, "bounds"])
 def _mask_kernel(
     logits,
     maxima,

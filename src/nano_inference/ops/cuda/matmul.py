@@ -16,6 +16,7 @@ Why it should be fast is in docs/performance.md, "CUDA: predictions".
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -25,12 +26,13 @@ from torch import Tensor
 from torch.nn import functional
 
 COLUMNS = 128  # rows of the weight in a tile; n of the one wgmma
-PROGRAMS = 128  # segments are cut until so many programs read a weight: the SMs of a card, about
+SEGMENTED = ((32, 512), (128, 2048))  # K is halved below so many programs, if segments stay so long
 MOST_SEGMENTS = 8  # each costs a float32 written and read for each output element
-LEAST_SEGMENT = 256  # elements of k: shorter ones would spend more on their first loads than on the others
 MOST_SPLIT_TILES = 48  # with more tiles than that, the idle SMs cost less than sums left in memory
 GROUP = 8  # tiles of rows that share a tile of the weight before the next one is read
 SUMS = 512  # elements that a program of the second kernel adds up
+PROCESSORS = 132  # of an H100; a program that has one to itself may have all of its shared memory
+MOST_STAGES = 6  # tiles on their way; more would hide no more latency
 
 
 class Tiling(NamedTuple):
@@ -43,15 +45,14 @@ class Tiling(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """How many rows a program computes, and with what."""
+    """How many rows a program computes, and with how many warps."""
 
     rows: int
     num_warps: int
-    num_stages: int
 
 
 # By whether the weight is float32: the tile for few rows, and that for more rows than it has.
-_ROW_TILES = {False: (RowTile(64, 4, 4), RowTile(128, 8, 3)), True: (RowTile(16, 4, 3), RowTile(64, 8, 3))}
+_ROW_TILES = {False: (RowTile(64, 4), RowTile(128, 8)), True: (RowTile(16, 4), RowTile(64, 8))}
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -118,7 +119,7 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
         GROUP,
         "ieee" if weight.dtype == torch.float32 else "tf32",  # no choice but for float32
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=_num_stages(cut, tile, num_tiles * (cut.num_segments if split else 1), weight),
         enable_fp_fusion=False,
     )
     if split:
@@ -139,13 +140,10 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
 def tiling(num_columns: int, depth: int, dtype: torch.dtype) -> Tiling:
     """How a weight [num_columns, depth] is cut, which the number of rows has no part in."""
     columns, step = (64, 32) if dtype == torch.float32 else (COLUMNS, 64)
-    segments = 1
-    while (
-        segments < MOST_SEGMENTS
-        and 2 * segments * triton.cdiv(num_columns, columns) <= PROGRAMS
-        and depth >= 2 * segments * LEAST_SEGMENT
-    ):
-        segments *= 2
+    segments, tiles = 1, triton.cdiv(num_columns, columns)
+    for programs, least in SEGMENTED:
+        while segments < MOST_SEGMENTS and segments * tiles < programs and depth >= 2 * segments * least:
+            segments *= 2
     segment = triton.cdiv(triton.cdiv(depth, step), segments) * step
     return Tiling(columns, step, segment, triton.cdiv(depth, segment))
 
@@ -153,6 +151,21 @@ def tiling(num_columns: int, depth: int, dtype: torch.dtype) -> Tiling:
 def is_split(cut: Tiling, num_tiles: int) -> bool:
     """Whether the segments of a tile are programs of their own; no bit depends on it."""
     return cut.num_segments > 1 and num_tiles <= MOST_SPLIT_TILES
+
+
+def _num_stages(cut: Tiling, tile: RowTile, programs: int, weight: Tensor) -> int:
+    """As many tiles on their way as fit, where two programs share an SM or each has one to itself."""
+    stage = (tile.rows + cut.columns) * cut.depth * weight.element_size()
+    memory = _shared_memory(weight.device) // (1 if programs <= PROCESSORS else 2)
+    return max(2, min(MOST_STAGES, memory // stage))
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have. Where there is no device (the interpreter), an H100's."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @triton.jit(do_not_specialize=["num_rows"])

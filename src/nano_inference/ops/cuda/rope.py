@@ -4,7 +4,7 @@ A program owns a few heads of one row, all of them queries, keys or values. Wher
 of that kernel; one over all heads of a row asks for a pass before, that leaves one factor for each row.
 """
 
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportUnreachable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportUnreachable=false
 
 from typing import Any
 
@@ -169,12 +169,12 @@ def _rope_kernel(
         tl.store(target + D // 2, second, mask=inside)
     else:
         slot = tl.load(slots + row)
-        inside = inside & (slot >= 0)
-        block = tl.maximum(slot, 0) // BLOCK_SIZE
-        if units is not None:
-            block = tl.load(units + block)
-        within = (block * BLOCK_SIZE + tl.maximum(slot, 0) % BLOCK_SIZE) * D
-        target = heads[:, None].to(tl.int64) * head_stride + within + columns[None, :]
-        target += tl.where(is_value, values, keys)
-        tl.store(target, first.to(keys.dtype.element_ty), mask=inside)
-        tl.store(target + D // 2, second.to(keys.dtype.element_ty), mask=inside)
+        if slot >= 0:
+            block = slot // BLOCK_SIZE
+            if units is not None:
+                block = tl.load(units + block)
+            within = (block * BLOCK_SIZE + slot % BLOCK_SIZE) * D
+            cache = tl.where(is_value, values, keys)
+            target = cache + (heads[:, None].to(tl.int64) * head_stride + within + columns[None, :])
+            tl.store(target, first.to(keys.dtype.element_ty), mask=inside)
+            tl.store(target + D // 2, second.to(keys.dtype.element_ty), mask=inside)

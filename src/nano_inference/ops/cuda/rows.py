@@ -4,7 +4,7 @@ A program owns a row or a part of one; what it does depends on the widths alone,
 others. Widths are constants of the kernels: whatever is divisible by eight is read 16 bytes a thread.
 """
 
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportUnreachable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportUnreachable=false
 
 import math
 from typing import Any

@@ -33,6 +33,11 @@ from nano_inference.sampling.sampling_batch import SamplingBatch
 # Of a block: of the logits that are drawn from, and of the model's own where they are others.
 _PARTS = 5
 _MAXIMUM, _SUM, _RACE, _OWN_MAXIMUM, _OWN_SUM = (tl.constexpr(i) for i in range(_PARTS))
+# Read one number at a time: another alignment would be another kernel to compile.
+_SCALARS = [
+    *("rows", "temperatures", "filter_tokens", "filter_log_sums", "filter_mass"),
+    *("token_ids", "logprobs", "raw_logprobs", "log_kept_mass", "shown"),
+]
 
 
 def draw(logits: Tensor, batch: SamplingBatch) -> Draw:
@@ -110,7 +115,7 @@ def score(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"], do_not_specialize_on_alignment=["rows", "temperatures", "keys"])
 def _reduce_kernel(
     logits,  # float32 [L, V], or [R, V] of their own where CHANGED
     own,  # float32 [L, V], the model's
@@ -161,7 +166,7 @@ def _load_parts(parts, part: tl.constexpr, sample, num, BLOCKS: tl.constexpr, WI
     return tl.load(start + blocks, mask=blocks < BLOCKS, other=nothing)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"], do_not_specialize_on_alignment=_SCALARS)
 def _finish_kernel(
     logits,
     own,
@@ -192,9 +197,9 @@ def _finish_kernel(
     maxima = _load_parts(parts, _MAXIMUM, sample, num, BLOCKS, WIDTH, -float("inf"))
     sums = _load_parts(parts, _SUM, sample, num, BLOCKS, WIDTH, 0.0)
     highest, factors, total = merge_blocks(maxima, sums, slope_of(divisor))
-    times = _load_parts(parts, _RACE, sample, num, BLOCKS, WIDTH, 0.0) * factors
     start, size = sample * BLOCKS, num.to(tl.int64) * BLOCKS
     sound = is_sound(total)
+    times = tl.where(sound, _load_parts(parts, _RACE, sample, num, BLOCKS, WIDTH, 0.0) * factors, 0.0)
     token = tl.load(winners + start + tl.argmax(times, axis=0))
     log_sum, mass = tl.log(tl.where(sound, total, 1.0)), 0.0
     if GREEDY:
@@ -236,7 +241,7 @@ def _raw_logprob(row, token, maxima, sums):
     return tl.where(sound, distance, 0.0) - log_sum, highest, log_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"], do_not_specialize_on_alignment=["token_ids", "temperatures"])
 def _score_kernel(
     logits,  # float32 [L, V]
     token_ids,  # int64 [L]

@@ -1,0 +1,256 @@
+"""`CudaRunner`: steps on a GPU, none of which the host waits for before it has prepared and launched the next.
+
+A step as the host and the device see it (`EngineLoop.step`, lookahead 1):
+
+    host    build n+1 | upload and forward n+1 | wait for n | take in n | draw n+1 | build n+2 | …
+    device  … forward n, draw n                | forward n+1 …                     | draw n+1  | forward n+2 …
+    beside it                                    results of n go to the host
+
+- All that a forward reads goes up in one copy from pinned memory. A decode step that draws as the one before did needs
+  no other.
+- The token that step n draws is an input of step n+1. It gets there on the device (`DrawResults.token_ids`).
+- Results come down on a side stream while the next forward computes. Waiting for them is the host's only wait.
+- Copies up, kernels and graphs stand on one stream, in order, so nothing is written over that something queued before
+  still reads. Results of n are written over by draw n+1, which is queued when the host has them.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nano_inference.batch import ForwardBatch
+from nano_inference.config import EngineConfig
+from nano_inference.engine.device import DeviceQueue, Event, queue_of
+from nano_inference.engine.graphs import DecodeGraphs, DrawResults, is_plain
+from nano_inference.engine.runner import ModelRunner, StepResult
+from nano_inference.engine.step_buffers import Downloads, Uploads
+from nano_inference.engine.storage import KVStorage
+from nano_inference.models.decoder import Decoder
+from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.scheduling.commit import SampledTokens
+from nano_inference.scheduling.sequence import POLICY
+
+_NO_SCORES = np.zeros(0, dtype=np.float32)
+
+
+class Columns(NamedTuple):
+    """A step's results in pinned memory: R samples, P scores."""
+
+    token_ids: np.ndarray  # [R]
+    logprobs: np.ndarray  # [R]
+    raw_logprobs: np.ndarray  # [R]
+    log_kept_mass: np.ndarray  # [R]
+    scores: np.ndarray = _NO_SCORES  # [P]
+    top: tuple[np.ndarray, np.ndarray] | None = None  # ids and logprobs [R, K]
+    kept: np.ndarray | None = None  # bool [R, V]
+    best: Sequence[tuple[np.ndarray, np.ndarray]] = ()
+
+
+class Arriving:
+    """Samples of a step on their way to the host.
+
+    Args:
+        queue: of the device.
+        event: after which they are there.
+        columns: where.
+        held: tensors that they are copied from, whose memory must not be used again before.
+    """
+
+    def __init__(self, queue: DeviceQueue, event: Event, columns: Columns, held: Any) -> None:
+        self._queue, self._event, self._columns, self._held = queue, event, columns, held
+
+    def wait(self) -> SampledTokens:
+        """The samples. The only place where the host waits for the device. Raises `DeviceHangs`, or a CUDA error."""
+        self._queue.wait(self._event)
+        self._held = None
+        columns = self._columns
+        return SampledTokens(
+            token_ids=columns.token_ids.tolist(),
+            logprobs=columns.logprobs.tolist(),
+            raw_logprobs=columns.raw_logprobs.tolist(),
+            log_kept_mass=columns.log_kept_mass.tolist(),
+            masks=None if columns.kept is None else [tuple(row.nonzero()[0].tolist()) for row in columns.kept],
+            top=None if columns.top is None else _pairs(*columns.top),
+            scores=columns.scores.tolist(),
+            score_best=[pair for each in columns.best for pair in _pairs(*each)],
+        )
+
+
+class CudaRunner(ModelRunner):
+    """Replays captured graphs where a step is a decode of the policy and nothing else; computes all others as usual.
+
+    Args:
+        models, storages: by weight set.
+        queue: of the device that they are on.
+        largest: rows of the largest decode step.
+        max_blocks: of a sequence's block table.
+        graphs: whether there are any.
+
+    Attributes:
+        num_replays, num_eager_steps: forwards so far.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Decoder],
+        storages: Mapping[str, KVStorage],
+        queue: DeviceQueue,
+        *,
+        largest: int,
+        max_blocks: int,
+        graphs: bool = True,
+    ) -> None:
+        super().__init__(models, storages)
+        self.queue = queue
+        with queue.current():
+            self._uploads, self._downloads = Uploads(queue, self.device), Downloads(queue)
+            self._results = DrawResults(largest, self.device)
+            self._graphs: DecodeGraphs | None = None
+            if graphs:
+                self._graphs = DecodeGraphs(
+                    self.models[POLICY], self.storage, queue, self._uploads, self._results, max_blocks=max_blocks
+                )
+        self._newest = self._results.token_ids  # tokens of the last draw
+        self.num_replays = self.num_eager_steps = 0
+
+    def capture(self) -> None:
+        """Capture all graphs now, rather than in the first step that needs one. Nothing may be in flight."""
+        if self._graphs is not None:
+            with self.queue.current():
+                self._graphs.capture_all()
+
+    @torch.inference_mode()
+    def forward(
+        self, batches: tuple[ForwardBatch, ...], block_copies: tuple[tuple[int, int], ...], previous: Any
+    ) -> StepResult:
+        """See `ModelRunner.forward`. Returns when it is queued."""
+        with self.queue.current():
+            self._copy_blocks(block_copies)
+            if self._graphs is not None and self._is_decode(batches, self._graphs):
+                self.num_replays += 1
+                return self._replay(batches[0], self._graphs)
+            self.num_eager_steps += 1
+            return self._compute(self._uploads.send_all(batches), previous)
+
+    @torch.inference_mode()
+    def sample(self, result: StepResult, batch: SamplingBatch) -> Arriving:
+        """Draw the samples of a step. Returns when that is queued."""
+        with self.queue.current():
+            if self._graphs is not None and result.graph is not None and _draws_every_row(result, batch):
+                self._graphs.draw(result.graph, batch)
+                self._newest = self._results.token_ids
+                return self._fetch_results(len(batch))
+            (moved,) = self._uploads.send_all([batch])
+            draw = self._draw(result, moved)
+            self._newest = self._results.keep_tokens(draw)
+            return self._fetch(draw, result)
+
+    def close(self) -> None:
+        """Let go of graphs, weights and KV tensors, once the device is done with them, if it ever is."""
+        if not self.queue.failed:
+            with contextlib.suppress(Exception):  # what failed was told to whoever waited for it
+                self.queue.synchronise()
+        super().close()
+
+    def _is_decode(self, batches: Sequence[ForwardBatch], graphs: DecodeGraphs) -> bool:
+        """Whether a graph can compute a step: one row of each sequence, a draw from each, all by the policy."""
+        if len(batches) != 1:
+            return False
+        (batch,) = batches
+        rows = len(batch.input_ids)
+        is_relayed = len(batch.relay_rows) > 0
+        return (
+            batch.weight_set == POLICY
+            and rows == len(batch.seq_lens) == len(batch.logits_indices)
+            and rows <= graphs.largest
+            and not len(batch.score_rows)
+            and batch.block_tables.shape[1] <= graphs.max_blocks
+            and (not is_relayed or self._newest is self._results.token_ids)
+        )
+
+    def _replay(self, batch: ForwardBatch, graphs: DecodeGraphs) -> StepResult:
+        self._count(batch)
+        graph, hidden = graphs.forward(batch)
+        return StepResult([(self.models[POLICY], hidden)], hidden.new_empty(0), [], graph)
+
+    def _newest_tokens(self, previous: Any) -> Tensor:
+        return self._newest
+
+    def _fetch_results(self, rows: int) -> Arriving:
+        fetched = self._downloads.fetch([self._results.buffer])
+        token_ids, logprobs, raw_logprobs, log_kept_mass = self._results.on_host(fetched.arrays[0], rows)
+        return Arriving(
+            self.queue, fetched.event, Columns(token_ids, logprobs, raw_logprobs, log_kept_mass), self._results
+        )
+
+    def _fetch(self, draw: Draw, result: StepResult) -> Arriving:
+        tensors = [draw.token_ids, draw.logprobs, draw.raw_logprobs, draw.log_kept_mass, result.scores]
+        tensors += [draw.top_ids, draw.top_logprobs]
+        tensors += [tensor for best in result.best for tensor in best]
+        tensors += [] if draw.kept is None else [draw.kept]
+        fetched = self._downloads.fetch(tensors)
+        token_ids, logprobs, raw_logprobs, log_kept_mass, scores, top_ids, top_logprobs, *best = fetched.arrays
+        best = best[: 2 * len(result.best)]
+        columns = Columns(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            raw_logprobs=raw_logprobs,
+            log_kept_mass=log_kept_mass,
+            scores=scores,
+            top=(top_ids, top_logprobs) if top_ids.shape[1] else None,
+            kept=None if draw.kept is None else fetched.arrays[-1],
+            best=list(zip(best[::2], best[1::2], strict=True)),
+        )
+        return Arriving(self.queue, fetched.event, columns, tensors)
+
+
+def make_runner(
+    config: EngineConfig, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage], *, max_model_len: int
+) -> ModelRunner:
+    """The runner of the CUDA backend; on a GPU with its graphs captured."""
+    model = models[POLICY]
+    runner = CudaRunner(
+        models,
+        storages,
+        queue_of(model.device),
+        largest=min(config.max_batch_size, config.max_tokens_per_batch),
+        max_blocks=-(-max_model_len // config.block_size),
+        graphs=config.cuda_graphs,
+    )
+    if runner.queue.captures_early:
+        runner.capture()
+    return runner
+
+
+def graph_memory(
+    config: EngineConfig, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage], *, max_model_len: int
+) -> int:
+    """Bytes that the graphs of an engine take on a GPU, found by capturing them over these storages. 0 without any."""
+    if not config.cuda_graphs:
+        return 0
+    device = models[POLICY].device
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info(device)[0]
+    runner = make_runner(config, models, storages, max_model_len=max_model_len)
+    torch.cuda.empty_cache()
+    taken = before - torch.cuda.mem_get_info(device)[0]
+    models[POLICY].forget_recorded()
+    del runner
+    torch.cuda.empty_cache()
+    return max(taken, 0)
+
+
+def _draws_every_row(result: StepResult, batch: SamplingBatch) -> bool:
+    """Whether a captured draw can draw a step: one sample of each row, in order, with nothing of its own."""
+    rows = len(result.drawn[0][1])
+    return len(batch) == rows and is_plain(batch) and bool((batch.rows == torch.arange(rows)).all())
+
+
+def _pairs(token_ids: np.ndarray, logprobs: np.ndarray) -> list[tuple[list[int], list[float]]]:
+    """Two of [R, K], row by row."""
+    return list(zip(token_ids.tolist(), logprobs.tolist(), strict=True))

@@ -1,0 +1,277 @@
+"""What the CUDA runner asks of a device: copies that the host does not wait for, events, captured graphs.
+
+`CudaQueue` is a GPU. `HostQueue` keeps the same rules in the host's memory, where Triton's interpreter runs kernels:
+everything is done at once, and a captured graph is the function itself, called again on the same static tensors.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nano_inference.errors import NanoInferenceError
+
+DEADLINE = 300.0  # seconds for which a step may keep the device busy
+NAP = 20e-6  # seconds between two looks at an event; a look holds Python's lock for a microsecond, a nap does not
+
+Copies = Sequence[tuple[Tensor, Tensor]]  # (source, target), of one shape and dtype
+Pool = Any  # memory that graphs share
+
+
+class DeviceHangs(NanoInferenceError):
+    """The device has not finished its work within the deadline."""
+
+
+class Event(Protocol):
+    """A place in the device's work."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it. Raises what the device raised on the way."""
+        ...
+
+
+class Captured(Protocol):
+    """Work that was captured once and runs again, on the same tensors, by one call."""
+
+    output: Any  # what the captured function returned: tensors that each replay writes to
+
+    def replay(self) -> None:
+        """Queue it behind all that is queued."""
+        ...
+
+
+class DeviceQueue(Protocol):
+    """The work of one device, in order, and copies beside it.
+
+    Attributes:
+        captures_early: graphs are captured before they are needed, all at once; else one by one, as they are.
+        deadline: seconds that `wait` waits.
+        failed: it has not answered, or with an error: nobody need wait for it again.
+    """
+
+    captures_early: bool
+    deadline: float
+    failed: bool
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Within it, kernels are launched on this device."""
+        ...
+
+    def pinned(self, num_words: int) -> Tensor:
+        """Host memory that copies may read or write while the host goes on: int64 [num_words], not initialised."""
+        ...
+
+    def upload(self, source: Tensor, target: Tensor) -> Event:
+        """Copy pinned memory to the device, in order with its work. `source` may be written again after the event."""
+        ...
+
+    def download(self, copies: Copies) -> Event:
+        """Copy to pinned memory what the work queued so far computes, beside work that is queued later.
+
+        Sources must stay as they are until the event.
+        """
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Return once the device has passed an event. Raises `DeviceHangs`, or what the device raised."""
+        ...
+
+    def synchronise(self) -> None:
+        """Return once all that is queued is done; raises like `wait`."""
+        ...
+
+    def new_pool(self) -> Pool:
+        """Memory for graphs that are never replayed at the same time."""
+        ...
+
+    def capture(self, run: Callable[[], Any], pool: Pool) -> Captured:
+        """Run a function once, to compile and warm up all that it calls, and capture it.
+
+        `run` waits for nothing and reads no value of the device; what it is to read anew in each replay stands in
+        tensors that it did not make.
+        """
+        ...
+
+
+def is_device_failure(problem: BaseException) -> bool:
+    """Whether what was raised is the device's own, and no single request's: memory out, a CUDA error, no answer."""
+    if isinstance(problem, DeviceHangs | torch.OutOfMemoryError | torch.AcceleratorError):
+        return True
+    return isinstance(problem, RuntimeError) and ("CUDA error" in str(problem) or "Triton Error [CUDA]" in str(problem))
+
+
+def wait_for(event: Event, deadline: float) -> None:
+    """Look at an event until the device has passed it. `cudaEventSynchronize` would know no deadline.
+
+    The next step is queued already when the host waits: a look that comes some microseconds late costs nothing.
+    """
+    if event.query():
+        return
+    end = time.monotonic() + deadline
+    while not event.query():
+        if time.monotonic() > end:
+            raise DeviceHangs(
+                f"the device hangs: it has not finished a step in {deadline:g} seconds; restart the process, and look "
+                "for errors of the card in the system's log (dmesg, nvidia-smi)."
+            )
+        time.sleep(NAP)
+
+
+class _CudaGraph:
+    def __init__(self, graph: "torch.cuda.CUDAGraph", output: Any, run: Callable[[], Any]) -> None:
+        self._graph = graph
+        self._run = run  # keeps alive what the graph reads: it knows addresses only
+        self.output = output
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class CudaQueue:
+    """A GPU. Work goes to the stream that is current, so kernels, graphs and uploads stand in one order."""
+
+    captures_early = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.deadline, self.failed = DEADLINE, False
+        with self.current():
+            self._side = torch.cuda.Stream()  # results leave on it while the next step computes
+            self._capturing = torch.cuda.Stream()  # one for all graphs of a pool: then they share its memory
+
+    def current(self) -> AbstractContextManager[Any]:
+        """See `DeviceQueue`."""
+        return torch.cuda.device(self.device)  # also Triton launches on the device that is current
+
+    def pinned(self, num_words: int) -> Tensor:
+        """See `DeviceQueue`."""
+        return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
+
+    def upload(self, source: Tensor, target: Tensor) -> Event:
+        """See `DeviceQueue`."""
+        target.copy_(source, non_blocking=True)
+        return self._mark(torch.cuda.current_stream())
+
+    def download(self, copies: Copies) -> Event:
+        """See `DeviceQueue`."""
+        self._side.wait_event(self._mark(torch.cuda.current_stream()))
+        with torch.cuda.stream(self._side):
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+        return self._mark(self._side)
+
+    def wait(self, event: Event) -> None:
+        """See `DeviceQueue`."""
+        try:
+            wait_for(event, self.deadline)
+        except Exception:
+            self.failed = True
+            raise
+
+    def synchronise(self) -> None:
+        """See `DeviceQueue`."""
+        with self.current():
+            for stream in (torch.cuda.current_stream(), self._side):
+                self.wait(self._mark(stream))
+
+    def new_pool(self) -> Pool:
+        """See `DeviceQueue`. A pool is not used again once its graphs are gone: torch refuses that."""
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], Any], pool: Pool) -> Captured:
+        """See `DeviceQueue`."""
+        stream = self._capturing
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # this one: the vendor's library keeps a workspace for each stream
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.synchronise()  # entering the capture waits too, but knows no deadline
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use CUDA meanwhile, to receive weights for one. The default would end the capture for that.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            output = run()
+        return _CudaGraph(graph, output, run)
+
+    @staticmethod
+    def _mark(stream: "torch.cuda.Stream") -> Any:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+
+class Passed:
+    """An event of a device that does everything at once."""
+
+    def query(self) -> bool:
+        """It has."""
+        return True
+
+
+class _CalledAgain:
+    """A function in place of a graph: its results are copied to where those of the first call stand."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run = run
+        first = run()
+        self.output = first.clone() if isinstance(first, Tensor) else first
+
+    def replay(self) -> None:
+        again = self._run()
+        if isinstance(again, Tensor):
+            self.output.copy_(again)
+
+
+class HostQueue:
+    """The host's memory as a device that does everything at once."""
+
+    captures_early = False  # a capture is a whole step in the interpreter
+
+    def __init__(self) -> None:
+        self.deadline, self.failed = DEADLINE, False
+
+    def current(self) -> AbstractContextManager[Any]:
+        """See `DeviceQueue`."""
+        return contextlib.nullcontext()
+
+    def pinned(self, num_words: int) -> Tensor:
+        """See `DeviceQueue`."""
+        return torch.empty(num_words, dtype=torch.int64)
+
+    def upload(self, source: Tensor, target: Tensor) -> Event:
+        """See `DeviceQueue`."""
+        target.copy_(source)
+        return Passed()
+
+    def download(self, copies: Copies) -> Event:
+        """See `DeviceQueue`."""
+        for source, target in copies:
+            target.copy_(source)
+        return Passed()
+
+    def wait(self, event: Event) -> None:
+        """See `DeviceQueue`."""
+        try:
+            wait_for(event, self.deadline)
+        except Exception:
+            self.failed = True
+            raise
+
+    def synchronise(self) -> None:
+        """See `DeviceQueue`."""
+
+    def new_pool(self) -> Pool:
+        """See `DeviceQueue`."""
+        return None
+
+    def capture(self, run: Callable[[], Any], pool: Pool) -> Captured:
+        """See `DeviceQueue`."""
+        return _CalledAgain(run)
+
+
+def queue_of(device: torch.device) -> DeviceQueue:
+    """The queue of a device."""
+    return CudaQueue(device) if device.type == "cuda" else HostQueue()

@@ -1,0 +1,148 @@
+"""`CudaRunner` on the host: what it gives is what the plain runner gives, and a steady decode costs one copy a step."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.engine.cuda_runner import CudaRunner
+from tests.engine.cuda_cases import CheckingQueue, conventional
+from tests.engine.weight_cases import Build, drain
+
+__all__ = ["conventional"]
+pytestmark = pytest.mark.usefixtures("conventional")
+
+
+def runner(engine: InferenceEngine) -> CudaRunner:
+    assert isinstance(engine.runner, CudaRunner)
+    return engine.runner
+
+
+def queue(engine: InferenceEngine) -> CheckingQueue:
+    found = runner(engine).queue
+    assert isinstance(found, CheckingQueue)
+    return found
+
+
+def params(**options: Any) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 10, "seed": 5, "ignore_eos": True} | options))
+
+
+REQUESTS: list[tuple[list[int], SamplingParams, int]] = [
+    (list(range(20, 33)), params(), 3),
+    ([1, 2, 3], params(temperature=0.0, max_tokens=14), 1),
+    ([5, 6], params(top_k=20, top_p=0.9, seed=6), 2),
+    (list(range(20, 40)), params(repetition_penalty=1.2, frequency_penalty=0.3, seed=7), 1),
+    ([9], params(logit_bias={4: 2.0}, top_logprobs=3, raw_logprobs=True, seed=8, max_tokens=5), 1),
+    ([9, 9, 1], params(top_k=5, sampling_mask=True, seed=9, max_tokens=6), 1),
+    (list(range(100, 117)), params(prompt_logprobs=True, prompt_top_logprobs=2, seed=10), 2),
+    ([3], params(allowed_token_ids=frozenset([5, 6, 7]), min_tokens=2, seed=11), 1),
+    ([44, 45], params(min_p=0.05, temperature=0.7, seed=12, max_tokens=20), 1),
+]
+
+
+def workload(engine: InferenceEngine, gap: int = 2) -> list[TrainingSample]:
+    """Requests that arrive one after the other; the second is aborted when the fifth arrives."""
+    samples: list[TrainingSample] = []
+    ids: list[int] = []
+    for prompt, how, num_samples in REQUESTS:
+        ids.append(engine.add_request(prompt, how, num_samples))
+        if len(ids) == 8:
+            samples += engine.abort(ids[2])
+        for _ in range(gap):
+            samples += engine.step()
+            engine.loop.check()
+    samples += drain(engine)
+    assert engine.cache.num_free_blocks() == engine.cache.num_blocks
+    return sorted(samples, key=lambda s: (s.request_id, s.sample_index))
+
+
+def bare(sample: TrainingSample) -> TrainingSample:
+    return replace(sample, numerics="", cached_tokens=0, kv_versions=())
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"lookahead": 0},
+    {"lookahead": 1},
+    {"lookahead": 1, "max_tokens_per_batch": 7, "max_chunk_tokens": 3, "cache_type": "radix"},
+    {"lookahead": 1, "kv_cache_memory": 8 * 4096},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_graphs_equal_eager_equal_the_reference(build: Build, options: dict[str, Any]) -> None:
+    expected = workload(build(backend="reference", **options))
+    eager = build(backend="cuda", cuda_graphs=False, batch_invariant=True, **options)
+    replayed = build(backend="cuda", batch_invariant=True, max_batch_size=11, **options)
+    for engine in (eager, replayed):
+        found = workload(engine)
+        assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
+    assert runner(eager).num_replays == 0
+    assert runner(replayed).num_replays > 5
+    assert runner(replayed).num_eager_steps > 5
+    for engine in (eager, replayed):
+        assert runner(engine).num_replays + runner(engine).num_eager_steps == engine.stats().num_steps
+
+
+def test_a_workload_meets_what_it_should(build: Build) -> None:
+    """The equality above is worth something: preemption, and draws by graphs and without."""
+    engine = build(backend="cuda", batch_invariant=True, **OPTIONS[3])
+    workload(engine)
+    assert engine.stats().num_preemptions > 0
+    log = queue(engine).log
+    assert log.count("forward") > log.count("draw") > 5
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}], ids=["plain", "filters"])
+def test_a_steady_decode_costs_one_copy_up(build: Build, lookahead: int, filters: dict[str, Any]) -> None:
+    engine = build(backend="cuda", lookahead=lookahead)
+    for seed in range(3):
+        engine.add_request([seed, 4, 5], params(seed=seed, max_tokens=30, **filters), 1)
+    for _ in range(4):
+        engine.step()
+    log = queue(engine).log
+    log.clear()
+    before = runner(engine).num_replays
+    for _ in range(8):
+        engine.step()
+    assert runner(engine).num_replays == before + 8
+    # Slots of pinned memory that are used again were waited for long ago: two a step, up and down.
+    step = ["wait", "upload", "forward", "draw", "wait", "download", "wait"]
+    if lookahead:  # the next forward is queued before the host waits for the last draw
+        step = ["wait", "upload", "forward", "wait", "draw", "wait", "download"]
+    assert log == step * 8
+
+
+def test_parameters_go_up_when_they_change(build: Build) -> None:
+    engine = build(backend="cuda", lookahead=1)
+    for seed in range(3):
+        engine.add_request([seed, 4, 5], params(seed=seed, max_tokens=30), 1)
+    for _ in range(4):
+        engine.step()
+    uploads = queue(engine).uploads
+    before = len(uploads)
+    (ended,) = engine.abort(1)
+    assert ended.completion_tokens
+    for _ in range(6):
+        engine.step()
+    assert len(uploads) == before + 6 + 1
+
+
+def test_a_group_that_is_wider_than_a_step(build: Build) -> None:
+    """Tokens of its fork do not fit where graphs look for them; the steps that want them look elsewhere."""
+    expected = build(backend="reference", lookahead=1, max_batch_size=3).generate([7, 8, 9], params(), 7)
+    engine = build(backend="cuda", lookahead=1, max_batch_size=3)
+    found = engine.generate([7, 8, 9], params(), 7)
+    assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
+    assert runner(engine).num_replays > 5
+
+
+def test_a_step_of_nothing_but_scores(build: Build, model: Path) -> None:
+    """The reference model scores what the policy has finished, also when nobody draws."""
+    engines = [build(backend=name, lookahead=1, ref_model_path=str(model)) for name in ("reference", "cuda")]
+    expected, found = (engine.generate([7, 8, 9], params(), 2) for engine in engines)
+    assert found[0].ref_logprobs is not None
+    assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]

@@ -1,0 +1,236 @@
+"""Each operation at the widths of real models, against double precision on the device that it runs on."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference import SamplingParams
+from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.engine.storage import KVStorage
+from nano_inference.models.spec import ModelSpec, spec_from_config
+from nano_inference.ops import reference
+from nano_inference.ops.backend import Norm
+from nano_inference.ops.cuda.backend import CudaOps
+from nano_inference.sampling.sample import sample
+from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
+from tests.gpu.target import Target, moved, numbers
+from tests.models.tiny import llama_config
+
+pytestmark = pytest.mark.gpu
+
+ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+SHAPES = {  # hidden, inner, heads, kv heads, head_dim, vocabulary
+    "qwen3-0.6b": (1024, 3072, 16, 8, 128, 151_936),
+    "8b": (4096, 14_336, 32, 8, 128, 128_256),
+    "gemma3-270m": (640, 2048, 4, 1, 256, 262_144),
+}
+TOY = (32, 48, 4, 2, 16, 300)
+ROWS = (1, 3, 16, 64, 200)
+BLOCK = 16
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request: pytest.FixtureRequest, target: Target) -> tuple[int, ...]:
+    if target.dry and request.param != "8b":
+        pytest.skip("a dry run has one shape")
+    return TOY if target.dry else SHAPES[request.param]
+
+
+@pytest.fixture(params=["float32", "bfloat16", "float16"])
+def dtype(request: pytest.FixtureRequest, target: Target) -> torch.dtype:
+    if target.dry and request.param == "bfloat16":
+        pytest.skip("the interpreter multiplies matrices of bfloat16 wrongly")
+    return getattr(torch, request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["fast", "invariant"])
+def ops(request: pytest.FixtureRequest) -> CudaOps:
+    return CudaOps(batch_invariant=request.param)
+
+
+def rows_of(target: Target) -> tuple[int, ...]:
+    return (3,) if target.dry else ROWS
+
+
+def require_near(got: Tensor, exact: Tensor, ulps: float, floor: float | Tensor = 0.0) -> None:
+    allowed = ulps * ULP[got.dtype] * exact.abs() + floor
+    error = (got.double() - exact).abs()
+    assert bool((error <= allowed).all()), f"{(error / (allowed + 1e-300)).max():.3g} times what is allowed"
+
+
+def test_products(target: Target, shape: tuple[int, ...], dtype: torch.dtype, ops: CudaOps) -> None:
+    """A sum of k products in float32 errs by at most some roundings of the sum of their sizes."""
+    hidden, inner = shape[:2]
+    for rows in rows_of(target):
+        for out, columns in ((2 * inner, hidden), (hidden, inner)):
+            x = numbers(rows, rows, columns, device=target.device, dtype=dtype)
+            weight = numbers(1, out, columns, device=target.device, dtype=dtype, scale=0.05)
+            bias = numbers(2, out, device=target.device, dtype=dtype)
+            floor = 4 * 2.0**-24 * math.sqrt(columns) * (x.double().abs() @ weight.double().abs().T + 1)
+            exact = x.double() @ weight.double().T
+            require_near(ops.linear(x, weight), exact, 1, floor)
+            require_near(ops.linear(x, weight, bias), exact + bias.double(), 2, floor)
+
+
+def test_logits(target: Target, shape: tuple[int, ...], dtype: torch.dtype, ops: CudaOps) -> None:
+    hidden, vocab = shape[0], shape[5]
+    for rows in rows_of(target)[:4]:
+        x = numbers(rows, rows, hidden, device=target.device, dtype=dtype)
+        weight = numbers(1, vocab, hidden, device=target.device, dtype=dtype, scale=0.05)
+        got = ops.logits(x, weight, 2.0)
+        assert got.dtype == torch.float32
+        part = slice(vocab - min(vocab, 5000), vocab)  # double precision of all would take gigabytes
+        floor = 4 * 2.0**-24 * math.sqrt(hidden) * (x.double().abs() @ weight[part].double().abs().T + 1)
+        require_near(got[:, part], x.double() @ weight[part].double().T / 2, 1, floor)
+
+
+def test_rows(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Embedding, norm with the residual stream, gate."""
+    hidden, inner, vocab = shape[0], shape[1], min(shape[5], 5000)
+    ops = CudaOps(batch_invariant=False)
+    for rows in rows_of(target):
+        ids = torch.arange(rows, device=target.device) * 7 % vocab
+        table = numbers(3, vocab, hidden, device=target.device, dtype=dtype)
+        require_near(ops.embed(ids, table, 1.5), table[ids].double() * 1.5, 1)
+        x, residual = (numbers(seed, rows, hidden, device=target.device) for seed in (4, 5))
+        norm = Norm(numbers(6, hidden, device=target.device, dtype=dtype), 1e-6, 0.0, dtype)
+        normed, after = ops.rms_norm(x.to(dtype), residual, norm, 1.0)
+        total = residual.double() + x.to(dtype).double()
+        require_near(after, total, 1)
+        assert norm.weight is not None
+        scale = (after.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+        require_near(normed, after.double() * scale * norm.weight.double(), 2, 1e-6)
+        both = numbers(7, rows, 2 * inner, device=target.device, dtype=dtype, scale=3.0)
+        one, two = both.double().chunk(2, dim=-1)
+        require_near(ops.gate(both, "silu"), torch.nn.functional.silu(one) * two, 2, 1e-6)
+        gelu = torch.nn.functional.gelu(one, approximate="tanh")
+        require_near(ops.gate(both, "gelu_tanh"), gelu * two, 2, 1e-6)
+
+
+def spec_of(shape: tuple[int, ...]) -> ModelSpec:
+    heads = {"num_attention_heads": shape[2], "num_key_value_heads": shape[3], "head_dim": shape[4]}
+    return spec_from_config(llama_config(hidden=64) | heads | {"num_hidden_layers": 1})
+
+
+def chunks_of(target: Target) -> list[Rows]:
+    """Decodes at all kinds of lengths, a whole prompt, a chunk in the middle of one; blocks in no order."""
+    spans = (
+        [(4, 5), (0, 9), (20, 23)]
+        if target.dry
+        else [(0, 1), (16, 17), (700, 701), (4095, 4096), (0, 300), (1000, 1064)]
+    )
+    counts = [-(-end // BLOCK) for _, end in spans]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist()
+    blocks = iter(order)
+    return [
+        Rows([1] * (end - start), start, [next(blocks) for _ in range(count)])
+        for (start, end), count in zip(spans, counts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("window", [0, 37])
+def test_attention(target: Target, shape: tuple[int, ...], dtype: torch.dtype, ops: CudaOps, window: int) -> None:
+    """Any mix of chunks: softmax of scaled products over what each row sees, in double precision."""
+    heads, kv_heads, width = shape[2:5]
+    chunks = chunks_of(target)
+    storage = KVStorage(
+        spec_of(shape), sum(len(c.block_ids) for c in chunks), BLOCK, dtype, torch.device(target.device)
+    )
+    storage.keys.fill_(torch.nan)  # what nobody has written must not be read
+    storage.values.fill_(torch.nan)
+    batch = moved(batch_of_rows(chunks, BLOCK), target.device)
+    view = storage.bind(batch.block_tables, batch.seq_lens)
+    texts: list[tuple[Tensor, Tensor]] = []
+    for place, chunk in enumerate(chunks):
+        length = chunk.start + len(chunk.token_ids)
+        at = torch.arange(length, device=target.device)
+        slots = torch.tensor(list(chunk.block_ids), device=target.device)[at // BLOCK] * BLOCK + at % BLOCK
+        keys, values = (
+            numbers(10 * place + i, length, kv_heads, width, device=target.device, dtype=dtype) for i in (1, 2)
+        )
+        view.write(0, slots, keys, values)
+        texts.append((keys, values))
+    q = numbers(9, len(batch.input_ids), heads, width, device=target.device, dtype=dtype)
+    scale = width**-0.5
+    got = ops.attention(q, view, 0, ops.plan_attention(batch, BLOCK, window), scale)
+    for chunk, (keys, values), rows in zip(chunks, texts, rows_of_chunks(batch), strict=True):
+        exact = attention_of(q[rows].double(), keys.double(), values.double(), chunk.start, window, scale)
+        floor = 4 * ULP[dtype] * values.double().abs().max()  # of the weights, where they are rounded like the values
+        require_near(got[rows].float(), exact.flatten(1), 4, floor)
+
+
+def rows_of_chunks(batch: ForwardBatch) -> list[slice]:
+    ends = batch.cu_seqlens_q.tolist()
+    return [slice(start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def attention_of(q: Tensor, keys: Tensor, values: Tensor, start: int, window: int, scale: float) -> Tensor:
+    """[rows, heads, D] and [length, kv heads, D] -> [rows, heads, D]."""
+    group = q.shape[1] // keys.shape[1]
+    keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
+    scores = torch.einsum("rhd,khd->hrk", q, keys) * scale
+    row = start + torch.arange(len(q), device=q.device)[:, None]
+    key = torch.arange(len(keys), device=q.device)[None]
+    seen = (key <= row) & ((key > row - window) if window else True)
+    return torch.einsum("hrk,khd->rhd", scores.masked_fill(~seen, -math.inf).softmax(dim=-1), values)
+
+
+def test_rope_and_store(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Against the reference in float32; it stores what it stores, and nothing for a negative slot."""
+    heads, kv_heads, width = shape[2:5]
+    ops, device = CudaOps(batch_invariant=False), torch.device(target.device)
+    rows = target.size(65, 5)
+    cos, sin = (numbers(seed, 512, width // 2, device=target.device).clamp(-1, 1) for seed in (1, 2))
+    positions = torch.arange(rows, device=device) * 3 % 512
+    slots = torch.randperm(8 * BLOCK, generator=torch.Generator().manual_seed(1))[:rows].to(device)
+    slots[-1] = -1
+    norms = tuple(Norm(numbers(i, width, device=target.device, dtype=dtype), 1e-6, 0.0, dtype) for i in (3, 4))
+    qkv = numbers(5, rows, (heads + 2 * kv_heads) * width, device=target.device, dtype=dtype)
+    results: list[Any] = []
+    for run, rope in ((ops, ops.rope_and_store), (None, reference.rope_and_store)):
+        storage = KVStorage(spec_of(shape), 8, BLOCK, dtype, device)
+        storage.keys.zero_()
+        storage.values.zero_()
+        view = storage.bind(torch.zeros(1, 1, dtype=torch.int64, device=device), torch.ones(1, device=device))
+        kept = slice(None) if run else slice(0, rows - 1)  # the reference knows no padding
+        q = rope(qkv[kept], cos, sin, positions[kept], view, 0, slots[kept], heads, kv_heads, norms)
+        results.append((q[: rows - 1].double(), storage.keys.double(), storage.values.double()))
+    for got, exact in zip(*results, strict=True):
+        assert bool(((got - exact).abs() <= 4 * ULP[dtype] * exact.abs() + 8 * ULP[dtype]).all())
+
+
+DRAWS = {
+    "plain": {},
+    "filters": {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "more": {"raw_logprobs": True, "top_logprobs": 4, "logit_bias": {5: 3.0}, "repetition_penalty": 1.3},
+    "greedy": {"temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("options", DRAWS.values(), ids=list(DRAWS))
+def test_draw(target: Target, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    """The tokens of the reference pipeline on a CPU, but where two are as near as rounding; and its logprobs."""
+    vocab, rows = shape[5], target.size(48, 3)
+    logits = numbers(1, rows, vocab, device="cpu", scale=3.0)
+    params = SamplingParams(**{"temperature": 0.7, **options})
+    batch = sampling_batch([DrawRequest(params, i, (i, 0, 7), prompt=[1, 2, 5], completion=[9]) for i in range(rows)])
+    expected = sample(logits, batch)
+    ops = CudaOps(batch_invariant=False)
+    got = ops.sample_logits(logits.to(target.device), batch.to(torch.device(target.device)))
+    same = got.token_ids.cpu() == expected.token_ids
+    assert same.sum() >= rows - rows // 24
+    assert (got.logprobs.cpu() - expected.logprobs)[same].abs().max() <= 2e-5
+    assert (got.log_kept_mass.cpu() - expected.log_kept_mass)[same].abs().max() <= 2e-5
+    assert torch.equal(got.top_ids.cpu()[same], expected.top_ids[same])
+    if params.temperature:
+        exact = (logits.double() / params.temperature).log_softmax(dim=-1)
+        temperatures = torch.full((rows,), params.temperature, dtype=torch.float64)
+        hidden = logits[:, :32].contiguous().to(target.device)  # a head of 32 columns, whose logits are these products
+        weight = numbers(2, vocab, 32, device=target.device, scale=0.1)
+        exact = ((hidden.double() @ weight.double().T) / params.temperature).log_softmax(dim=-1).cpu()
+        ids = got.token_ids.to(target.device)
+        scores = ops.gather_logprobs(hidden, weight, 1.0, ids, temperatures.to(target.device)).cpu()
+        assert (scores - exact.gather(1, ids.cpu()[:, None])[:, 0]).abs().max() <= 2e-4

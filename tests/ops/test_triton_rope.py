@@ -1,0 +1,201 @@
+"""Rotation, norms of heads and storing against the reference backend, in Triton's interpreter where there is no GPU."""
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nano_inference.engine.storage import BoundKVStorage, KVStorage, UnitMap
+from nano_inference.kv_cache.units import BlockLayout, UnitPool
+from nano_inference.ops import reference
+from nano_inference.ops.backend import Norm
+from tests.ops.exactness import assert_close
+
+pytest.importorskip("triton")
+
+from nano_inference.ops.cuda.rope import rope_and_store
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_BLOCKS, BLOCK_SIZE, POSITIONS, LAYERS = 6, 3, 40, 4
+NONE = torch.zeros(1, dtype=torch.int64)
+SEEDS = st.integers(0, 2**20)
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype = torch.float32
+    norm: str = "none"  # "head" (Qwen 3), "full" (OLMo 2), "offset" (Gemma 3: 1 + w in float32), "rounded"
+    norm_dtype: torch.dtype | None = None
+    units: bool = False
+    seed: int = 0
+
+    def norms(self) -> tuple[Norm, Norm] | None:
+        if self.norm == "none":
+            return None
+        widths = (
+            [self.head_dim] * 2 if self.norm != "full" else [self.heads * self.head_dim, self.kv_heads * self.head_dim]
+        )
+        weights = [None, None]
+        if self.norm != "rounded":
+            dtype = torch.float32 if self.norm == "offset" else self.dtype
+            weights = [randn(width, seed=self.seed + i, dtype=dtype) + 1 for i, width in enumerate(widths)]
+        offset = float(self.norm == "offset")
+        norm_dtype = self.norm_dtype or self.dtype
+        return Norm(weights[0], 1e-6, offset, norm_dtype), Norm(weights[1], 1e-4, offset, norm_dtype)
+
+    def view(self) -> BoundKVStorage:
+        """A cache full of NaN; with units, behind blocks in another order, three units a block."""
+        windows = (4, 0, 4, 4) if self.units else (0,) * LAYERS
+        spec = SimpleNamespace(num_layers=LAYERS, num_kv_heads=self.kv_heads, head_dim=self.head_dim, windows=windows)
+        units = None
+        if self.units:
+            pool = UnitPool(4 * NUM_BLOCKS + 1, NUM_BLOCKS, BlockLayout(1, 3, 4))
+            order = torch.randperm(pool.num_units, generator=torch.Generator().manual_seed(self.seed)).tolist()
+            for place in range(len(pool.unit_of)):
+                pool.unit_of[place] = order[place]
+            units = UnitMap(pool, DEVICE)
+        storage = KVStorage(spec, NUM_BLOCKS, BLOCK_SIZE, self.cache_dtype, DEVICE, units)
+        storage.keys.fill_(torch.nan)
+        storage.values.fill_(torch.nan)
+        return storage.bind(NONE, NONE)
+
+    def rows(self, num: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(qkv, positions, slots) of rows."""
+        generator = torch.Generator().manual_seed(self.seed)
+        qkv = randn(num, (self.heads + 2 * self.kv_heads) * self.head_dim, seed=self.seed + 5, dtype=self.dtype)
+        positions = torch.randint(0, POSITIONS, (num,), generator=generator)
+        return qkv, positions.to(DEVICE), torch.randperm(NUM_BLOCKS * BLOCK_SIZE, generator=generator)[:num].to(DEVICE)
+
+
+def called(case: Case, operation, qkv: Tensor, positions: Tensor, slots: Tensor, layer: int = 2):
+    """(queries, keys, values): what the operation returns, and all of its cache."""
+    angles = randn(POSITIONS, case.head_dim // 2, seed=99)
+    view, norms = case.view(), case.norms()
+    q = operation(qkv, angles.cos(), angles.sin(), positions, view, layer, slots, case.heads, case.kv_heads, norms)
+    return q, view.storage.keys, view.storage.values
+
+
+CASES = st.builds(
+    Case,
+    kv_heads=st.sampled_from([1, 2, 3, 9]),
+    head_dim=st.sampled_from([2, 16, 20, 80, 96]),
+    cache_dtype=st.sampled_from([torch.float32, torch.float16]),
+    norm=st.sampled_from(["none", "head", "full", "offset", "rounded"]),
+    units=st.booleans(),
+    seed=SEEDS,
+)
+
+
+@settings(deadline=None, max_examples=30)
+@given(case=CASES, ratio=st.sampled_from([1, 2, 3]), num=st.integers(0, 3), layer=st.integers(0, 3), data=st.data())
+def test_rope_and_store(case, ratio, num, layer, data):
+    """Also with rows of padding among the others, of which nothing is stored anywhere."""
+    case = replace(case, heads=case.kv_heads * ratio)
+    qkv, positions, slots = case.rows(num)
+    drawn = data.draw(st.lists(st.booleans(), min_size=num, max_size=num))
+    stored = torch.tensor(drawn, dtype=torch.bool, device=DEVICE)
+    q, keys, values = called(case, rope_and_store, qkv, positions, slots.where(stored, -1), layer)
+    assert q.shape == (num, case.heads, case.head_dim)
+    if not any(drawn):  # the reference has no answer for no rows
+        assert keys.isnan().all()
+        assert values.isnan().all()
+        return
+    expected = called(case, reference.rope_and_store, qkv[stored], positions[stored], slots[stored], layer)
+    torch.testing.assert_close(q[stored], expected[0], rtol=1e-6, atol=1e-6)
+    eps = 1e-6 if case.cache_dtype == torch.float32 else 1e-3
+    torch.testing.assert_close(keys, expected[1], rtol=eps, atol=eps, equal_nan=True)
+    assert torch.equal(values.nan_to_num(7), expected[2].nan_to_num(7))
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    case=CASES,
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    cache=st.sampled_from([None, torch.float32]),
+    num=st.integers(1, 3),
+)
+def test_without_a_norm_every_number_is_rounded_once(case, dtype, cache, num):
+    case = replace(case, dtype=dtype, cache_dtype=cache or dtype, norm="none")
+    for ours, wanted in zip(
+        called(case, rope_and_store, *case.rows(num)),
+        called(case, reference.rope_and_store, *case.rows(num)),
+        strict=True,
+    ):
+        assert_close(ours.to(dtype), wanted.to(dtype))
+
+
+@pytest.mark.parametrize("norm", ["head", "full", "offset", "rounded"])
+@pytest.mark.parametrize("norm_dtype", [torch.float16, torch.float32])
+def test_normed_heads_are_rounded_before_they_turn(norm, norm_dtype):
+    """float16, which the interpreter rounds as a GPU does. A factor's last bit may move few numbers, by a step."""
+    case = Case(4, 2, 80, torch.float16, torch.float16, norm, norm_dtype)
+    got, wanted = (called(case, operation, *case.rows(3)) for operation in (rope_and_store, reference.rope_and_store))
+    for ours, theirs in zip(got, wanted, strict=True):
+        same = ours.nan_to_num(7) == theirs.nan_to_num(7)
+        assert same.float().mean() > 0.99
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=8e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("norm", ["none", "head", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_know_nothing_of_each_other(norm, dtype):
+    """Bitwise: alone, elsewhere among fewer, and beside one full of NaN."""
+    case = Case(6, 3, 20, dtype, dtype, norm)
+    qkv, positions, slots = case.rows(4)
+    slots = torch.arange(4, device=DEVICE)
+
+    def op(rows: list[int]) -> Tensor:
+        q, keys, values = called(case, rope_and_store, qkv[rows], positions[rows], slots[rows])
+        stored = [cache[2].flatten(1, 2)[:, slots[rows]].transpose(0, 1) for cache in (keys, values)]
+        return torch.cat((q, *stored), dim=1)
+
+    together = op([0, 1, 2, 3])
+    assert not together.isnan().any()
+    assert torch.equal(op([2, 0]), together[[2, 0]])
+    assert torch.equal(op([1]), together[[1]])
+    qkv[1] = torch.nan
+    assert torch.equal(op([0, 1, 2])[[0, 2]], together[[0, 2]])
+
+
+def test_blocks_beyond_two_billion_numbers_are_found():
+    """Offsets are of 64 bits: a view of a small memory whose strides are those of a large cache."""
+    if DEVICE.type == "cuda":
+        pytest.skip("the interpreter's check")
+    case = Case(1, 1, 16)
+    view, (qkv, positions, _) = case.view(), case.rows(1)
+    blocks = 2**31 // (BLOCK_SIZE * 16) + 7
+    storage = KVStorage(
+        SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=16, windows=(0,)),
+        blocks,
+        BLOCK_SIZE,
+        torch.float16,
+        DEVICE,
+    )  # never touched but for one block: the rest of it is address space
+    view = storage.bind(NONE, NONE)
+    slot = torch.tensor([blocks * BLOCK_SIZE - 2])
+    angles = torch.zeros(POSITIONS, 8)
+    rope_and_store(qkv, angles + 1, angles, positions, view, 0, slot, 1, 1)
+    assert torch.equal(storage.keys[0, 0, blocks - 1, 1], qkv[0, 16:32].half())
+    assert torch.equal(storage.values[0, 0, blocks - 1, 1], qkv[0, 32:].half())
+
+
+def test_a_norm_of_another_width_is_refused():
+    case = Case()
+    norm = Norm(torch.ones(8, device=DEVICE), 1e-6, 0.0, torch.float32)
+    angles, (qkv, positions, slots) = torch.zeros(POSITIONS, 8, device=DEVICE), case.rows(1)
+    with pytest.raises(ValueError, match="norm of 8 weights"):
+        rope_and_store(qkv, angles, angles, positions, case.view(), 0, slots, 4, 2, (norm, norm))
