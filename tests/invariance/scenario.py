@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -60,6 +61,18 @@ class Schedule:
             num_threads=self.num_threads,
             kv_cache_memory=memory,
         )
+
+
+@contextmanager
+def small_tiles() -> Iterator[None]:
+    """On CUDA: tiles and splits of keys, and segments of products, so small that a tiny model has several of each."""
+    from nano_inference.ops.cuda import matmul
+    from nano_inference.ops.cuda.attention import Attention
+
+    keys = patch.dict(Attention.__init__.__kwdefaults__, {"key_tile": 16, "split": 32})
+    segments = patch.object(matmul, "SEGMENTED", ((4, 32),))
+    with keys, segments, patch.object(matmul, "MOST_SPLIT_TILES", 4):
+        yield
 
 
 @contextmanager

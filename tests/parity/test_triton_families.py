@@ -6,16 +6,18 @@ from typing import Any
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from tests.invariance.scenario import small_tiles
 from tests.models.tiny import FAMILIES, tiny_model
 from tests.parity.compare import TOLERANCE
 
 pytest.importorskip("triton")
 
-# Windows (17 to 33 tokens) are shorter than the second prompt, and it has several tiles of keys.
-PROMPTS = [[5, 9, 2, 7, 7], [(11 * i) % 290 + 3 for i in range(80)]]
+# Windows (17 to 33 tokens) are shorter than the second prompt.
+PROMPTS = [[5, 9], [(11 * i) % 290 + 3 for i in range(34)]]
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 300}
+OFTEN = ("qwen3", "gemma3", "olmo2", "granite")  # what no other has: norms of three kinds, GELU, windows, factors
 GEMMA = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-PARAMS = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=True, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=True, ignore_eos=True)
 
 
 def complete(folder: Path, **options: Any) -> list[TrainingSample]:
@@ -24,14 +26,17 @@ def complete(folder: Path, **options: Any) -> list[TrainingSample]:
         return engine.generate(PROMPTS, PARAMS)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_every_family_agrees_with_the_reference(tmp_path: Path, family: str) -> None:
     kv_heads = 1 if family in ("gemma3", "qwen3") else 2  # several query heads a key head, and one
     own = GEMMA if family == "gemma3" else {"num_hidden_layers": 2 if family == "qwen2" else 1}
     folder = tiny_model(tmp_path, family, **SIZES, num_key_value_heads=kv_heads, **own)
     expected = complete(folder, backend="reference")
     for batch_invariant in (False, True):
-        found = complete(folder, backend="cuda", batch_invariant=batch_invariant)
+        with small_tiles():
+            found = complete(folder, backend="cuda", batch_invariant=batch_invariant)
         for sample, other in zip(found, expected, strict=True):
             assert sample.completion_tokens == other.completion_tokens
             assert sample.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)

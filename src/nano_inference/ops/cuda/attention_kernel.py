@@ -66,8 +66,8 @@ def _merge_parts(
     dim = tl.arange(0, PADDED_DIM)[None, :]
     present = there[:, None] & (dim < HEAD_DIM)
     highest = tl.full([LANES], NEVER, tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    acc = tl.zeros([LANES, PADDED_DIM], tl.float32)
+    total = tl.full([LANES], 0.0, tl.float32)
+    acc = tl.full([LANES, PADDED_DIM], 0.0, tl.float32)
     for part in tl.range(0, num_parts, num_stages=MERGE_STAGES):
         at = part * step
         next_highest = tl.load(stat_ptr + at * 2, mask=there, other=NEVER, cache_modifier=".cg")
@@ -136,12 +136,12 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
         begin = tl.maximum(position - WINDOW + 1, 0)
 
     highest = tl.full([LANES], NEVER, tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    acc = tl.zeros([LANES, PADDED_DIM], tl.float32)
+    total = tl.full([LANES], 0.0, tl.float32)
+    acc = tl.full([LANES, PADDED_DIM], 0.0, tl.float32)
     if BY_SPLIT:
         all_highest, all_total, all_acc = highest, total, acc
     first_tile = tl.maximum(split * SPLIT_TILES, begin // KEY_TILE)
-    end_tile = tl.minimum(end_split * SPLIT_TILES, tl.cdiv(end, KEY_TILE))
+    end_tile = tl.minimum(end_split * SPLIT_TILES, (end + KEY_TILE - 1) // KEY_TILE)
     for tile in range(first_tile, end_tile):
         key = tile * KEY_TILE + tl.arange(0, KEY_TILE)
         stored = (key < end) & (key >= begin)  # what lies elsewhere may be anything, and 0 * NaN is NaN
@@ -168,8 +168,8 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
                         all_highest, all_total, all_acc, highest, total, acc, scale
                     )
                 highest = tl.full([LANES], NEVER, tl.float32)
-                total = tl.zeros([LANES], tl.float32)
-                acc = tl.zeros([LANES, PADDED_DIM], tl.float32)
+                total = tl.full([LANES], 0.0, tl.float32)
+                acc = tl.full([LANES, PADDED_DIM], 0.0, tl.float32)
     if BY_SPLIT:
         highest, total, acc = all_highest, all_total, all_acc
 
