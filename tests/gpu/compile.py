@@ -147,7 +147,6 @@ def _rope_full(shape: Shape) -> None:
     _rope(shape, full=True)
 
 
-<<<<<<< HEAD
 def _attention(shape: Shape, batch: ForwardBatch, *, batch_invariant: bool = False, window: int = 0) -> None:
     from triton.runtime import driver
 
@@ -176,10 +175,10 @@ def _attention_window(shape: Shape) -> None:
 def _attention_invariant(shape: Shape) -> None:
     _attention(shape, decode_batch(2), batch_invariant=True)
     _attention(shape, prefill_batch(4), batch_invariant=True)
-=======
+
+
 def _rope_units(shape: Shape) -> None:
     _rope(shape, units=True)
->>>>>>> main
 
 
 def _draw(shape: Shape, samples: Iterable[int] = (1, 7, 256), **options: Any) -> None:

@@ -12,8 +12,8 @@ the keys of a tile are shared by several items. Each then leaves what it has in 
 last merges, in order of the keys. The kernel finds the smallest power of two of splits for an item such that the items
 beyond one a tile, and the workspace, stay within fixed bounds; a power of two and not an exact share, so that all
 candidates are weighed in one reduction. Every program of the kernel does that for itself: it costs less than a second
-launch, and it needs no barrier. (`tl.cdiv` and `tl.zeros` are avoided: calls of other kernels' functions are what costs time in
-the interpreter.)
+launch, and it needs no barrier. (`tl.cdiv` and `tl.zeros` are avoided here: calls of other kernels' functions are what
+costs time in the interpreter.)
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
