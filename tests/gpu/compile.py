@@ -359,7 +359,20 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 def table(kernels: Iterable[Compiled]) -> str:
     """One line a kernel. `16 B` is how many of the loads and of the stores are that wide."""
-    head = tuple("call,shape,kernel,sm,warps,regs,spills,shared,mma,16 B ld,16 B st,constants".split(","))
+    head = (
+        "call",
+        "shape",
+        "kernel",
+        "sm",
+        "warps",
+        "regs",
+        "spills",
+        "shared",
+        "mma",
+        "ld 16 B",
+        "st 16 B",
+        "constants",
+    )
     lines = [head]
     for k in kernels:
         mma = "wgmma" if k.wgmma else "mma" if k.mma else ""
