@@ -29,7 +29,7 @@ PIP := $(BIN)/python -m pip $(QUIET)
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo same-hash trl-grpo test test-slow test-trl test-rl-clients test-verl lint types layers check parity simulate mutants some-mutants sanitize peers clean
+.PHONY: help demo grpo same-hash trl-grpo test test-slow test-trl test-rl-clients test-verl lint types layers check parity simulate mutants some-mutants sanitize gpu-check peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -89,6 +89,9 @@ some-mutants: $(INSTALLED) ## a third of them; the commit decides which
 
 sanitize: ## the CPU kernels under address, undefined-behaviour and thread sanitizers
 	bash tests/sanitize/run.sh
+
+gpu-check: ## everything that a machine with a GPU can tell, in ten minutes; results in out/gpu/
+	bash scripts/gpu_check.sh
 
 peers: $(INSTALLED) ## install other engines to compare with (15 minutes, 6 GB); benchmarks/peers/install.py
 	$(BIN)/python -m benchmarks.peers.install --torch "$(TORCH)"

@@ -4,7 +4,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,6 @@ def engine_config(scale: Scale, folder: Path, **changes: Any) -> EngineConfig:
 def opened(scale: Scale, folder: Path, **changes: Any) -> Iterator[InferenceEngine]:
     with InferenceEngine(engine_config(scale, folder, **changes)) as engine:
         yield engine
-
-
-def has_option(name: str) -> bool:
-    """Whether the engine has an option."""
-    return name in {field.name for field in fields(EngineConfig)}
 
 
 def warm_up_of(load: Workload, scale: Scale) -> Workload:

@@ -214,10 +214,9 @@ def measure_variants(run: Run) -> None:
     scale, part, folder = run.scale, Part(run.out, "variants"), run.small()
     variants: dict[str, dict[str, Any]] = {
         "batch_invariant": {"batch_invariant": True},
+        "no graphs": {"cuda_graphs": False},
         "lookahead=0": {"lookahead": 0},
     }
-    if ours.has_option("cuda_graphs") and scale.device != "cpu":
-        variants["no graphs"] = {"cuda_graphs": False}
     for name, changes in variants.items():
         attempt(part, name, lambda name=name, changes=changes: varied(part, name, changes, folder, run))
         card.release(scale.device)

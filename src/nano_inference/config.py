@@ -72,8 +72,8 @@ class EngineConfig:
         batch_invariant: a token's bits depend on the weights and the tokens before it alone, never on what else runs.
             True: refuse what does not keep this; on CUDA products then run on kernels of our own instead of cuBLAS's,
             which is slower. None: where it is free (the CPU kernels, the reference backend on a CPU).
-        cuda_graphs: replay captured graphs in steps that only decode (the CUDA backend; others have none). False: launch
-            every kernel from Python, to measure or to debug.
+        cuda_graphs: replay captured graphs in steps that only decode (the CUDA backend; others have none, nor has
+            `attention="flashinfer"`). False: launch every kernel from Python, to measure or to debug.
         num_threads: threads of the CPU kernels and of torch's CPU operations; None: the physical cores. For torch's
             it holds for the whole process.
         seed: where fresh request seeds come from; None: the operating system's entropy.

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from nano_inference import ConfigError, EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.engine import backends
+from nano_inference import ConfigError, EngineConfig, InferenceEngine
+from nano_inference.engine import backends, kernel_probe
 from nano_inference.engine.backends import choose_device, choose_ops, numerics_of, start_up_line
 from nano_inference.engine.kernel_probe import probe
 from nano_inference.models.loading import load_spec
@@ -149,9 +149,14 @@ def test_a_kernel_that_fails_names_itself_and_the_reference_runs(
         chosen(spec, CUDA, backend="cuda")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2"])
-@pytest.mark.parametrize("invariant", [False, True])
-def test_the_probe_passes_kernels_that_are_right(tmp_path: Path, family: str, invariant: bool) -> None:
+@pytest.mark.parametrize(("family", "invariant"), [("llama", False), ("gemma3", True)])
+def test_the_probe_passes_kernels_that_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, invariant: bool
+) -> None:
+    monkeypatch.setattr(kernel_probe, "LENGTHS", (3, 1))
+    monkeypatch.setattr(kernel_probe, "CONTEXTS", (3, 9))
+    monkeypatch.setattr(kernel_probe, "DRAWS", kernel_probe.DRAWS[::2])
+    monkeypatch.setattr(kernel_probe, "VOCABULARY", 64)
     own = cuda_ops(batch_invariant=invariant)
     probe(own, load_spec(tiny_model(tmp_path, family)), torch.float32, CPU, 16)
 
@@ -211,8 +216,6 @@ def test_an_engine_says_what_runs(folder: Path, caplog: pytest.LogCaptureFixture
         asked = EngineConfig(model_path=str(folder), backend="cuda", batch_invariant=True, **options)
         with InferenceEngine(asked) as engine:
             assert engine.numerics.schedule_invariant
-            (sample,) = engine.generate([1, 2], SamplingParams(max_tokens=1))
-    assert sample.numerics == engine.numerics.fingerprint
-    assert sample.numerics.startswith("cuda-invariant-")
+            assert engine.numerics.fingerprint.startswith("cuda-invariant-")
     assert "backend cuda (version " in caplog.text
     assert "attention triton, cpu, float32, batch invariant" in caplog.text

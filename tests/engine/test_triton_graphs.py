@@ -210,25 +210,23 @@ def test_new_weights_need_no_new_graphs(build: Build, policy: Any) -> None:
 
 
 @pytest.mark.usefixtures("conventional")
-def test_old_weights_have_no_graphs(build: Build) -> None:
-    """Requests that finish on them, and those of the new ones beside these."""
-    seen: list[tuple[int, int]] = []
+@pytest.mark.parametrize("newcomer", [False, True])
+def test_old_weights_have_no_graphs(build: Build, newcomer: bool) -> None:
+    """Requests that finish on them, alone and beside one of the new weights."""
+    before: list[int] = []
 
     def change(engine: InferenceEngine) -> None:
         engine.update_weights(NEW, kv_policy="finish_old")
-        engine.add_request([1, 2, 3], params(seed=9, max_tokens=14))
-        if engine.numerics.backend == "cuda":
-            before = runner(engine).num_replays
-            for _ in range(4):
-                engine.step()
-            seen.append((before, runner(engine).num_replays))
-        else:
-            for _ in range(4):
-                engine.step()
+        if newcomer:
+            engine.add_request([1, 2, 3], params(seed=9, max_tokens=24))
+        replays = getattr(engine.runner, "num_replays", 0)
+        for _ in range(5):
+            engine.step()
+        assert getattr(engine.runner, "num_replays", 0) == replays
+        before.append(replays)
 
     engine = both(build, change)
-    assert seen[0][0] == seen[0][1]
-    assert runner(engine).num_replays > seen[0][1], "again once the old ones are gone"
+    assert (runner(engine).num_replays > before[1]) is newcomer, "again once the old ones are gone"
 
 
 @pytest.mark.usefixtures("conventional")
@@ -343,3 +341,20 @@ def test_a_device_that_fails_ends_the_engine(
     assert len(calls) == 1
     with pytest.raises(EngineDead, match=str(failure)[:30]):
         engine.generate([1], params())
+
+
+@pytest.mark.usefixtures("conventional")
+def test_a_device_that_fails_while_one_is_looked_for_who_does(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(backend="cuda")
+    calls: list[Exception] = []
+
+    def fail(*_: Any) -> Any:
+        calls.append(FAILURES[0] if calls else ValueError("somebody's own"))
+        raise calls[-1]
+
+    for seed, prompt in enumerate(PROMPTS):
+        engine.add_request(prompt, params(seed=seed))
+    monkeypatch.setattr(engine.runner, "sample", fail)
+    with pytest.raises(EngineDead, match="CUDA out of memory"):
+        drain(engine)
+    assert len(calls) == 2

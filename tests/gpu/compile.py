@@ -129,20 +129,26 @@ def _inputs(shape: Shape) -> None:
         make_noise_keys(integers, integers, torch.zeros(rows, 2, dtype=torch.int64))
 
 
-def _rope(shape: Shape, *, full: bool = False) -> None:
+def _rope(shape: Shape, *, full: bool = False, units: bool = False) -> None:
     from nano_inference.ops.cuda.rope import rope_and_store
 
     angles = shape.empty(2 * CONTEXT, shape.head_dim // 2, dtype=torch.float32)
     widths = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim) if full else (shape.head_dim,) * 2
     norms = (shape.norm(widths[0]), shape.norm(widths[1])) if full or shape.head_norms else None
+    unit_map = SimpleNamespace(units=lambda: torch.zeros(1, 64, dtype=torch.int64))
     for batch in (decode_batch(1), decode_batch(2), prefill_batch(4)):
         view, qkv = kv_view(shape, batch), shape.empty(len(batch.input_ids), shape.qkv)
+        view.storage.unit_map = unit_map if units else None  # type: ignore[assignment]
         where = (batch.positions, view, 0, batch.slot_mapping)
         rope_and_store(qkv, angles, angles, *where, shape.heads, shape.kv_heads, norms)
 
 
 def _rope_full(shape: Shape) -> None:
     _rope(shape, full=True)
+
+
+def _rope_units(shape: Shape) -> None:
+    _rope(shape, units=True)
 
 
 def _draw(shape: Shape, samples: Iterable[int] = (1, 7, 256), **options: Any) -> None:
@@ -218,6 +224,7 @@ CALLS = [
     Call("gate, GELU", _gelu),
     Call("rope_and_store", _rope, small=True),
     Call("rope_and_store, full norms", _rope_full, shapes=(LLAMA,)),
+    Call("rope_and_store, units", _rope_units, shapes=(QWEN,)),
     Call("relay, keys", _inputs, shapes=(QWEN,)),
     Call("draw", _draw, small=True),
     Call("draw, raw", _draw_raw),

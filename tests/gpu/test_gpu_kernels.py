@@ -1,6 +1,7 @@
 """Each operation at the widths of real models, against double precision on the device that it runs on."""
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -164,7 +165,7 @@ def test_attention(target: Target, shape: tuple[int, ...], dtype: torch.dtype, o
 
 def rows_of_chunks(batch: ForwardBatch) -> list[slice]:
     ends = batch.cu_seqlens_q.tolist()
-    return [slice(start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    return [slice(start, end) for start, end in pairwise(ends)]
 
 
 def attention_of(q: Tensor, keys: Tensor, values: Tensor, start: int, window: int, scale: float) -> Tensor:
@@ -226,7 +227,6 @@ def test_draw(target: Target, shape: tuple[int, ...], options: dict[str, Any]) -
     assert (got.log_kept_mass.cpu() - expected.log_kept_mass)[same].abs().max() <= 2e-5
     assert torch.equal(got.top_ids.cpu()[same], expected.top_ids[same])
     if params.temperature:
-        exact = (logits.double() / params.temperature).log_softmax(dim=-1)
         temperatures = torch.full((rows,), params.temperature, dtype=torch.float64)
         hidden = logits[:, :32].contiguous().to(target.device)  # a head of 32 columns, whose logits are these products
         weight = numbers(2, vocab, 32, device=target.device, scale=0.1)

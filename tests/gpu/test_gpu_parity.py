@@ -1,8 +1,8 @@
 """Every family on the card against logits that the reference backend makes on a CPU, in float32, of the same weights.
 
-float32: 1e-4 on every logprob of the whole vocabulary; the orders of addition differ, nothing else does. bfloat16: twice
-the largest error that rounding to bfloat16 costs the reference backend itself, which rounds at the same places, and
-half of the spacing of such numbers near 1 where that is nearly nothing.
+float32: 1e-4 on every logprob of the whole vocabulary; the orders of addition differ, nothing else does. bfloat16:
+twice the largest error that rounding to bfloat16 costs the reference backend itself, which rounds at the same places,
+and half of the spacing of such numbers near 1 where that is nearly nothing.
 """
 
 from pathlib import Path

@@ -20,11 +20,13 @@ from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, greedy_batch, sampling_batch
 from tests.ops.test_cpu_head import random_requests, same_bits
 
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
+pytest.importorskip("triton")
 
-from nano_inference.ops.cuda import noise, sampling  # noqa: E402
-from nano_inference.ops.cuda.softmax import BLOCK  # noqa: E402
+import triton
+import triton.language as tl
+
+from nano_inference.ops.cuda import noise, sampling
+from nano_inference.ops.cuda.softmax import BLOCK
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter's, of broken rows
 CALM = settings(deadline=None, max_examples=4)
@@ -62,7 +64,7 @@ def assert_agree(drawn: Draw, expected: Draw) -> None:
 
 
 @triton.jit
-def _noise_kernel(keys, bits, out, SIZE: tl.constexpr):
+def _noise_kernel(keys, bits, out, SIZE: tl.constexpr):  # noqa: N803
     sample, ids = tl.program_id(0), tl.arange(0, SIZE)
     low, high = noise.key_halves(keys, sample)
     mixed = noise.mix32(noise.mix32(noise.mix32(ids.to(tl.uint32)) ^ low) ^ high)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from nano_inference.config import CacheType, EngineConfig
 from nano_inference.engine.backends import (
+    captures_graphs,
     choose_device,
     choose_ops,
     num_threads,
@@ -70,7 +72,7 @@ class Parts:
     numerics: Numerics
 
 
-def plan_engine(config: EngineConfig, memory: DeviceMemory | None = None) -> EnginePlan:
+def plan_engine(config: EngineConfig, memory: DeviceMemory | None = None, *, try_kernels: bool = False) -> EnginePlan:
     """Read the configurations of a config's models and decide all that follows from them.
 
     It reads no weights and changes nothing of the process.
@@ -78,6 +80,7 @@ def plan_engine(config: EngineConfig, memory: DeviceMemory | None = None) -> Eng
     Args:
         config: of the engine.
         memory: of the card; None: as CUDA tells, or none on a CPU.
+        try_kernels: run those of a GPU once, and plan with the reference if they fail.
 
     Raises `ConfigError` or `ModelLoadError`.
     """
@@ -90,7 +93,7 @@ def plan_engine(config: EngineConfig, memory: DeviceMemory | None = None) -> Eng
     specs = {name: load_spec(each) for name, each in folders.items()}
     _require_same_vocabulary(specs, config)
     dtype = resolve_dtype(config.dtype, specs[POLICY])
-    make_ops = choose_ops(config, specs, dtype, device)
+    make_ops = choose_ops(config, specs, dtype, device, try_kernels=try_kernels)
     claims = _guessed_claims(config, specs, dtype, memory or _memory_of(device), kernels=make_ops(1).name == "cuda")
     budget = plan_memory(config, list(specs.values()), claims, dtype, device)
     ops = make_ops(budget.num_blocks)
@@ -118,7 +121,13 @@ def assemble(
 
     Raises `ConfigError` or `ModelLoadError`.
     """
-    plan = plan_engine(config, memory)
+    device = choose_device(config.device)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels of Triton go to the current
+        return _assemble(config, memory, graph_memory)
+
+
+def _assemble(config: EngineConfig, memory: DeviceMemory | None, graph_memory: GraphMemory | None) -> Parts:
+    plan = plan_engine(config, memory, try_kernels=True)
     device = plan.device
     graph_memory = graph_memory or _graph_memory(plan)
     torch.set_num_threads(num_threads(config))
@@ -243,7 +252,7 @@ def _runner(plan: EnginePlan, models: Mapping[str, Decoder], storages: Mapping[s
 
 def _graph_memory(plan: EnginePlan) -> GraphMemory | None:
     """How to find out what CUDA graphs take; None: there are none."""
-    if plan.ops.name != "cuda" or plan.device.type != "cuda" or not plan.config.cuda_graphs:
+    if plan.ops.name != "cuda" or plan.device.type != "cuda" or not captures_graphs(plan.config):
         return None
     from nano_inference.engine.cuda_runner import graph_memory  # brings in Triton
 

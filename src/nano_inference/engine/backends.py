@@ -46,9 +46,13 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_ops(config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device) -> MakeOps:
-    """The operations that a config means. What was asked for by name and is not available raises `ConfigError`; in the
-    place of what `"auto"` would take there is the reference, and a warning.
+def choose_ops(
+    config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device, *, try_kernels: bool = True
+) -> MakeOps:
+    """The operations that a config means; with `try_kernels` those of a GPU have run once.
+
+    What was asked for by name and is not available raises `ConfigError`; in the place of what `"auto"` would take there
+    is the reference, and a warning.
     """
     if config.attention == "flex":
         from nano_inference.ops.flex import flex_ops  # brings in torch's compiler
@@ -62,7 +66,11 @@ def choose_ops(config: EngineConfig, specs: Specs, dtype: torch.dtype, device: t
         problem = _no_kernels_for(backend, config, specs, dtype, device)
         if problem is None:
             try:
-                ops = _KERNELS[backend](config, specs, dtype, device)
+                kernels = _KERNELS[backend](config)
+                if try_kernels and device.type == "cuda":  # in the interpreter it would take seconds
+                    for spec in specs.values():
+                        probe(kernels, spec, dtype, device, config.block_size)
+                ops = kernels
             except KernelsUnavailable as unavailable:
                 problem = str(unavailable)
     if problem is not None:
@@ -81,6 +89,11 @@ def keeps_invariance(ops: Ops, device: torch.device) -> bool:
     """Whether a row's bits depend on its own context alone."""
     # The reference's products are the library's: on a GPU it chooses a kernel by the shape of a whole batch.
     return ops.schedule_invariant and (ops.name == "cuda" or device.type == "cpu")
+
+
+def captures_graphs(config: EngineConfig) -> bool:
+    """Whether decode steps are captured on a GPU. FlashInfer plans every step on the host: no graph can hold that."""
+    return config.cuda_graphs and config.attention != "flashinfer"
 
 
 def numerics_of(config: EngineConfig, ops: Ops, dtype: torch.dtype, device: torch.device) -> Numerics:
@@ -132,22 +145,18 @@ def num_threads(config: EngineConfig) -> int:
     return config.num_threads or psutil.cpu_count(logical=False) or torch.get_num_threads()
 
 
-def _cpu_kernels(config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device) -> Ops:
+def _cpu_kernels(config: EngineConfig) -> Ops:
     return cpu_ops(num_threads(config))
 
 
-def _cuda_kernels(config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device) -> Ops:
+def _cuda_kernels(config: EngineConfig) -> Ops:
     from nano_inference.ops.cuda.backend import cuda_ops  # brings in Triton
 
     attention = "flashinfer" if config.attention == "flashinfer" else "triton"
-    ops = cuda_ops(batch_invariant=config.batch_invariant is True, attention=attention)
-    if device.type == "cuda":  # in the interpreter it would take seconds
-        for spec in specs.values():
-            probe(ops, spec, dtype, device, config.block_size)
-    return ops
+    return cuda_ops(batch_invariant=config.batch_invariant is True, attention=attention)
 
 
-_KERNELS: dict[Backend, Callable[[EngineConfig, Specs, torch.dtype, torch.device], Ops]] = {
+_KERNELS: dict[Backend, Callable[[EngineConfig], Ops]] = {
     "cpu": _cpu_kernels,
     "cuda": _cuda_kernels,
 }

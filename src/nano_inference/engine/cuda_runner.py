@@ -24,6 +24,7 @@ from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.config import EngineConfig
+from nano_inference.engine.backends import captures_graphs
 from nano_inference.engine.device import DeviceQueue, Event, queue_of
 from nano_inference.engine.graphs import DecodeGraphs, DrawResults, is_plain
 from nano_inference.engine.runner import ModelRunner, StepResult
@@ -220,7 +221,7 @@ def make_runner(
         queue_of(model.device),
         largest=min(config.max_batch_size, config.max_tokens_per_batch),
         max_blocks=-(-max_model_len // config.block_size),
-        graphs=config.cuda_graphs,
+        graphs=captures_graphs(config),
     )
     if runner.queue.captures_early:
         runner.capture()
@@ -231,7 +232,7 @@ def graph_memory(
     config: EngineConfig, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage], *, max_model_len: int
 ) -> int:
     """Bytes that the graphs of an engine take on a GPU, found by capturing them over these storages. 0 without any."""
-    if not config.cuda_graphs:
+    if not captures_graphs(config):
         return 0
     device = models[POLICY].device
     torch.cuda.empty_cache()

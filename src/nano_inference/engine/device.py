@@ -18,6 +18,9 @@ from nano_inference.errors import NanoInferenceError
 DEADLINE = 300.0  # seconds for which a step may keep the device busy
 NAP = 20e-6  # seconds between two looks at an event; a look holds Python's lock for a microsecond, a nap does not
 
+# What torch, Triton and CUDA's libraries say of a device where they raise a plain RuntimeError.
+_SIGNS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUBLAS_STATUS_", "NCCL error")
+
 Copies = Sequence[tuple[Tensor, Tensor]]  # (source, target), of one shape and dtype
 Pool = Any  # memory that graphs share
 
@@ -101,7 +104,7 @@ def is_device_failure(problem: BaseException) -> bool:
     """Whether what was raised is the device's own, and no single request's: memory out, a CUDA error, no answer."""
     if isinstance(problem, DeviceHangs | torch.OutOfMemoryError | torch.AcceleratorError):
         return True
-    return isinstance(problem, RuntimeError) and ("CUDA error" in str(problem) or "Triton Error [CUDA]" in str(problem))
+    return isinstance(problem, RuntimeError) and any(sign in str(problem) for sign in _SIGNS)
 
 
 def wait_for(event: Event, deadline: float) -> None:

@@ -1,11 +1,11 @@
 """`InferenceEngine`: owns the loop and the parts it runs on; takes requests in and hands samples out."""
 
 from collections.abc import AsyncIterator, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from nano_inference.config import EngineConfig
-from nano_inference.engine import generation
+from nano_inference.engine import faults, generation
 from nano_inference.engine.assembly import assemble
 from nano_inference.engine.delivery import Sink
 from nano_inference.engine.intake import Intake
@@ -54,8 +54,8 @@ class InferenceEngine:
             self.loop.sequences.versions[REFERENCE] = 0
         checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
         self.intake = Intake(checks, self.loop.sequences, self.numerics.fingerprint, config.seed)
-        self.shared = SharedLoop(self.loop)
-        self._updates = Updates(self.model, self.runner, self.shared)
+        self.shared = SharedLoop(self.loop, partial(faults.reason, config=config))
+        self._updates = Updates(self.model, self.runner, self.shared, self.memory_budget.workspace)
         self.weight_sync = self._updates.manager
 
     @property

@@ -121,8 +121,8 @@ def plan_memory(
     Every block has room for every model: blocks belong to whichever weight set takes them.
     """
     asked_len = longest_asked(config, specs)
-    # flex attention walks the slots of the KV tensors by itself and knows blocks only.
-    layout = common_layout(specs, asked_len) if config.attention != "flex" else UNIFORM
+    # These walk the KV tensors by themselves and know blocks only.
+    layout = common_layout(specs, asked_len) if config.attention not in ("flex", "flashinfer") else UNIFORM
     shapes = {
         storage_key(spec, layout): (layers_of_a_unit(spec, layout), spec.num_kv_heads, spec.head_dim) for spec in specs
     }

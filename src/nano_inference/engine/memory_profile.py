@@ -1,6 +1,7 @@
 """What a step takes beside weights and KV cache, found by running the largest one before the cache is made."""
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -163,6 +164,14 @@ def run_largest_steps(config: EngineConfig, models: Mapping[str, Decoder], stora
             result = model.forward(to_device(batch, model.device), storages[name])
             model.draw(result.hidden, drawn.to(model.device))
             del result
+
+
+def staging_room(device: torch.device, workspace: int, memory: DeviceMemory | None = None) -> float:
+    """Bytes of a device that a weight update may be put aside in; a step's workspace is left to the steps."""
+    if device.type == "cpu":
+        return math.inf
+    reading = (memory or CudaMemory(device)).read()
+    return max(0, (reading.total - reading.used - workspace) // 2)  # what is under way takes some too
 
 
 def guess(config: EngineConfig, specs: Iterable[ModelSpec], dtype: torch.dtype, kernels: bool) -> int:

@@ -4,7 +4,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import get_args
+from typing import NoReturn, get_args
+
+import torch
 
 from nano_inference.engine.delivery import Delivery, Sink
 from nano_inference.engine.fair_lock import FairLock
@@ -19,14 +21,19 @@ from nano_inference.types import Memory, PauseMode, TrainingSample
 class SharedLoop:
     """One thread steps at a time; any thread may add, abort, pause or announce an update.
 
+    Args:
+        loop: what is stepped.
+        explain: says of what a step raised why the engine has failed.
+
     Attributes:
         lock: held by whoever runs the loop.
         work_arrived: set whenever a message arrives; whoever waits for work clears it.
         when_dead: called once, with the reason, by whoever ends the engine or finds that it has failed.
     """
 
-    def __init__(self, loop: EngineLoop) -> None:
+    def __init__(self, loop: EngineLoop, explain: Callable[[Exception], str]) -> None:
         self.loop = loop
+        self._explain = explain
         self.lock = FairLock()
         self.work_arrived = threading.Event()
         self.delivery = Delivery()
@@ -221,9 +228,12 @@ class SharedLoop:
                     self._asleep[part] = give_back(part)  # the weights first: they may fail
             except OSError as problem:
                 raise NanoInferenceError(f"the weights could not be put aside: {problem}.") from problem
+            except Exception as problem:  # the device's: some of it is given back, and some is not
+                self._fail(f"the memory could not be given back: {_named(problem)}", problem)
             finally:
-                self.loop.writable = not self.has_no_weights()
-                self._go_on()
+                if self._dead is None:
+                    self.loop.writable = not self.has_no_weights()
+                    self._go_on()
 
     def wake(self, memory: Collection[Memory] | None = None) -> None:
         """Take these parts of the memory again, and go on once all is awake and no pause is asked for.
@@ -247,10 +257,13 @@ class SharedLoop:
     def _wake(self, part: Memory) -> None:
         try:
             self._asleep[part].end()
+        except torch.OutOfMemoryError as problem:  # of a card that is shared: it may be free again in a moment
+            raise NanoInferenceError(
+                f"there is no memory to wake {part} in, and the engine sleeps on; free some, and wake it again: "
+                f"{problem}"
+            ) from problem
         except Exception as problem:
-            why = f"the memory that was given back ({part}) is lost: {type(problem).__name__}: {problem}"
-            self._die(why)
-            raise EngineDead(why) from problem
+            self._fail(f"the memory that was given back ({part}) is lost: {_named(problem)}", problem)
         del self._asleep[part]
 
     def _stop(self) -> None:
@@ -294,6 +307,10 @@ class SharedLoop:
             part.forget()
         self.when_dead(why)
 
+    def _fail(self, why: str, problem: Exception) -> NoReturn:
+        self._die(why)
+        raise EngineDead(why) from problem
+
     def _is_busy(self) -> bool:
         with self.lock:  # see `has_work`
             return self.loop.is_busy()
@@ -318,9 +335,11 @@ class SharedLoop:
         try:
             return run()
         except Exception as problem:
-            why = f"a step failed: {type(problem).__name__}: {problem}"
-            self._die(why)
-            raise EngineDead(why) from problem
+            self._fail(self._explain(problem), problem)
         except BaseException as problem:  # Ctrl-C: what was published may never be computed now
             self._die(f"a step was interrupted: {type(problem).__name__}")
             raise
+
+
+def _named(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {problem}"

@@ -35,14 +35,29 @@ class Sleep:
             else:
                 tensor.untyped_storage().resize_(0)
         self._forget_recorded()
-        if not all(on_cpu(tensor) for tensor in self._tensors):
-            torch.cuda.empty_cache()  # else torch keeps it for other tensors of this process
+        self._give_to_the_card()
 
     def end(self) -> None:
-        """Take the memory again; what was put aside stands in it as before, to the bit."""
-        for tensor, size in zip(self._tensors, self._sizes, strict=True):
-            if not on_cpu(tensor):
-                tensor.untyped_storage().resize_(size)
+        """Take the memory again; what was put aside stands in it as before, to the bit.
+
+        Raises `torch.OutOfMemoryError` where somebody else has it now; it sleeps on then.
+        """
+        self._take_memory()
+        self._read_back()
+        self.forget()
+
+    def _take_memory(self) -> None:
+        try:
+            for tensor, size in zip(self._tensors, self._sizes, strict=True):
+                if not on_cpu(tensor):
+                    tensor.untyped_storage().resize_(size)
+        except torch.OutOfMemoryError:
+            for tensor in self._tensors:
+                tensor.untyped_storage().resize_(0)
+            self._give_to_the_card()
+            raise
+
+    def _read_back(self) -> None:
         if self._file is not None:
             self._file.seek(0)
             for tensor in self._tensors:
@@ -51,7 +66,11 @@ class Sleep:
                     raise OSError("their file is cut short")
                 if tensor.device.type != "cpu":
                     _bytes(tensor).copy_(there)
-        self.forget()
+
+    def _give_to_the_card(self) -> None:
+        """Torch would keep it for this process's next tensors."""
+        if not all(map(on_cpu, self._tensors)):
+            torch.cuda.empty_cache()
 
     def forget(self) -> None:
         """Remove what stands on disk."""

@@ -1,9 +1,11 @@
 """From an update that somebody has to the weights that serve: who may lend tensors, who waits, who is told."""
 
+from functools import partial
 from typing import Any, get_args
 
 from nano_inference.engine.generation import PATIENCE
 from nano_inference.engine.loop import ChangeWeights
+from nano_inference.engine.memory_profile import staging_room
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.engine.transports import WeightTransport, receive_update
@@ -18,8 +20,8 @@ from nano_inference.types import KvPolicy
 class Updates:
     """Updates of the policy. `manager` checks and writes them, the loop says when."""
 
-    def __init__(self, model: Decoder, runner: ModelRunner, shared: SharedLoop) -> None:
-        self.manager = WeightSyncManager(model, self._announce)
+    def __init__(self, model: Decoder, runner: ModelRunner, shared: SharedLoop, workspace: int) -> None:
+        self.manager = WeightSyncManager(model, self._announce, partial(staging_room, model.device, workspace))
         self._runner = runner
         self._shared = shared
         shared.when_dead = self.manager.close

@@ -1,5 +1,6 @@
 """A session: the buckets of one weight update are checked and put aside, and nothing is written."""
 
+import math
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 from typing import Any, cast
@@ -30,11 +31,19 @@ class WeightSession:
         params: the model's parameters.
         complete: every tensor must come, whole or as a patch.
         check_finite: refuse NaN and infinite values, as they are in the model's dtype.
+        room: bytes that may be put aside on the model's device; what is beyond goes to the CPU.
     """
 
     def __init__(
-        self, slots: Mapping[str, Slot], params: Mapping[str, Any], *, complete: bool, check_finite: bool
+        self,
+        slots: Mapping[str, Slot],
+        params: Mapping[str, Any],
+        *,
+        complete: bool,
+        check_finite: bool,
+        room: float = math.inf,
     ) -> None:
+        self._room = room
         self.update = WeightUpdate()
         self.complete, self.check_finite = complete, check_finite
         self.changes: list[Change] = []
@@ -56,6 +65,12 @@ class WeightSession:
     def missing(self) -> list[str]:
         """The tensors that did not come."""
         return sorted(self._slots.keys() - self._whole - self._indices.keys())
+
+    def settle(self) -> None:
+        """Wait until what was put aside on a device is there: whoever writes it may do so on another stream."""
+        for device in {change.values.device for change in self.changes}:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
     def _add(self, name: str, change: Change, hold: Hold) -> None:
         if self.check_finite:
@@ -119,8 +134,12 @@ class WeightSession:
         if hold is Hold.BORROW:
             return tensor.detach()
         own = self._params[slot.param]
+        size = tensor.numel() * own.dtype.itemsize
+        fits = size <= self._room
+        self._room -= size if fits else 0
+        device = own.device if fits else torch.device("cpu")
         try:
-            return tensor.detach().to(device=own.device, dtype=own.dtype, copy=hold is Hold.COPY)
+            return tensor.detach().to(device=device, dtype=own.dtype, copy=hold is Hold.COPY)
         except RuntimeError as problem:  # out of memory
             raise WeightUpdateError(f"{name!r} could not be put aside: {problem}") from problem
 

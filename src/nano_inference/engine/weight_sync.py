@@ -1,6 +1,7 @@
 """New weights for a live model: staged, checked, then written in place between two steps."""
 
 import hashlib
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,6 +35,7 @@ class WeightSyncManager:
     Args:
         model: whose parameters are written.
         announce: called with each update that `end` queues, by the thread that ends it and under `lock`.
+        room: bytes that an update which begins now may take of the model's device; what is beyond waits on the CPU.
 
     Attributes:
         version: the version that serves.
@@ -41,8 +43,14 @@ class WeightSyncManager:
         lock: held while an update is queued, announced or written; whoever queues and announces in two steps holds it.
     """
 
-    def __init__(self, model: Decoder, announce: Callable[[WeightUpdate], None] | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        announce: Callable[[WeightUpdate], None] | None = None,
+        room: Callable[[], float] = lambda: math.inf,
+    ) -> None:
         self.model = model
+        self._room = room
         self.version = 0
         self.pending: deque[WeightUpdate] = deque()
         self.lock = threading.RLock()
@@ -266,7 +274,8 @@ class WeightSyncManager:
             raise WeightUpdateError("these weights are an engine's; call its update_weights.")
 
     def _new_session(self, complete: bool, check_finite: bool) -> WeightSession:
-        return WeightSession(self._slots, self.model.params, complete=complete, check_finite=check_finite)
+        options = {"complete": complete, "check_finite": check_finite}
+        return WeightSession(self._slots, self.model.params, room=self._room(), **options)
 
     def _require_open(self, of: WeightUpdate | None) -> WeightSession:
         session = self._open
@@ -304,6 +313,7 @@ class WeightSyncManager:
             if missing:
                 count = f"{len(missing)} of {len(self._slots)}"
                 raise WeightUpdateError(f"{missing[0]!r} is missing ({count} are); complete=True asks for every one.")
+            session.settle()
             for name, changes in session.heads.items():
                 self._require_tied(name, changes, session.changes)
             self.check_version(version)

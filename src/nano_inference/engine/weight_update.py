@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from nano_inference.errors import WeightUpdateError
@@ -114,6 +115,9 @@ class WeightUpdate:
         """Write every change into its place and let go of it."""
         for change in self._changes:
             change.apply(params)
+        for device in {params[name].device for name in self.params}:
+            if device.type == "cuda":  # until then the values are still read, and a fault of theirs is this update's
+                torch.cuda.current_stream(device).synchronize()
         self._changes = []
 
     def copy_borrowed(self) -> None:

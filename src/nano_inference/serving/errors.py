@@ -75,7 +75,8 @@ def api_error_of(problem: BaseException) -> ApiError:
             text = "the engine has died, and is being started again."
             return ApiError(503, text, code="engine_restarting", headers=retry_after(5.0))
         case EngineDead():
-            return ApiError(503, "the engine is not running.", code="engine_dead", headers=NO_RETRY)
+            text = f"the engine is not running: {problem}"
+            return ApiError(503, text, code="engine_dead", headers=NO_RETRY)
         case RequestAborted():
             return ApiError(499, str(problem))
         case NanoInferenceError() | BaseException():

@@ -19,6 +19,7 @@ from nano_inference.engine.transports.group import (
     ask_for_room,
     check_backend,
     default_room,
+    device_for,
     join_group,
     join_store,
     parse_address,
@@ -63,7 +64,7 @@ class BroadcastReceiver:
         self.address: Address | None = parse_address(address)
         self.default_group = default_group
         self.rank, self.world_size, self.backend, self.host = rank, world_size, backend, host
-        self.device = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
+        self.device = device_for(backend, device)
         self._group: Group | None = None
         self._memory = ReusedMemory()
         self._closing = threading.Lock()

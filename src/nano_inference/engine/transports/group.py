@@ -7,12 +7,15 @@ group are known ("default_pg", its name "0", the device), so that an engine can 
 """
 
 import atexit
+import logging
+import os
 import re
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +27,8 @@ from torch import Tensor
 from nano_inference.engine.transports.interface import Deadline
 from nano_inference.engine.transports.unanswered import before
 from nano_inference.errors import WeightTransferError, WeightUpdateError
+
+logger = logging.getLogger("nano_inference")
 
 AT_EXIT = 5.0  # seconds that a process waits for groups to end
 LOOK = 0.1  # seconds between two looks at whether the trainer still lives
@@ -103,6 +108,8 @@ class Group:
         self.device = device
         self._group = process_group
         self._alive = alive
+        self._is_new = device.type == "cuda"  # NCCL has not met the others yet
+        self._travelling: dict[int, tuple[Any, Tensor]] = {}  # on CUDA, by the id of the work
 
     def broadcast(self, tensor: Tensor, deadline: Deadline, what: str) -> None:
         """The trainer's numbers into everybody's tensor; `what` names them in the error."""
@@ -112,20 +119,16 @@ class Group:
         """The same without waiting: give what it returns to `wait`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, deadline.remaining() + LATER
-        try:
-            return self._require().broadcast([tensor], options)
-        except RuntimeError as problem:
-            raise WeightTransferError(f"{what} cannot travel: {_first_line(problem)}") from problem
+        group = self._require()
+        return self._begun(lambda: group.broadcast([tensor], options), tensor, deadline, what)
 
     def agree(self, accepted: bool, deadline: Deadline, what: str) -> bool:
         """Whether everybody accepts."""
         flag = torch.tensor([int(accepted)], dtype=torch.int32, device=self.device)
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp.MIN, deadline.remaining() + LATER
-        try:
-            work = self._require().allreduce([flag], options)
-        except RuntimeError as problem:
-            raise WeightTransferError(f"{what} cannot travel: {_first_line(problem)}") from problem
+        group = self._require()
+        work = self._begun(lambda: group.allreduce([flag], options), flag, deadline, what)
         self.wait([work], what, deadline)
         return bool(flag.item())
 
@@ -138,6 +141,7 @@ class Group:
                     alive = self._alive
                     if alive is not None:
                         alive()
+                self._travelling.pop(id(work), None)
         except RuntimeError as problem:
             raise WeightTransferError(
                 f"{what} did not travel, the other side is gone: {_first_line(problem)}"
@@ -145,12 +149,28 @@ class Group:
 
     def close(self) -> None:
         """End the group. What is under way fails on every side; nothing here waits for it."""
-        holder, self._group, self._alive = [self._group], None, None
+        # What NCCL may still write to is nobody else's memory until the group has ended.
+        holder, self._group, self._alive = [self._group, self._travelling], None, None
+        self._travelling = {}
         # The last reference must go on a thread of its own: the destructor waits for the backend's threads, which may
         # be in a collective until its own deadline.
         end = threading.Thread(target=_let_go, args=(holder,), name="weight-group-end", daemon=True)
         end.start()
         atexit.register(end.join, AT_EXIT)  # a destructor that is cut off in the middle would abort the process
+
+    def _begun(self, call: Callable[[], Any], tensor: Tensor, deadline: Deadline, what: str) -> Any:
+        """A collective that was begun; on CUDA the tensor is held until it is done, or the group has ended."""
+        try:
+            if self._is_new:  # the first one makes the communicator, and waits for all ranks without a limit
+                work = before(deadline, lambda: _on_device(call, self.device), "a rank of the group")
+                self._is_new = False
+            else:
+                work = call()
+        except RuntimeError as problem:
+            raise WeightTransferError(f"{what} cannot travel: {_first_line(problem)}") from problem
+        if self.device.type == "cuda":
+            self._travelling[id(work)] = work, tensor
+        return work
 
     def _require(self) -> Any:
         if self._group is None:
@@ -211,7 +231,7 @@ def join_group(
         if backend == "nccl":
             settings = dist.ProcessGroupNCCL.Options()
             settings._timeout = deadline.remaining()
-            with torch.cuda.device(device):
+            with _surviving_faults(), torch.cuda.device(device):
                 return dist.ProcessGroupNCCL(store, rank, world_size, settings)
         options = dist.ProcessGroupGloo._Options()
         options._timeout = deadline.remaining()
@@ -221,6 +241,39 @@ def join_group(
         raise WeightTransferError(
             f"rank {rank} of {world_size} found no group within {deadline.seconds:g} s: {_first_line(problem)}"
         ) from problem
+
+
+# Left to itself, torch's watchdog ends the whole process when a peer is gone or a collective is late, and another
+# thread does when the watchdog itself hangs. 2: it ends the group, and says so to whoever waits. Read as one is made.
+_SURVIVING = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_settings_lock = threading.Lock()
+
+
+@contextmanager
+def _surviving_faults() -> Iterator[None]:
+    """A fault of a group of NCCL that is made in here is an error of its update, and not the end of the process."""
+    with _settings_lock:
+        before_it = {name: os.environ.get(name) for name in _SURVIVING}
+        os.environ.update(_SURVIVING)
+        try:
+            yield
+        finally:
+            for name, value in before_it.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def device_for(backend: str, device: str | torch.device | None) -> torch.device:
+    """Where what travels must lie: the CPU with gloo, the current CUDA device with NCCL, or the one that is given.
+
+    A CUDA device gets its number here: on another thread the current one is another.
+    """
+    found = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
+    if found.type == "cuda" and found.index is None and torch.cuda.is_available():
+        found = torch.device("cuda", torch.cuda.current_device())
+    return found
 
 
 def check_backend(backend: str) -> None:
@@ -244,13 +297,25 @@ def _completed(work: Any, device: torch.device) -> bool:
     until = time.monotonic() + LOOK  # on a device, to wait means to let the stream wait
     while not work.is_completed() and time.monotonic() < until:
         time.sleep(1e-4)
-    return work.is_completed() and work.wait()
+    if not work.is_completed():
+        return False
+    with torch.cuda.device(device):
+        return work.wait()  # raises what it failed with
+
+
+def _on_device(call: Callable[[], Any], device: torch.device) -> Any:
+    with torch.cuda.device(device):
+        return call()
 
 
 def _let_go(holder: list[Any]) -> None:
-    if holder[0] is not None:
-        holder[0].abort()
-    holder.clear()
+    try:
+        if holder[0] is not None:
+            holder[0].abort()
+    except RuntimeError as problem:  # of a device that has failed; there is nothing left to end
+        logger.warning("a group of trainer and engines did not end in order: %s", _first_line(problem))
+    finally:
+        holder.clear()
 
 
 def _first_line(problem: Exception) -> str:

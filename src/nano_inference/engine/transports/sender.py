@@ -11,6 +11,7 @@ from nano_inference.engine.transports import wire
 from nano_inference.engine.transports.group import (
     Group,
     check_backend,
+    device_for,
     join_group,
     open_room,
     parse_address,
@@ -57,7 +58,7 @@ class WeightSender:
             timeout,
             bucket_bytes,
         )
-        self.device = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
+        self.device = device_for(backend, device)
         self._host = host
         self._store: Any = serve_store((host, port), timeout)
         self.address = f"tcp://{host}:{self._store.port}"
@@ -76,7 +77,8 @@ class WeightSender:
     ) -> "WeightSender":
         """A sender over a group that there is already and whose rank 0 this is, like `dist.group.WORLD`."""
         sender = cls.__new__(cls)
-        sender.bucket_bytes, sender.timeout, sender.device = bucket_bytes, timeout, torch.device(device)
+        sender.bucket_bytes, sender.timeout = bucket_bytes, timeout
+        sender.device = device_for("gloo", device)
         sender._store, sender._rooms, sender._group = None, [], Group(process_group, sender.device)
         return sender
 

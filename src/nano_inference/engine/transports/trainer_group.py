@@ -17,6 +17,7 @@ from nano_inference.engine.transports.group import (
     Group,
     check_backend,
     default_room,
+    device_for,
     device_room,
     join_group,
     join_store,
@@ -115,7 +116,7 @@ def join_trainer(
     """
     check_ranks(rank, world_size)
     check_backend(backend)
-    device = device or torch.device("cuda" if backend == "nccl" else "cpu")
+    device = device_for(backend, device)
     store = join_store(address, world_size, deadline)
     watch = _watch(address, deadline)
     try:

@@ -12,6 +12,7 @@ from nano_inference.ops.cuda import matmul, sampling
 from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.cuda.rope import rope_and_store
 from nano_inference.ops.cuda.rows import embed, gate, rms_norm
+from nano_inference.ops.flashinfer import FlashInferAttention
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
@@ -23,7 +24,8 @@ class CudaOps:
     """The operations on tensors. See `Ops` for what they do.
 
     Args:
-        batch_invariant: a row's bits depend on nothing but its own context.
+        batch_invariant: a row's bits depend on nothing but its own context; FlashInfer's attention cannot promise it.
+        attention: whose.
     """
 
     embed = staticmethod(embed)
@@ -33,10 +35,10 @@ class CudaOps:
     sample_logits = staticmethod(sampling.draw)
     allocate = staticmethod(reference.allocate)
 
-    def __init__(self, *, batch_invariant: bool) -> None:
+    def __init__(self, *, batch_invariant: bool, attention: Literal["triton", "flashinfer"] = "triton") -> None:
         self.batch_invariant = batch_invariant
-        attention = Attention(batch_invariant=batch_invariant)
-        self.plan_attention, self.attention = attention.plan, attention.attend
+        kernels = FlashInferAttention() if attention == "flashinfer" else Attention(batch_invariant=batch_invariant)
+        self.plan_attention, self.attention = kernels.plan, kernels.attend
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Ops.linear`."""
@@ -71,7 +73,7 @@ def cuda_ops(*, batch_invariant: bool, attention: Literal["triton", "flashinfer"
         batch_invariant: on CUDA it is slower.
         attention: whose.
     """
-    ops = CudaOps(batch_invariant=batch_invariant)
+    ops = CudaOps(batch_invariant=batch_invariant, attention=attention)
     names = (field.name for field in fields(Ops))
     found = {name: getattr(ops, name) for name in names if hasattr(ops, name)}
     return Ops(name="cuda", version=VERSION, schedule_invariant=batch_invariant, compile=None, **found)

@@ -1,6 +1,7 @@
 """The most probable tokens of each sample, ties by lower id. See `sampling.logprobs.best_tokens`."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false
 
 import torch
 import triton

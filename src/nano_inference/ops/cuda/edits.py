@@ -1,6 +1,7 @@
 """Bias, allowed tokens and penalties: what changes logits before they are drawn from. See `sampling.pipeline`."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false
 
 import torch
 import triton

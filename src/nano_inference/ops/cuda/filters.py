@@ -1,12 +1,12 @@
 """top_k, top_p and min_p without a sort. See `sampling.filters` for what they mean.
 
 A token's rank is decided by its *distance*: the bits of -(logit - maximum) / temperature, which rise as integers do.
-How probable it is, is counted in whole numbers of 2**-40 of the first, so sums are exact in any order. Three launches:
+How probable it is, is counted in whole numbers of 2**-40 of the first, so sums are exact in any order. Four launches:
 
 1. `_levels_kernel`: how many tokens, and how much mass, lie within 16 fixed distances, for every block of a row.
-2. `_gather_kernel`: the tokens within the first of these that no filter reaches beyond, in the order of their ids.
-   A program knows where its own go from what the blocks before it have counted.
-3. `_select_kernel`, one program a row: narrows the two thresholds down, eight parts of an interval a pass, breaks ties
+2. `_plan_kernel`: the first of these that no filter reaches beyond, and how many tokens within it each block adds.
+3. `_gather_kernel`: these tokens, in the order of their ids.
+4. `_select_kernel`, one program a row: narrows the two thresholds down, eight parts of an interval a pass, breaks ties
    by id, and draws. It passes over the gathered tokens, a few hundred as a rule, which its own cache holds; only where
    there are more than `CAPACITY` over the row itself.
 
@@ -14,7 +14,8 @@ One program a row from the start would read 151,936 logits some ten times at the
 50 µs a pass; this way the row is read twice, by all of them.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from typing import NamedTuple
 
@@ -70,21 +71,24 @@ def apply(logits: Tensor, maxima: Tensor, batch: SamplingBatch, changed: bool) -
     room = min(CAPACITY, vocab)
     counts = torch.empty((num, blocks, LEVELS.value), dtype=torch.int32, device=device)
     masses = torch.empty(counts.shape, dtype=torch.int64, device=device)
+    totals = torch.empty((num, 2, LEVELS.value), dtype=torch.int64, device=device)
+    starts = torch.empty((num, blocks + 2), dtype=torch.int32, device=device)
     gathered = torch.empty((2, num, room), dtype=torch.int32, device=device)
     whole = torch.empty((4, num), dtype=torch.int32, device=device)
     log_sums, mass = torch.empty((2, num), device=device).unbind()
     filtered = Filtered(whole[0], log_sums, mass, whole[1:])
-    given = (logits, maxima, batch.rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
-    sizes = {"V": vocab, "BLOCKS": blocks, "WIDTH": triton.next_power_of_2(blocks), "CHANGED": changed}
+    asked = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
+    given = (logits, maxima, batch.rows, *asked)
+    width = {"BLOCKS": blocks, "WIDTH": triton.next_power_of_2(blocks)}
+    sizes = {"V": vocab, "CHANGED": changed, **width}
     options = {"num_warps": 4, "enable_fp_fusion": False}
+    wide = {"num_warps": 8, "enable_fp_fusion": False}
     _levels_kernel[num, blocks](*given, counts, masses, **sizes, BLOCK=BLOCK, **options)
-    _gather_kernel[num, blocks](
-        *given, counts, masses, gathered[0], gathered[1], **sizes, ROOM=room, BLOCK=BLOCK, **options
-    )
+    _plan_kernel[num,](*asked, counts, masses, totals, starts, **width, ROOM=room, **options)
+    _gather_kernel[num, blocks](*given, starts, *gathered.unbind(), **sizes, ROOM=room, BLOCK=BLOCK, **options)
     _select_kernel[num,](
-        *given, counts, masses, gathered[0], gathered[1], batch.noise_keys, *filtered[:3], filtered.bounds, num,
-        **sizes, ROOM=room, CHUNK=512, num_warps=8,
-        enable_fp_fusion=False,
+        *given, totals, starts, *gathered.unbind(), batch.noise_keys, *filtered, num,
+        **sizes, ROOM=room, CHUNK=256, **wide,
     )  # fmt: skip
     return filtered
 
@@ -154,6 +158,39 @@ def _levels_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=_SCALARS)
+def _plan_kernel(
+    temperatures,
+    top_k,
+    top_p,
+    min_p,
+    counts,
+    masses,
+    totals,  # int64 [R, 2, 16]: tokens and mass within each level of the whole row; written
+    starts,  # int32 [R, BLOCKS + 2]: where each block's tokens go, their number (all 0: too many), the level; written
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    """Grid (R,): what is gathered of a row."""
+    sample = tl.program_id(0).to(tl.int64)
+    _, k, p, least, filters = asks(sample, temperatures, top_k, top_p, min_p)
+    if filters:
+        count, mass, of_blocks = row_levels(counts, masses, sample, BLOCKS, WIDTH)
+        levels = tl.arange(0, LEVELS)
+        tl.store(totals + sample * 2 * LEVELS + levels, count)
+        tl.store(totals + (sample * 2 + 1) * LEVELS + levels, mass)
+        reach = reach_of(count, mass, k, p, least)
+        own = tl.sum(tl.where(levels[None, :] == reach, of_blocks, 0), axis=1)
+        num = tl.sum(own, axis=0)
+        own = tl.where(num <= ROOM, own, 0)
+        blocks = tl.arange(0, WIDTH)
+        plan = starts + sample * (BLOCKS + 2)
+        tl.store(plan + blocks, tl.cumsum(own, axis=0) - own, mask=blocks < BLOCKS)
+        tl.store(plan + BLOCKS, tl.where(num <= ROOM, num, 0))
+        tl.store(plan + BLOCKS + 1, reach)
+
+
+@triton.jit(do_not_specialize_on_alignment=_SCALARS)
 def _gather_kernel(
     logits,
     maxima,
@@ -162,8 +199,7 @@ def _gather_kernel(
     top_k,
     top_p,
     min_p,
-    counts,
-    masses,
+    starts,  # int32 [R, BLOCKS + 2]: of `_plan_kernel`
     distances,  # int32 [R, ROOM], written
     token_ids,  # int32 [R, ROOM], written
     V: tl.constexpr,
@@ -175,23 +211,19 @@ def _gather_kernel(
 ):
     """Grid (R, BLOCKS): the tokens of a block that lie within the row's reach, behind those of the blocks before it."""
     sample, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    divisor, k, p, least, filters = asks(sample, temperatures, top_k, top_p, min_p)
+    divisor, _, _, _, filters = asks(sample, temperatures, top_k, top_p, min_p)
     if filters:
-        count, mass, of_blocks = row_levels(counts, masses, sample, BLOCKS, WIDTH)
-        reach = reach_of(count, mass, k, p, least)
-        chosen = tl.where(tl.arange(0, LEVELS)[None, :] == reach, of_blocks, 0)
-        blocks = tl.arange(0, WIDTH)[:, None]
-        before = tl.sum(tl.sum(tl.where(blocks < block, chosen, 0), axis=1), axis=0)
-        own = tl.sum(tl.sum(tl.where(blocks == block, chosen, 0), axis=1), axis=0)
-        fits = tl.sum(tl.sum(chosen, axis=1), axis=0) <= ROOM
-        if fits & (own > 0):
+        plan = starts + sample * (BLOCKS + 2)
+        start = tl.load(plan + block)
+        if tl.load(plan + block + 1) > start:
+            reach = tl.load(plan + BLOCKS + 1)
             highest = row_maximum(maxima, sample, BLOCKS, WIDTH)
             ids = block * BLOCK + tl.arange(0, BLOCK)
             row = sample if CHANGED else tl.load(rows + sample)
             x = tl.load(logits + row * V + ids, mask=ids < V, other=-float("inf"))
             distance = distance_of(x, highest, divisor)
             within = distance <= level_end(reach)
-            places = sample * ROOM + before + tl.cumsum(within.to(tl.int32), axis=0) - 1
+            places = sample * ROOM + start + tl.cumsum(within.to(tl.int32), axis=0) - 1
             tl.store(distances + places, distance, mask=within)
             tl.store(token_ids + places, ids, mask=within)
 
@@ -208,8 +240,8 @@ def _select_kernel(
     top_k,
     top_p,
     min_p,
-    counts,
-    masses,
+    totals,
+    starts,
     distances,
     token_ids,
     keys,  # int64 [R, 2]
@@ -232,25 +264,24 @@ def _select_kernel(
         tl.store(drawn + sample, -1)
     else:
         highest = row_maximum(maxima, sample, BLOCKS, WIDTH)
-        count, mass, _ = row_levels(counts, masses, sample, BLOCKS, WIDTH)
+        levels = totals + sample * 2 * LEVELS + tl.arange(0, LEVELS)
+        count, mass = tl.load(levels), tl.load(levels + LEVELS)
         alive, whole = tl.max(count, axis=0), tl.max(mass, axis=0)
-        reach = reach_of(count, mass, k, p, least)
-        near = tl.sum(tl.where(tl.arange(0, LEVELS) == reach, count, 0), axis=0)
-        num_gathered = tl.where(near <= ROOM, near, 0).to(tl.int32)
-        num_whole = tl.where(near <= ROOM, 0, V).to(tl.int32)
+        num_gathered = tl.load(starts + sample * (BLOCKS + 2) + BLOCKS)
+        num_whole = tl.where(num_gathered > 0, 0, V)
         x = logits + (sample if CHANGED else tl.load(rows + sample)) * V
         distances += sample * ROOM
         token_ids += sample * ROOM
         # Without top_k all that are alive are within its threshold.
-        low, high, count_low, count_high, mass_low, mass_high = CUT - 2, CUT - 1, alive, alive, whole, whole
+        low, high, count_low, count_high, mass_low, mass_high = CUT - 1, CUT - 1, alive, alive, whole, whole
         quota, left = alive * 0, whole
         if (k > 0) & (k < alive):
             low, high, count_low, count_high, mass_low, mass_high = bracket(
                 count >= k, count, mass, high, count_high, mass_high
             )
             low, high, count_low, count_high, mass_low, mass_high = narrow(
-                low, high, count_low, count_high, mass_low, mass_high, k, num_gathered, num_whole, x, distances, token_ids,
-                highest, divisor, False, CHUNK,
+                low, high, count_low, count_high, mass_low, mass_high, k, num_gathered, num_whole,
+                x, distances, token_ids, highest, divisor, False, CHUNK,
             )  # fmt: skip
             quota = k - count_low
             left = mass_low + quota * ((mass_high - mass_low) // (count_high - count_low))
@@ -260,8 +291,8 @@ def _select_kernel(
                 mass >= target, count, mass, high, count_high, mass_high
             )
             low, high, count_low, count_high, mass_low, mass_high = narrow(
-                low, high, count_low, count_high, mass_low, mass_high, target, num_gathered, num_whole, x, distances, token_ids,
-                highest, divisor, True, CHUNK,
+                low, high, count_low, count_high, mass_low, mass_high, target, num_gathered, num_whole,
+                x, distances, token_ids, highest, divisor, True, CHUNK,
             )  # fmt: skip
             each = tl.maximum((mass_high - mass_low) // tl.maximum(count_high - count_low, 1), 1)
             quota = (target - mass_low + each - 1) // each
@@ -283,8 +314,9 @@ def _select_kernel(
             best = tl.maximum(best, first)
             level += tl.sum(tied.to(tl.int32), axis=0)
         tl.store(drawn + sample, token)
-        part = (sum_kept.to(tl.float64) / tl.maximum(whole, 1).to(tl.float64)).to(tl.float32)
-        tl.store(log_sums + sample, tl.log((sum_kept.to(tl.float64) * (1 / UNIT)).to(tl.float32)))
+        kept_mass, whole_mass = sum_kept.to(tl.float32), tl.maximum(whole, 1).to(tl.float32)
+        part = tl.div_rn(kept_mass, whole_mass)
+        tl.store(log_sums + sample, tl.log(kept_mass * (1 / UNIT)))
         tl.store(log_mass + sample, tl.log(part))
         tl.store(bounds + sample, low)
         tl.store(bounds + num + sample, high)

@@ -6,6 +6,7 @@ token and its logprobs (`_finish_kernel`). Bias and penalties come before them i
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false
 
 import torch
 import triton

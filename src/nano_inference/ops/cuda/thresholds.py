@@ -4,7 +4,8 @@ A *distance* is the bits of -(logit - maximum) / temperature, which rise as inte
 Mass is counted in whole numbers of 2**-40 of the first token's, so its sums are exact in any order.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
 
 import triton
 import triton.language as tl

@@ -1,0 +1,173 @@
+"""Benchmarks of the GPU path, as far as a CPU can tell: what they count, and that the peer computes the same model."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.gpu import idle, needs, ours
+from benchmarks.gpu.models import random_model, weight_bytes
+from benchmarks.gpu.report import Part, lines_of, median_of, rows_of
+from benchmarks.gpu.scale import QWEN3_8B, REAL, TINY, TOY
+from benchmarks.gpu.torch_loop import TorchLoop
+from benchmarks.gpu.workload import OUTPUT_TOKENS, PROMPT_TOKENS, nano_vllm
+from benchmarks.roofline import Rates, Shape, bound_of, shape_of, steps_of
+from benchmarks.workloads import NAMES, workload
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.models.spec import spec_from_config
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts/gpu_check.sh"
+
+
+def test_the_workload_is_the_published_one() -> None:
+    load, other = nano_vllm(), nano_vllm(seed=1)
+    assert (load.prompt_tokens, load.output_tokens) == (PROMPT_TOKENS, OUTPUT_TOKENS) == (142_827, 133_966)
+    assert load.requests[0].prompt[:2] == (6311, 6890)  # after `seed(0)`, the first length and the first ids
+    assert [len(r.prompt) for r in other.requests] == [len(r.prompt) for r in load.requests]
+    assert other.requests[0].prompt != load.requests[0].prompt
+    assert REAL.fit(load) == load
+
+
+def test_its_roofline_is_that_of_the_issue() -> None:
+    """At 3.0 TB/s and 800 TFLOP/s about 25.6 thousand tokens a second."""
+    bound = bound_of(steps_of(nano_vllm(), shape_of(spec_from_config(REAL.small))), Rates(800e12, 3.0e12))
+    assert nano_vllm().output_tokens / bound.bound == pytest.approx(25_600, rel=0.03)
+
+
+def test_a_decode_is_bound_by_what_takes_longer() -> None:
+    shape = Shape(layers=10, head=2, attention=1, weights=100, kv=3)
+    assert ours.decode_bound(shape, Rates(1e9, 1.0), 2, 50.0) == 100 + 150
+    assert ours.decode_bound(shape, Rates(1.0, 1e9), 2, 50.0) == 2 * 12 + 50
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dry_run_is_small_and_known_to_the_tiny_model(name: str) -> None:
+    load = TOY.fit(workload(name))
+    assert load.output_tokens + load.prompt_tokens < 250
+    assert all(token < TINY["vocab_size"] for request in load.requests for token in request.prompt)
+    warm = ours.warm_up_of(load, TOY)
+    assert [len(r.prompt) for r in warm.requests] == [len(r.prompt) for r in load.requests]
+
+
+def test_shapes_have_the_sizes_that_they_are_named_by() -> None:
+    assert weight_bytes(REAL.small) / 2 == pytest.approx(0.6e9, rel=0.01)
+    assert weight_bytes(QWEN3_8B) / 2 == pytest.approx(8.19e9, rel=0.01)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12))
+def test_busy_time_counts_every_moment_once(drawn: list[tuple[int, int]]) -> None:
+    spans = sorted((float(start), float(start + length)) for start, length in drawn)
+    moments = {moment for start, end in spans for moment in range(int(start), int(end))}
+    wall, busy = idle.busy(spans)
+    assert busy == len(moments)
+    assert wall == (max(end for _, end in spans) - spans[0][0] if spans else 0)
+
+
+def test_a_trace_is_read_by_what_runs_on_the_device(tmp_path: Path) -> None:
+    events = [
+        {"cat": "kernel", "ts": 10, "dur": 4},
+        {"cat": "cpu_op", "ts": 0, "dur": 100},
+        {"cat": "gpu_memcpy", "ts": 16, "dur": 4},
+        {"ph": "M"},
+    ]
+    with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    assert idle.idle_share(tmp_path / "trace.json.gz", "cuda") == (pytest.approx(0.2), 0.01, 2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_plain_loop_computes_the_same_model(tmp_path: Path, tied: bool) -> None:
+    """Its greedy tokens (a temperature near 0) are the engine's, for prompts of several lengths in one batch."""
+    folder = random_model(tmp_path, TINY | {"num_hidden_layers": 2, "tie_word_embeddings": tied}, "cpu")
+    prompts, steps = [[5, 6, 7], [9] * 11, [1, 2, 3, 4, 50]], 9
+    loop = TorchLoop(folder, len(prompts), 32, "cpu", torch.float32, temperature=1e-5)
+    loop.prefill(prompts)
+    made = [loop.tokens.tolist()]
+    for step in range(steps - 1):
+        loop.decode(1, 11 + step)
+        made.append(loop.tokens.tolist())
+    config = EngineConfig(str(folder), device="cpu", dtype="float32", backend="reference", kv_cache_memory=1 << 20)
+    with InferenceEngine(config) as engine:
+        samples = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True))
+    assert list(zip(*made, strict=True)) == [sample.completion_tokens for sample in samples]
+
+
+def test_what_is_missing_is_said_first_and_left_out(tmp_path: Path) -> None:
+    found = [
+        needs.Need("torch", "2.11"),
+        needs.Need("transformers", "not installed", "transformers is not installed", ("transformers",)),
+        needs.Need("card memory", "24 GiB", "24 GiB; more is wanted", ("large",)),
+    ]
+    assert needs.skipped(found) == ["transformers", "large"]
+    lines = needs.text(found).splitlines()
+    assert lines[:3] == [
+        "missing: transformers is not installed",
+        "missing: 24 GiB; more is wanted",
+        "left out: transformers, large",
+    ]
+    assert needs.too_old("torch", "2.10.1+cu128") == "torch 2.10.1+cu128 is older than 2.11"
+    assert needs.too_old("triton", "3.6.0") is None
+    assert not any(need.problem for need in needs.find(tmp_path, tmp_path / "none" / "there", dry_run=True))
+
+
+def test_rows_are_on_the_disk_as_they_come(tmp_path: Path) -> None:
+    part = Part(tmp_path, "engine")
+    part.add("rate", [3.0, 1.0, 2.0], "tok/s", at_least=2.5)
+    part.fail("other", "RuntimeError: no")
+    assert median_of(tmp_path, "engine", "rate") == 2.0
+    assert [row["name"] for row in rows_of(tmp_path)] == ["rate", "other"]
+    stages = [{"stage": "engine", "seconds": 3, "limit": 9, "ended": "ok"}]
+    text = "\n".join(lines_of({"machine": {}, "stages": stages, "rows": rows_of(tmp_path), "published_by_others": []}))
+    assert "2 [1..3] tok/s  (target >= 2.5: missed)" in text
+    assert "FAILED: RuntimeError: no" in text
+
+
+def check(*options: str, seconds: int) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(SCRIPT), "--python", sys.executable, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=ROOT, env=dict(os.environ))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--fast"], "unknown option --fast"),
+        (["--only", "tests,speed"], "unknown stage speed"),
+        (["--seconds", "soon"], "--seconds soon is not a number"),
+        (["--only"], "--only needs a value"),
+        (["one", "two"], "two folders are named"),
+    ],
+)
+def test_the_script_refuses_what_it_does_not_know(options: list[str], said: str) -> None:
+    done = check(*options, seconds=60)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_without_a_card_it_says_so_and_stops(tmp_path: Path) -> None:
+    done = check(str(tmp_path), seconds=120)
+    assert done.returncode == 2
+    assert "missing: torch" in done.stdout
+    assert "nothing can be run here" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_dry_run_goes_through_every_stage(tmp_path: Path) -> None:
+    done = check("--dry-run", "--seconds", "900", str(tmp_path), seconds=1000)
+    stages = [json.loads(line) for line in (tmp_path / "stages.jsonl").read_text().splitlines()]
+    assert {stage["stage"]: stage["ended"] for stage in stages} == dict.fromkeys(needs.STAGES, "ok"), done.stdout[
+        -4000:
+    ]
+    assert done.returncode == 0
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    assert {row["part"] for row in report["rows"]} == set(needs.STAGES) - {"tests", "sanitize"}
+    assert not [row for row in report["rows"] if "problem" in row]
+    assert (tmp_path / "trace-decode-1.json.gz").stat().st_size < idle.MOST_BYTES

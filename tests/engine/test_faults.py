@@ -1,0 +1,271 @@
+"""A device that fails amid a step: everybody who waits is told why, nothing hangs, and what is left can be put away."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import EngineConfig, EngineDead, InferenceEngine, NanoInferenceError, SamplingParams
+from nano_inference.engine.device import DeviceHangs, is_device_failure
+from nano_inference.engine.faults import reason
+from nano_inference.engine.sleeping import Sleep
+from tests.engine.weight_cases import Build
+
+PATIENCE = 30.0  # seconds; a hang fails instead of hanging
+ILLEGAL = "CUDA error: an illegal memory access was encountered\nSearch for it in the documentation."
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
+FAULTS: dict[str, Callable[[], Exception]] = {
+    "access": lambda: torch.AcceleratorError(ILLEGAL),
+    "kernel": lambda: RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    "hang": lambda: DeviceHangs("the device hangs: an illegal memory access, maybe"),
+    "memory": lambda: torch.OutOfMemoryError(OUT_OF_MEMORY),
+}
+PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+class Device:
+    """Stands before a runner. From a moment on every call fails, as those of a CUDA device do; before that, none.
+
+    `where` is the call that notices: "forward", "sample", or "wait", as of what runs by itself.
+    """
+
+    def __init__(self, runner: Any, where: str, fault: Callable[[], Exception], after: int = 3) -> None:
+        self._runner, self._where, self._fault = runner, where, fault
+        self._left = after
+        self.broken = False
+        self.released = threading.Event()  # the call that fails is held until then
+        self.released.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, *args: Any) -> Any:
+        self._left -= 1
+        self._notice("forward")
+        return self._runner.forward(*args)
+
+    def sample(self, *args: Any) -> Any:
+        self._notice("sample")
+        return _Waited(self, self._runner.sample(*args))
+
+    def _notice(self, where: str) -> None:
+        if self.broken or (where == self._where and self._left <= 0):
+            assert self.released.wait(PATIENCE)
+            self.broken = True
+            raise self._fault()
+
+
+class _Waited:
+    def __init__(self, device: Device, sampled: Any) -> None:
+        self._device, self._sampled = device, sampled
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampled, name)
+
+    def wait(self) -> Any:
+        self._device._notice("wait")
+        return self._sampled.wait()
+
+
+@pytest.fixture(params=["forward", "sample", "wait"])
+def where(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=[0, 1])
+def engine(request: pytest.FixtureRequest, build: Build) -> InferenceEngine:
+    return build(lookahead=request.param, kv_cache_memory=2**18)
+
+
+def broken(engine: InferenceEngine, where: str, fault: str, after: int = 3) -> Device:
+    device = Device(engine.loop.runner, where, FAULTS[fault], after)
+    engine.loop.runner = device  # pyright: ignore[reportAttributeAccessIssue]
+    return device
+
+
+def told(fault: str) -> str:
+    if fault == "memory":
+        return r"a step ran out of the device's memory; lower gpu_memory_utilization from 0\.9 to 0\.85 or max_tokens"
+    return "a step failed on the device, which this process cannot use any more: .*illegal memory access"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_ends_the_engine_and_says_why(engine: InferenceEngine, where: str, fault: str) -> None:
+    broken(engine, where, fault)
+    with pytest.raises(EngineDead, match=told(fault)):
+        engine.generate([[1, 2, 3], [4, 5]], PARAMS, 2)
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.generate([[1]], PARAMS),
+        lambda: engine.add_request([1], PARAMS),
+        engine.step,
+        lambda: engine.abort(None),
+        lambda: engine.update_weights({}, blocking=True),
+        engine.weights_checksum,
+        engine.pause,
+        engine.resume,
+        engine.sleep,
+        engine.wake,
+        engine.flush_cache,
+    ]
+    for call in calls:
+        with pytest.raises(NanoInferenceError, match=told(fault)):
+            call()
+    assert not engine.has_pending()
+    assert engine.stats().num_blocks
+    with engine:
+        pass
+    engine.shutdown()
+
+
+def test_a_device_without_memory_is_no_samples_own_fault(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although each sample alone might find room."""
+    engine = build()
+    sample = engine.runner.sample
+
+    def full(result: Any, batch: Any) -> Any:
+        if len(batch.rows) > 1:
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+        return sample(result, batch)
+
+    monkeypatch.setattr(engine.runner, "sample", full)
+    with pytest.raises(EngineDead, match=told("memory")):
+        engine.generate([[1, 2, 3], [4, 5]], PARAMS)
+
+
+def test_everybody_who_waits_is_told(engine: InferenceEngine, where: str) -> None:
+    """Two that generate, one that waits in a pause, one for an update, and one who came through asyncio's engine."""
+    device = broken(engine, where, "access")
+    device.released.clear()
+    ended: dict[str, BaseException] = {}
+
+    def run(name: str, call: Callable[[], Any]) -> threading.Thread:
+        def body() -> None:
+            try:
+                call()
+            except BaseException as problem:
+                ended[name] = problem
+
+        thread = threading.Thread(target=body, daemon=True)
+        thread.start()
+        return thread
+
+    weights = {name: engine.model.params["norm"].clone() for name in ("model.norm.weight",)}
+    threads = [run("first", lambda: engine.generate([1, 2, 3], PARAMS))]
+    threads.append(run("second", lambda: engine.generate([4, 5], PARAMS)))
+    deadline = time.monotonic() + PATIENCE
+    while not engine.loop.num_steps:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    threads.append(run("pause", lambda: engine.pause("wait")))
+    threads.append(run("update", lambda: engine.update_weights(weights, blocking=True, kv_policy="wait")))
+    device.released.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    for name in ("first", "second", "pause"):
+        assert isinstance(ended[name], EngineDead), name
+        assert "illegal memory access" in str(ended[name])
+    assert isinstance(ended["update"], NanoInferenceError)
+    engine.shutdown()
+
+
+def test_a_fault_while_weights_are_written_ends_it_too(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build()
+    update = engine.update_weights
+    weights = {"model.norm.weight": engine.model.params["norm"].clone()}
+
+    def fails(*_: Any) -> None:
+        raise torch.AcceleratorError(ILLEGAL)
+
+    monkeypatch.setattr("nano_inference.engine.weight_update.WeightUpdate.write_to", fails)
+    with pytest.raises(EngineDead, match="illegal memory access"):
+        update(weights, blocking=True)
+    with pytest.raises(EngineDead, match="illegal memory access"):
+        engine.generate([1], PARAMS)
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_memory_that_cannot_be_given_back_ends_it(build: Build, monkeypatch: pytest.MonkeyPatch, weights: bool) -> None:
+    engine = build()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise torch.AcceleratorError(ILLEGAL)
+
+    monkeypatch.setattr(Sleep, "__init__", fails)
+    with pytest.raises(EngineDead, match="could not be given back: AcceleratorError: CUDA error"):
+        engine.sleep(weights)
+    with pytest.raises(EngineDead):
+        engine.generate([1], PARAMS)
+    engine.shutdown()
+
+
+def test_a_card_that_is_full_when_it_wakes_is_tried_again(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build()
+    (before,) = engine.generate([1, 2], PARAMS)
+    engine.sleep(weights=True)
+    end = Sleep.end
+
+    def full(_: Any) -> None:
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    monkeypatch.setattr(Sleep, "end", full)
+    with pytest.raises(NanoInferenceError, match=r"no memory to wake weights in.* sleeps on") as problem:
+        engine.wake()
+    assert not isinstance(problem.value, EngineDead)
+    assert engine.sleeping() == ("weights", "kv_cache")
+    monkeypatch.setattr(Sleep, "end", end)
+    engine.wake()
+    (after,) = engine.generate([1, 2], PARAMS)
+    assert after.completion_tokens == before.completion_tokens
+
+
+class Resized:
+    """A tensor on a card, as far as giving its memory back goes."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, place: int, refusals: list[int]) -> None:
+        self.place, self.size, self.refusals = place, 100 + place, refusals
+
+    def data_ptr(self) -> int:
+        return self.place
+
+    def untyped_storage(self) -> "Resized":
+        return self
+
+    def nbytes(self) -> int:
+        return self.size
+
+    def resize_(self, size: int) -> None:
+        if size and self.place in self.refusals:
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+        self.size = size
+
+
+def test_memory_that_could_not_all_be_taken_is_given_back() -> None:
+    refusals = [2]
+    tensors: list[Any] = [Resized(place, refusals) for place in range(4)]
+    part = Sleep(tensors, (), keep=False)
+    assert [tensor.size for tensor in tensors] == [0, 0, 0, 0]
+    with pytest.raises(torch.OutOfMemoryError):
+        part.end()
+    assert [tensor.size for tensor in tensors] == [0, 0, 0, 0]
+    refusals.clear()
+    part.end()
+    assert [tensor.size for tensor in tensors] == [100, 101, 102, 103]
+
+
+def test_what_is_the_devices_fault_and_what_to_change() -> None:
+    config = EngineConfig("tiny", gpu_memory_utilization=0.06, max_tokens_per_batch=1)
+    why = reason(torch.OutOfMemoryError(OUT_OF_MEMORY), config)
+    assert "gpu_memory_utilization from 0.06 to 0.03 (" in why
+    assert "max_tokens_per_batch" not in why
+    for text in ("CUBLAS_STATUS_EXECUTION_FAILED when calling", "NCCL error in: x.cpp", "CUDA driver error: unknown"):
+        assert is_device_failure(RuntimeError(text))
+    for problem in (RuntimeError("shape"), ValueError("CUDA error"), KeyError(1)):
+        assert not is_device_failure(problem)
+    assert reason(ValueError("x"), config) == "a step failed: ValueError: x"

@@ -1,0 +1,50 @@
+"""Whole engines on the kernels, in Triton's interpreter: graphs give the bits of eager steps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.engine import cuda_runner, graphs
+from tests.engine.cuda_cases import CheckingQueue
+from tests.engine.test_cuda_runner import bare, runner
+from tests.engine.weight_cases import Build, drain
+from tests.models.tiny import tiny_model
+
+
+@pytest.fixture
+def checking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_runner, "queue_of", lambda _device: CheckingQueue())
+    monkeypatch.setattr(graphs, "graph_sizes", lambda largest: (largest,))  # most batches are padded
+
+
+def tiny(folder: Path, family: str) -> str:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"head_dim": 16, "vocab_size": 60, "num_hidden_layers": 1}
+    window: dict[str, Any] = {"sliding_window": 6} if family == "mistral" else {}  # shorter than the requests
+    return str(tiny_model(folder, family, **sizes, **window))
+
+
+def run(engine: InferenceEngine) -> list[TrainingSample]:
+    """A group and one with filters, which ends first: batches of 3 rows, 2 and 1."""
+    engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=5, seed=1, ignore_eos=True), 2)
+    engine.add_request([7, 8], SamplingParams(max_tokens=3, seed=2, ignore_eos=True, top_p=0.8))
+    return drain(engine)
+
+
+@pytest.mark.usefixtures("checking")
+@pytest.mark.parametrize(("family", "batch_invariant"), [("llama", True), ("mistral", False)])
+def test_graphs_equal_eager(build: Build, tmp_path: Path, family: str, batch_invariant: bool) -> None:
+    model = tiny(tmp_path / family, family)
+    options: dict[str, Any] = {"model_path": model, "lookahead": 1, "max_batch_size": 3, "max_model_len": 16}
+    expected = run(build(backend="reference", **options))
+    replaying = build(backend="cuda", batch_invariant=batch_invariant, **options)
+    found = run(replaying)
+    assert runner(replaying).num_replays >= 3
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.completion_tokens == theirs.completion_tokens
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    if batch_invariant:
+        eager = run(build(backend="cuda", batch_invariant=True, cuda_graphs=False, **options))
+        assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in eager]

@@ -1,0 +1,77 @@
+"""Weights by NCCL, as far as one card shows it: NCCL refuses two ranks on the same card.
+
+What only two cards can show: that a broadcast reaches another process; a trainer that dies in the middle, and one that
+is late (each must end one update, and not the engine's process); an engine whose steps go on meanwhile; that memory
+which NCCL was writing to is not given to others before its group has ended.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import distributed
+
+from nano_inference.engine.transports.group import Group, device_for, join_group, serve_store
+from nano_inference.engine.transports.interface import Deadline
+from nano_inference.errors import WeightTransferError
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(not distributed.is_nccl_available(), reason="this torch has no NCCL"),
+]
+PATIENCE = 60.0  # seconds; the first collective makes a communicator
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    device = device_for("nccl", None)
+    store = serve_store(("127.0.0.1", 0), PATIENCE)
+    made = join_group(store, "room/", 0, 1, "nccl", device, "127.0.0.1", Deadline(PATIENCE))
+    group = Group(made, device)
+    yield group
+    group.close()
+
+
+def test_what_travels_is_there_when_the_wait_is_over(group: Group) -> None:
+    """On whatever stream it is read: the host has seen that it is done."""
+    sent = torch.randn(1 << 22, device=group.device)
+    expected = sent.clone()
+    group.broadcast(sent, Deadline(PATIENCE), "a tensor")
+    with torch.cuda.stream(torch.cuda.Stream(group.device)):
+        assert torch.equal(sent, expected)
+    assert group.agree(True, Deadline(PATIENCE), "the answer")
+    assert not group.agree(False, Deadline(PATIENCE), "the answer")
+    assert not group._travelling
+
+
+def test_another_thread_may_wait_and_close(group: Group) -> None:
+    done: list[bool] = []
+
+    def run() -> None:
+        group.broadcast(torch.ones(1000, device=group.device), Deadline(PATIENCE), "a tensor")
+        done.append(True)
+
+    for _ in range(2):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(PATIENCE)
+    assert done == [True, True]
+    group.close()
+    with pytest.raises(WeightTransferError, match="was closed"):
+        group.agree(True, Deadline(PATIENCE), "the answer")
+
+
+def test_a_rank_that_does_not_come_is_an_error_at_the_deadline() -> None:
+    """The process goes on: torch's watchdog would end it."""
+    device = device_for("nccl", None)
+    store = serve_store(("127.0.0.1", 0), PATIENCE)
+    began = time.monotonic()
+    lonely = Group(join_group(store, "room/", 0, 2, "nccl", device, "127.0.0.1", Deadline(3.0)), device)
+    with pytest.raises(WeightTransferError):
+        lonely.agree(True, Deadline(3.0), "the answer")
+    lonely.close()
+    assert time.monotonic() - began < PATIENCE
+    time.sleep(2.0)  # longer than the watchdog waits beyond the deadline
+    assert torch.ones(2, device=device).sum().item() == 2.0
