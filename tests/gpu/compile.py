@@ -365,21 +365,8 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def table(kernels: Iterable[Compiled]) -> str:
-    """One line a kernel. `16 B` is how many of the loads and of the stores are that wide."""
-    head = (
-        "call",
-        "shape",
-        "kernel",
-        "sm",
-        "warps",
-        "regs",
-        "spills",
-        "shared",
-        "mma",
-        "ld 16 B",
-        "st 16 B",
-        "constants",
-    )
+    """One line a kernel. `ld 16`: how many of the loads are of 16 bytes."""
+    head = ("call", "shape", "kernel", "sm", "warps", "regs", "spills", "shared", "mma", "ld 16", "st 16", "constants")
     lines = [head]
     for k in kernels:
         mma = "wgmma" if k.wgmma else "mma" if k.mma else ""
