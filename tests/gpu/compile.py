@@ -210,6 +210,22 @@ def _score(shape: Shape) -> None:
         score(logits, torch.zeros(num, dtype=torch.int64), torch.ones(num, dtype=torch.float64))
 
 
+def _product(shape: Shape) -> None:
+    _products(shape, (8, 128, 1024))  # few, more, so many that no segment has a program of its own
+
+
+def _product_of_few(shape: Shape) -> None:
+    _products(shape, (8,))
+
+
+def _products(shape: Shape, num_rows: tuple[int, ...]) -> None:
+    from nano_inference.ops.cuda.matmul import invariant_product
+
+    for rows in num_rows:
+        x, weight = shape.empty(rows, shape.inner), shape.empty(shape.hidden, shape.inner)
+        invariant_product(x, weight, None if rows > 8 else shape.empty(shape.hidden), shape.dtype)
+
+
 @dataclass(frozen=True)
 class Call:
     """What launches kernels.
@@ -246,6 +262,8 @@ CALLS = [
     Call("draw, filtered", _draw_filtered, shapes=(QWEN,)),
     Call("draw, edits, mask, best", _draw_all, shapes=(QWEN,)),
     Call("score", _score, small=True),
+    Call("product", _product),
+    Call("product, few rows", _product_of_few, small=True),
 ]
 
 
