@@ -3,8 +3,8 @@
 #
 #   scripts/gpu_check.sh [options] [OUT]      OUT: folder of the results, out/gpu if not given
 #     --dry-run         on a machine without a GPU: every stage at toy size through Triton's interpreter, on the CPU
-#     --only A,B        these stages only: tests, sanitize, rates, engine, variants, large, torch-loop, transformers;
-#                       bench stands for those from rates on
+#     --only A,B        these stages only: tests, sanitize, rates, engine, variants, large, torch-loop, transformers,
+#                       races; bench stands for those from rates to transformers
 #     --seconds N       for all stages together; 560 if not given
 #     --models FOLDER   of the random models (18 GB with the large one); a folder that is removed at the end if not given
 #     --python PROGRAM  python3 if not given
@@ -17,7 +17,7 @@ set -uo pipefail
 usage() { sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; }
 die() { echo "gpu_check: $*" >&2; exit 2; }
 
-dry=() only="tests,sanitize,bench" total=560 models="" python=python3 out=""
+dry=() only="tests,sanitize,bench,races" total=560 models="" python=python3 out=""
 while [ $# -gt 0 ]; do
     case $1 in
         --dry-run) dry=(--dry-run) ;;
@@ -40,7 +40,7 @@ done
 bench=(rates engine variants large torch-loop transformers)
 only=",${only/bench/$(IFS=,; echo "${bench[*]}")},"
 for name in ${only//,/ }; do
-    [[ " tests sanitize ${bench[*]} " == *" $name "* ]] || die "unknown stage $name; --help lists them."
+    [[ " tests sanitize races ${bench[*]} " == *" $name "* ]] || die "unknown stage $name; --help lists them."
 done
 command -v "$python" > /dev/null || die "there is no $python; name one with --python."
 
@@ -93,16 +93,18 @@ part() { stage "$1" "$2" "$python" -m benchmarks.gpu part "$1" --out "$out" --mo
 "$python" -m benchmarks.gpu missing --out "$out" --models "$models" "${dry[@]}" 2>&1 | tee -a "$out/log.txt"
 [ "${PIPESTATUS[0]}" -eq 0 ] || die "nothing can be run here: see above."
 
-sanitizer=(compute-sanitizer --error-exitcode 9 --target-processes all)
-[ ${#dry[@]} -eq 0 ] || sanitizer=()
-stage tests 170 "$python" -m pytest tests/gpu -q -m "gpu" -p no:cacheprovider --durations=8 "${dry[@]/--dry-run/--gpu-dry-run}"
-stage sanitize 75 "${sanitizer[@]}" "$python" tests/gpu/sanitize.py "${dry[@]}"
+sanitizer=(compute-sanitizer --report-api-errors no --error-exitcode 9)
+races=("${sanitizer[@]}" --tool racecheck)
+[ ${#dry[@]} -eq 0 ] || sanitizer=() races=()
+stage tests 170 "$python" -m tests.gpu.run "${dry[@]}"
+stage sanitize 75 "${sanitizer[@]}" "$python" tests/gpu/sanitize.py --seconds 40 "${dry[@]}"
 part rates 30
 part engine 150
 part variants 100
 part large 110
 part torch-loop 60
 part transformers 90
+stage races 60 "${races[@]}" "$python" tests/gpu/sanitize.py --seconds 20 "${dry[@]}"
 
 "$python" -m benchmarks.gpu report --out "$out" "${dry[@]}" 2>&1 | tee "$out/gpu.txt" | tee -a "$out/log.txt"
 [ "${PIPESTATUS[0]}" -eq 0 ] || failed=1

@@ -17,7 +17,7 @@ def load(folder: Path, device: str, dtype: str) -> Any:
     """The model, which never ends a sequence by itself."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     model = model.to(device).eval()
     config = model.generation_config
     config.eos_token_id, config.bos_token_id, config.pad_token_id = None, None, 0

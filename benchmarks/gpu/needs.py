@@ -14,7 +14,7 @@ from benchmarks.gpu.scale import REAL
 GIB = 1 << 30
 CARD_FOR_LARGE = 40 * GIB
 OLDEST_TORCH, OLDEST_TRITON, OLDEST_CARD = (2, 11), (3, 4), (8, 0)
-STAGES = ("tests", "sanitize", "rates", "engine", "variants", "torch-loop", "transformers", "large")
+STAGES = ("tests", "sanitize", "rates", "engine", "variants", "torch-loop", "transformers", "large", "races")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def compute_sanitizer(dry_run: bool) -> Need:
     """NVIDIA's checker of memory accesses; a dry run launches the same kernels without it."""
     path = shutil.which("compute-sanitizer")
     problem = None if path or dry_run else "compute-sanitizer is not on the PATH"
-    return Need("compute-sanitizer", path or "none", problem, ("sanitize",))
+    return Need("compute-sanitizer", path or "none", problem, ("sanitize", "races"))
 
 
 def space(out: Path, models: Path, dry_run: bool) -> list[Need]:

@@ -55,7 +55,8 @@ class EngineConfig:
             model's, or than what fits in the KV cache: lowered, with a start-up line that says so.
         kv_cache_memory: bytes for the KV cache. None: a quarter of the free memory on a CPU, what
             `gpu_memory_utilization` leaves on CUDA; never more than `max_batch_size * max_model_len` tokens can use.
-        gpu_memory_utilization: share of the device's memory that weights and KV cache may take (CUDA only).
+        gpu_memory_utilization: share of the device's memory that may be taken in all: by weights, KV cache, a step's
+            workspace, CUDA graphs, and what others hold on it (CUDA only).
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's; for GGUF bfloat16 where this
             machine multiplies it natively, else float32.
         device: `"cpu"`, `"cuda"`, `"cuda:1"` …, or `"auto"`: cuda if there is one, else cpu.

@@ -133,6 +133,8 @@ def test_on_a_cpu_the_interpreter_must_be_on(spec: ModelSpec, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ConfigError, match=r"attention='flashinfer' is not available: .*pip install flashinfer-python"):
         chosen(spec, CPU, backend="cuda", attention="flashinfer")
+    with pytest.raises(ConfigError, match="it computes in bfloat16 and float16, not in float32"):
+        chosen(spec, CPU, torch.float32, attention="flashinfer")
 
 
 def test_a_kernel_that_fails_names_itself_and_the_reference_runs(

@@ -192,6 +192,17 @@ def test_windows_are_measured_too(tmp_path: Path) -> None:
     assert budget.max_model_len == 24
 
 
+def test_a_kernel_that_fails_at_full_size_says_what_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of resource: shared memory\nmore")
+
+    monkeypatch.setattr(memory_profile, "run_largest_steps", fails)
+    with pytest.raises(
+        ConfigError, match=r"backend='reference' runs it \(RuntimeError: out of resource: shared memory\)"
+    ):
+        assemble(small(folder), Card(total=10 * GIB))
+
+
 @pytest.mark.usefixtures("not_run")
 def test_a_longest_sequence_that_is_lowered_names_the_share_that_would_hold_it(
     folder: Path, caplog: pytest.LogCaptureFixture

@@ -13,12 +13,8 @@ which must be off (`main` sees to that). Whoever writes a kernel adds its calls 
 import argparse
 import json
 import os
-import re
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +25,8 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.engine.storage import BoundKVStorage, KVStorage
 from nano_inference.ops.backend import Norm
+from tests.gpu.compiled import SHARED_MEMORY, Compiled, compiling, describe, table
 
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program may have, by compute capability
 BLOCK_SIZE = 16
 CONTEXT = 1024  # tokens of a sequence in `decode_batch`
 
@@ -147,6 +143,36 @@ def _rope_full(shape: Shape) -> None:
     _rope(shape, full=True)
 
 
+def _attention(shape: Shape, batch: ForwardBatch, *, batch_invariant: bool = False, window: int = 0) -> None:
+    from triton.runtime import driver
+
+    from nano_inference.ops.cuda.attention import Attention
+
+    architecture = driver.active.get_current_target().arch
+    attention = Attention(batch_invariant=batch_invariant, architecture=architecture)
+    plan = attention.plan(batch, BLOCK_SIZE, window)
+    q = shape.empty(len(batch.positions), shape.heads, shape.head_dim)
+    attention.attend(q, kv_view(shape, batch), 0, plan, shape.head_dim**-0.5)
+
+
+def _attention_decode(shape: Shape) -> None:
+    for num_seqs in ROWS[:3]:
+        _attention(shape, decode_batch(num_seqs))
+
+
+def _attention_any(shape: Shape) -> None:
+    _attention(shape, prefill_batch(4))
+
+
+def _attention_window(shape: Shape) -> None:
+    _attention(shape, prefill_batch(4), window=512)
+
+
+def _attention_invariant(shape: Shape) -> None:
+    _attention(shape, decode_batch(2), batch_invariant=True)
+    _attention(shape, prefill_batch(4), batch_invariant=True)
+
+
 def _rope_units(shape: Shape) -> None:
     _rope(shape, units=True)
 
@@ -184,6 +210,22 @@ def _score(shape: Shape) -> None:
         score(logits, torch.zeros(num, dtype=torch.int64), torch.ones(num, dtype=torch.float64))
 
 
+def _product(shape: Shape) -> None:
+    _products(shape, (8, 128, 1024))  # few, more, so many that no segment has a program of its own
+
+
+def _product_of_few(shape: Shape) -> None:
+    _products(shape, (8,))
+
+
+def _products(shape: Shape, num_rows: tuple[int, ...]) -> None:
+    from nano_inference.ops.cuda.matmul import invariant_product
+
+    for rows in num_rows:
+        x, weight = shape.empty(rows, shape.inner), shape.empty(shape.hidden, shape.inner)
+        invariant_product(x, weight, None if rows > 8 else shape.empty(shape.hidden), shape.dtype)
+
+
 @dataclass(frozen=True)
 class Call:
     """What launches kernels.
@@ -210,80 +252,19 @@ CALLS = [
     Call("rope_and_store, full norms", _rope_full, shapes=(LLAMA,)),
     Call("rope_and_store, units", _rope_units, shapes=(QWEN,)),
     Call("relay, keys", _inputs, shapes=(QWEN,)),
+    Call("attention, decode", _attention_decode, small=True),
+    Call("attention, any chunks", _attention_any),
+    Call("attention, sliding window", _attention_window, shapes=(QWEN,)),
+    Call("attention, invariant", _attention_invariant),
+    Call("attention, float32", _attention_any, shapes=(replace(QWEN, name="Qwen3-0.6B fp32", dtype=torch.float32),)),
     Call("draw", _draw, small=True),
     Call("draw, raw", _draw_raw),
     Call("draw, filtered", _draw_filtered, shapes=(QWEN,)),
     Call("draw, edits, mask, best", _draw_all, shapes=(QWEN,)),
     Call("score", _score, small=True),
+    Call("product", _product),
+    Call("product, few rows", _product_of_few, small=True),
 ]
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """One kernel of one launch. Bytes, and instructions in its PTX (a loop's are counted once)."""
-
-    call: str
-    shape: str
-    kernel: str
-    arch: int
-    num_warps: int
-    num_stages: int
-    constants: dict[str, Any]
-    registers: int
-    stack: int  # spilled registers, for the most part
-    local: int
-    shared: int
-    wgmma: int
-    mma: int
-    loads: int
-    wide_loads: int  # of 16 bytes
-    stores: int
-    wide_stores: int
-
-
-class _Driver:
-    """Triton's driver where there is no GPU: it names the target. One device number an architecture: kernels are cached
-    by that number.
-    """
-
-    def __init__(self, arch: int) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self._target = GPUTarget("cuda", arch, 32)
-
-    def get_current_target(self) -> Any:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return int(self._target.arch)
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
-@contextmanager
-def compiling(arch: int) -> Iterator[list[Any]]:
-    """Within it a launch only compiles. Yields the list that Triton's `CompiledKernel`s are appended to."""
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    made: list[Any] = []
-    run, before = JITFunction.run, driver._active
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        made.append(run(self, *args, grid=grid, warmup=True, **kwargs))
-        return made[-1]
-
-    JITFunction.run = compile_only
-    driver.set_active(_Driver(arch))  # type: ignore[arg-type]
-    try:
-        yield made
-    finally:
-        JITFunction.run = run
-        driver._active = before
 
 
 def compile_calls(calls: Iterable[Call], archs: Iterable[int], *, one_shape: bool = False) -> list[Compiled]:
@@ -297,80 +278,8 @@ def compile_calls(calls: Iterable[Call], archs: Iterable[int], *, one_shape: boo
                 for kernel in made:
                     key = (call.name, shape.name, kernel.hash)
                     if key not in found:
-                        found[key] = _describe(kernel, call.name, shape.name, arch)
+                        found[key] = describe(kernel, call.name, shape.name, arch)
     return list(found.values())
-
-
-def _describe(kernel: Any, call: str, shape: str, arch: int) -> Compiled:
-    ptx, metadata, names = kernel.asm["ptx"], kernel.metadata, kernel.src.fn.arg_names
-    usage = _resource_usage(kernel.asm["cubin"])
-    constants = {names[path[0]]: value for path, value in kernel.src.constants.items() if len(path) == 1}
-    loads = re.findall(r"\b(?:ld\.global\S*|cp\.async\.c[ag]\S*[^;]*)", ptx)
-    stores = re.findall(r"\bst\.global\S*", ptx)
-    return Compiled(
-        call=call,
-        shape=shape,
-        kernel=metadata.name,
-        arch=arch,
-        num_warps=metadata.num_warps,
-        num_stages=metadata.num_stages,
-        constants={name: value for name, value in constants.items() if isinstance(value, int | float | str | None)},
-        registers=usage["REG"],
-        stack=usage["STACK"],
-        local=usage["LOCAL"],
-        shared=metadata.shared + usage["SHARED"],
-        wgmma=ptx.count("wgmma.mma_async"),
-        mma=ptx.count("mma.sync"),
-        loads=len(loads),
-        wide_loads=sum(map(_is_wide, loads)),
-        stores=len(stores),
-        wide_stores=sum(map(_is_wide, stores)),
-    )
-
-
-def _is_wide(instruction: str) -> bool:
-    return re.search(r"v4\.[bfsu]32|v2\.[bfsu]64|0x10", instruction) is not None
-
-
-def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """What `cuobjdump`, which comes with Triton, reads in a kernel's binary."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(cubin)
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True, timeout=60
-        ).stdout
-    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
-
-
-def table(kernels: Iterable[Compiled]) -> str:
-    """One line a kernel. `16 B` is how many of the loads and of the stores are that wide."""
-    head = (
-        "call",
-        "shape",
-        "kernel",
-        "sm",
-        "warps",
-        "regs",
-        "spills",
-        "shared",
-        "mma",
-        "16 B ld",
-        "16 B st",
-        "constants",
-    )
-    lines = [head]
-    for k in kernels:
-        mma = "wgmma" if k.wgmma else "mma" if k.mma else ""
-        wide = (f"{k.wide_loads}/{k.loads}", f"{k.wide_stores}/{k.stores}")
-        constants = " ".join(f"{name}={value}" for name, value in k.constants.items())
-        numbers = (str(n) for n in (k.arch, k.num_warps, k.registers, k.stack + k.local, k.shared))
-        lines.append((k.call, k.shape, k.kernel.strip("_"), *numbers, mma, *wide, constants))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head) - 1)]
-    return "\n".join("  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip() for line in lines)
 
 
 def main() -> None:

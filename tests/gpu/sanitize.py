@@ -56,7 +56,7 @@ def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Launch every kernel at small shapes.")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, through Triton's interpreter")
     parser.add_argument("--seconds", type=float, default=60.0, help="nothing is begun after so many")
     options = parser.parse_args()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.engine.cuda_runner import CudaRunner
 from tests.gpu.target import Target
 from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama, tiny_model
 
@@ -42,6 +43,12 @@ def bits(samples: list[TrainingSample]) -> list[tuple[Any, ...]]:
     return [(s.completion_tokens, s.logprobs, s.raw_logprobs, s.log_kept_mass) for s in samples]
 
 
+def num_replays(engine: InferenceEngine) -> int:
+    """Steps that were replayed from a graph."""
+    assert isinstance(engine.runner, CudaRunner)
+    return engine.runner.num_replays
+
+
 def complete(model: Path, target: Target, dtype: str = "float32", **changes: Any) -> list[tuple[Any, ...]]:
     with InferenceEngine(target.config(model, dtype, **changes)) as engine:
         return bits(engine.generate(*ask(target, target.size(24, 3)), progress=False))
@@ -53,7 +60,7 @@ def test_graphs_equal_eager(model: Path, target: Target, dtype: str) -> None:
         pytest.skip("a dry run has one dtype")
     with InferenceEngine(target.config(model, dtype)) as engine:
         replayed = bits(engine.generate(*ask(target, target.size(24, 3)), progress=False))
-        assert engine.runner.num_replays > 0
+        assert num_replays(engine) > 0
     assert complete(model, target, dtype, cuda_graphs=False) == replayed
 
 
@@ -87,9 +94,9 @@ def test_new_weights_under_graphs(
         while engine.has_pending():
             engine.step()
         assert request >= 0
-        replays = engine.runner.num_replays
+        replays = num_replays(engine)
         updated = bits(engine.generate(*ask(target, target.size(24, 3)), progress=False))
-        assert engine.runner.num_replays > replays
+        assert num_replays(engine) > replays
     folder = tiny_llama(tmp_path, vocab_size=VOCAB, seed=1, **sizes)
     assert complete(folder, target) == updated
 

@@ -4,13 +4,15 @@ As `tests/invariance`, with batch_invariant=True: many more drawn schedules than
 updates included. Each test draws until its seconds are over, so that a slow card checks less and a fast one more.
 """
 
+import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from nano_inference import InferenceEngine, TrainingSample
@@ -26,7 +28,13 @@ pytestmark = pytest.mark.gpu
 
 FAMILIES = ("llama", "gemma3", "mistral")  # windows in no layer, in some, in all
 SECONDS = 22.0  # for each of the drawn tests
-MANY = settings(max_examples=100_000, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+MANY = settings(
+    max_examples=100_000,
+    phases=[Phase.generate],
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+)
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -36,17 +44,33 @@ SMALL = {
 }
 
 
+class Over(Exception):
+    """The time for drawing is over."""
+
+
 class Clock:
-    """Counts what was drawn, and says when to stop."""
+    """Draws until the time is over; hypothesis by itself would go on to a number of examples."""
 
     def __init__(self, seconds: float, most: int) -> None:
-        self.end, self.most, self.drawn = time.monotonic() + seconds, most, 0
+        self.end, self.most, self.drawn, self.failed = time.monotonic() + seconds, most, 0, False
 
-    def is_over(self) -> bool:
-        """Whether this example is to be passed over."""
-        over = self.drawn >= self.most or time.monotonic() > self.end
-        self.drawn += not over
-        return over
+    def check(self, run: Callable[[], None]) -> None:
+        """One example. Raises `Over` instead, but not where a failure is run again to be reported."""
+        if not self.failed and (self.drawn >= self.most or time.monotonic() > self.end):
+            raise Over
+        self.drawn += 1
+        try:
+            run()
+        except BaseException:
+            self.failed = True
+            raise
+
+    def draw(self, test: Callable[[], None]) -> None:
+        """All examples of a test that checks them by this clock."""
+        with contextlib.suppress(Over):
+            test()
+        print(f"{self.drawn} drawn")
+        assert self.drawn
 
 
 @pytest.fixture
@@ -120,12 +144,10 @@ def test_same_bits_under_any_schedule(
     @MANY
     @given(work=requests(), schedule=schedules)
     def drawn(work: list[Request], schedule: Schedule) -> None:
-        if not clock.is_over():
-            compare(models[family], dtype, smaller(work) if target.dry else work, target.on(schedule), alone)
+        mine = smaller(work) if target.dry else work
+        clock.check(lambda: compare(models[family], dtype, mine, target.on(schedule), alone))
 
-    drawn()
-    print(f"{clock.drawn} drawn")
-    assert clock.drawn
+    clock.draw(drawn)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -141,9 +163,6 @@ def test_every_sample_is_made_again_after_updates(tmp_path: Path, dtype: str, ta
     @MANY
     @given(work=st.lists(updates.asks, min_size=1, max_size=5), events=events, schedule=schedules)
     def drawn(work: list[updates.Ask], events: list[updates.Event], schedule: Schedule) -> None:
-        if not clock.is_over():
-            updates.check(model, dtype, work, events, target.on(schedule))
+        clock.check(lambda: updates.check(model, dtype, work, events, target.on(schedule)))
 
-    drawn()
-    print(f"{clock.drawn} drawn")
-    assert clock.drawn
+    clock.draw(drawn)

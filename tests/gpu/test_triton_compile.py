@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.compile import CALLS, SHARED_MEMORY
+from tests.gpu.compile import CALLS
+from tests.gpu.compiled import SHARED_MEMORY
 
 pytest.importorskip("triton")
 

@@ -113,6 +113,22 @@ def test_the_same_draws_as_the_reference(seed: int, vocab: int) -> None:
     assert_agree(sampling.draw(logits, raw(requests)), reference.sample(logits, raw(requests)))
 
 
+def test_samples_share_rows_and_blocks_are_weighed() -> None:
+    """Plain draws over two blocks, of which the second is as improbable as it is in the logits."""
+    logits = rows(3, BLOCK + 700, scale=1.0)
+    logits[:, BLOCK:] -= 3
+    requests = [DrawRequest(SamplingParams(temperature=(1.0, 0.5)[i % 2]), i % 3, (9, i, 4)) for i in range(12)]
+    assert_agree(sampling.draw(logits, raw(requests)), reference.sample(logits, raw(requests)))
+
+
+def test_penalties_tell_the_prompt_from_the_completion() -> None:
+    """What only the prompt holds is repeated, but not present."""
+    options: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 2.0, "frequency_penalty": 0.5}
+    requests = [DrawRequest(SamplingParams(**options), 0, (3, i, 0), [0, 1, 2], [2, 3, 3]) for i in range(4)]
+    logits = rows(1, 6)
+    assert_agree(sampling.draw(logits, raw(requests)), reference.sample(logits, raw(requests)))
+
+
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_greedy_is_the_lowest_of_equals(vocab: int) -> None:
     logits = torch.zeros(2, vocab)

@@ -179,7 +179,7 @@ def _no_kernels_for(
     """Why a backend's kernels cannot run these models, or None."""
     head_dims = [spec.head_dim for spec in specs.values()]
     if backend == "cuda":
-        if config.attention == "flashinfer" and (problem := availability.problem_with_flashinfer()) is not None:
+        if config.attention == "flashinfer" and (problem := availability.problem_with_flashinfer(dtype)) is not None:
             raise ConfigError(f"attention='flashinfer' is not available: {problem}")
         return availability.problem_with(device, dtype, head_dims)
     if device.type != "cpu":

@@ -134,6 +134,11 @@ def measure(
         run_largest_steps(config, models, storages)
     except torch.OutOfMemoryError:
         raise ConfigError(_too_large(config, models, weights, before)) from None
+    except Exception as problem:  # the probe was of few rows; at these sizes a kernel asks for more of the card
+        told = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        raise ConfigError(
+            f"the CUDA kernels fail on the largest step; backend='reference' runs it ({told})."
+        ) from problem
     workspace = max(memory.read().peak - before.allocated, 0)
     memory.release()
     graphs = 0
