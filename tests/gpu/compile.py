@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +143,36 @@ def _rope_full(shape: Shape) -> None:
     _rope(shape, full=True)
 
 
+def _attention(shape: Shape, batch: ForwardBatch, *, batch_invariant: bool = False, window: int = 0) -> None:
+    from triton.runtime import driver
+
+    from nano_inference.ops.cuda.attention import Attention
+
+    architecture = driver.active.get_current_target().arch
+    attention = Attention(batch_invariant=batch_invariant, architecture=architecture)
+    plan = attention.plan(batch, BLOCK_SIZE, window)
+    q = shape.empty(len(batch.positions), shape.heads, shape.head_dim)
+    attention.attend(q, kv_view(shape, batch), 0, plan, shape.head_dim**-0.5)
+
+
+def _attention_decode(shape: Shape) -> None:
+    for num_seqs in ROWS[:3]:
+        _attention(shape, decode_batch(num_seqs))
+
+
+def _attention_any(shape: Shape) -> None:
+    _attention(shape, prefill_batch(4))
+
+
+def _attention_window(shape: Shape) -> None:
+    _attention(shape, prefill_batch(4), window=512)
+
+
+def _attention_invariant(shape: Shape) -> None:
+    _attention(shape, decode_batch(2), batch_invariant=True)
+    _attention(shape, prefill_batch(4), batch_invariant=True)
+
+
 def _rope_units(shape: Shape) -> None:
     _rope(shape, units=True)
 
@@ -180,6 +210,22 @@ def _score(shape: Shape) -> None:
         score(logits, torch.zeros(num, dtype=torch.int64), torch.ones(num, dtype=torch.float64))
 
 
+def _product(shape: Shape) -> None:
+    _products(shape, (8, 128, 1024))  # few, more, so many that no segment has a program of its own
+
+
+def _product_of_few(shape: Shape) -> None:
+    _products(shape, (8,))
+
+
+def _products(shape: Shape, num_rows: tuple[int, ...]) -> None:
+    from nano_inference.ops.cuda.matmul import invariant_product
+
+    for rows in num_rows:
+        x, weight = shape.empty(rows, shape.inner), shape.empty(shape.hidden, shape.inner)
+        invariant_product(x, weight, None if rows > 8 else shape.empty(shape.hidden), shape.dtype)
+
+
 @dataclass(frozen=True)
 class Call:
     """What launches kernels.
@@ -206,11 +252,18 @@ CALLS = [
     Call("rope_and_store, full norms", _rope_full, shapes=(LLAMA,)),
     Call("rope_and_store, units", _rope_units, shapes=(QWEN,)),
     Call("relay, keys", _inputs, shapes=(QWEN,)),
+    Call("attention, decode", _attention_decode, small=True),
+    Call("attention, any chunks", _attention_any),
+    Call("attention, sliding window", _attention_window, shapes=(QWEN,)),
+    Call("attention, invariant", _attention_invariant),
+    Call("attention, float32", _attention_any, shapes=(replace(QWEN, name="Qwen3-0.6B fp32", dtype=torch.float32),)),
     Call("draw", _draw, small=True),
     Call("draw, raw", _draw_raw),
     Call("draw, filtered", _draw_filtered, shapes=(QWEN,)),
     Call("draw, edits, mask, best", _draw_all, shapes=(QWEN,)),
     Call("score", _score, small=True),
+    Call("product", _product),
+    Call("product, few rows", _product_of_few, small=True),
 ]
 
 

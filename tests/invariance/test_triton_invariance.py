@@ -80,7 +80,9 @@ def fitted(model: Path, schedule: Schedule, work: list[Request]) -> Schedule:
 @cache
 def alone(model: Path, request: Request) -> dict[tuple[int, int], TrainingSample]:
     lonely = Request(request.prompt, request.params, request.num_samples)
-    return run(model, "float32", [lonely], Schedule(backend="cuda"), bytes_per_token(model))[0]
+    samples, _ = run(model, "float32", [lonely], Schedule(backend="cuda"), bytes_per_token(model))
+    assert all(sample.finish_reason != "abort" for sample in samples.values()), "even alone it reads what it may not"
+    return samples
 
 
 def check(model: Path, work: list[Request], schedule: Schedule) -> int:
@@ -91,6 +93,8 @@ def check(model: Path, work: list[Request], schedule: Schedule) -> int:
         for (_, index), expected in alone(model, request).items():
             got = together.get((place, index))
             assert got is not None, "a sample is lost"
+            aborted = got.finish_reason == "abort"
+            assert not aborted or (request.aborted is not None and got.stop_reason is None), "it read what it may not"
             assert same_bits(got, expected), f"request {place}, sample {index}: other bits"
     return preemptions
 

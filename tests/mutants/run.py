@@ -21,7 +21,9 @@ OPERATIONS = "tests/ops/test_reference.py"
 BATCHES = "tests/test_batch.py"
 SIMULATION = "tests/simulation/test_simulation.py"
 POLICIES = "tests/engine/test_kv_policies.py"
+ON_CUDA = "tests/invariance/test_triton_invariance.py -k"
 WINDOW_CACHES = "tests/kv_cache/test_window_cache.py"
+PAGED = "tests/ops/test_triton_attention.py"
 CATCHES = {
     "linear_splits_k_by_rows": ON_REFERENCE,
     "attention_tiles_from_chunk_start": ON_REFERENCE,
@@ -30,6 +32,10 @@ CATCHES = {
     "cpu_attention_starts_at_the_chunk": ON_CPU,
     "cpu_block_tail_is_read": ON_CPU,
     "cpu_head_sums_by_thread": ON_CPU,
+    "triton_linear_splits_k_by_rows": "tests/ops/test_triton_matmul.py -k beside",
+    "triton_attention_tiles_from_the_chunk": f"{ON_CUDA} chosen",
+    "triton_block_tail_is_read": f"{ON_CUDA} memory_is_short",
+    "triton_noise_by_the_first_sample": f"{ON_CUDA} memory_is_short",
     "prefix_match_one_too_long": INVARIANCE,
     "readmitted_while_in_flight": SCHEDULE,
     "fork_writes_shared_block": SIMULATION,
@@ -50,6 +56,9 @@ CATCHES = {
     "previous_weights_change": POLICIES,
     "group_ends_one_late": "tests/engine/test_groups.py",
     "shortage_is_shared_by_groups": "tests/simulation/test_groups.py -k alone",
+    "triton_attention_reads_the_tail": PAGED,
+    "triton_attention_walks_whole_rows_at_once": PAGED,
+    "triton_attention_tiles_from_the_window": PAGED,
 }
 SECONDS = 400  # for one fault; a run that does not end is red too
 RED = 1  # pytest's exit code for failed tests; others mean that the tests did not run

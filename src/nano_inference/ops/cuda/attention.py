@@ -1,4 +1,5 @@
 """Paged attention for any mix of chunk lengths."""
+# pyright: reportCallIssue=false
 
 import math
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class Plan:
     batch: ForwardBatch
     block_size: int
     window: int
-    work: dict[tuple[int, int, int, torch.dtype], list[Work]] = field(default_factory=dict)
+    work: dict[tuple[int, int, int, torch.dtype, bool], list[Work]] = field(default_factory=dict)
 
 
 class Attention:
@@ -61,6 +62,7 @@ class Attention:
             split walked from scratch. Else decode has small tiles, and only what is shared is walked in parts.
         key_tile, split, row_parts: other sizes, for tests. A split is a whole number of tiles.
         shared_items: how many items there may be beyond one a tile, for a kv head; None: what the device can use.
+        architecture: of the GPU, 80 for 8.x; None: of that one where the tensors are.
     """
 
     def __init__(
@@ -71,9 +73,11 @@ class Attention:
         split: int = SPLIT,
         row_parts: int = ROW_PARTS,
         shared_items: int | None = None,
+        architecture: int | None = None,
     ) -> None:
         self.batch_invariant = batch_invariant
         self._key_tile, self._split, self._row_parts, self._shared_items = key_tile, split, row_parts, shared_items
+        self._architecture = architecture
 
     def plan(self, batch: ForwardBatch, block_size: int, window: int = 0) -> Plan:
         """See `Ops.plan_attention`. It waits for nothing that is on the device, and can be captured in a graph."""
@@ -86,10 +90,11 @@ class Attention:
         keys, values = view.storage.keys[place], view.storage.values[place]  # [kv heads, units, block_size, D]
         kv_heads = keys.shape[0]
         out = q.new_empty((num_rows, num_heads * head_dim))
-        shape = (kv_heads, num_heads // kv_heads, head_dim, keys.dtype)
+        unit_map = view.storage.unit_map
+        shape = (kv_heads, num_heads // kv_heads, head_dim, keys.dtype, unit_map is not None)
         if shape not in plan.work:
             plan.work[shape] = self._work(plan, *shape, q.device)
-        units = view.storage.unit_map.units()[unit] if view.storage.unit_map is not None else None
+        units = unit_map.units()[unit] if unit_map is not None else None
         for work in plan.work[shape]:
             attention_kernel[(work.items.capacity, kv_heads)](
                 q.contiguous(),
@@ -123,10 +128,18 @@ class Attention:
         return out
 
     def _work(
-        self, plan: Plan, kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        plan: Plan,
+        kv_heads: int,
+        group: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        indirect: bool,
+        device: torch.device,
     ) -> list[Work]:
         batch = plan.batch
-        tilings = self._tilings(group, head_dim, dtype, only_single_rows=len(batch.positions) == len(batch.seq_lens))
+        single_rows = len(batch.positions) == len(batch.seq_lens)
+        tilings = self._tilings(group, head_dim, dtype, device, indirect=indirect, single_rows=single_rows)
         shared = self._shared_items
         if shared is None:
             processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
@@ -147,15 +160,34 @@ class Attention:
         stats = torch.empty((*lanes, 2), dtype=torch.float32, device=device)
         return [Work(items, tiling, parts, stats) for items, tiling in zip(kinds, tilings, strict=True)]
 
-    def _tilings(self, group: int, head_dim: int, dtype: torch.dtype, *, only_single_rows: bool) -> list[Tiling]:
-        """Of short chunks and of others; or one for all."""
+    def _tilings(
+        self, group: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, indirect: bool, single_rows: bool
+    ) -> list[Tiling]:
+        """Of short chunks and of others; or one for all.
+
+        Tall tiles have the larger matrix instructions of sm_90, whose bits differ from those of small tiles. So
+        `batch_invariant` has tiles in between for all: a decode row still waits for memory and not for products, and
+        prefill is slower.
+        """
         least = triton.next_power_of_2(group)  # a row's heads lie in one tile
         if dtype == torch.float32:  # no tensor cores: for comparisons, not for speed
-            short, long, stages = SHORT_LANES, 32, 1
-        else:
-            short, long, stages = SHORT_LANES, 64 if head_dim > 128 or self.batch_invariant else 128, 2
-        of_long = Tiling(max(long, least), 8 if max(long, least) > 64 or head_dim > 128 else 4, stages)
+            return [Tiling(max(SHORT_LANES, least), 4, _stages(1, indirect=indirect))]
         if self.batch_invariant:
-            return [of_long]
-        of_short = Tiling(max(short, least), 4, stages if head_dim > 128 else stages + 1)
-        return [of_short] if only_single_rows else [of_short, of_long]
+            return [Tiling(max(32, least), 4 if head_dim <= 128 else 8, _stages(2, indirect=indirect))]
+        short = Tiling(max(SHORT_LANES, least), 4, _stages(2 if head_dim > 64 else 3, indirect=indirect))
+        if single_rows:
+            return [short]
+        architecture = self._architecture
+        if architecture is None:
+            architecture = 10 * torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 90
+        if architecture == 90:  # its products are under way while others go on: Triton adds a buffer of its own
+            return [short, Tiling(max(64, least), 4 if head_dim <= 128 else 8, _stages(1, indirect=indirect))]
+        return [short, Tiling(max(64, least), 8, _stages(2 if head_dim <= 128 else 1, indirect=indirect))]
+
+
+def _stages(buffers: int, *, indirect: bool) -> int:
+    """Stages that give so many tiles of keys and values in shared memory, of which all but one are on their way.
+
+    Triton shares its stages between the loads that a load waits for: the block table, and the map of units.
+    """
+    return 3 + (buffers - 1) * (3 if indirect else 2)

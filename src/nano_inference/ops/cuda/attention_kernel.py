@@ -4,29 +4,31 @@ The recurrence is that of online softmax (arXiv:1805.02867, arXiv:2205.14135) ov
 positions. Rows of a chunk and the query heads that share a kv head lie side by side as the lanes of one matrix. The
 maximum and the rescale are a lane's own. Weights are rounded to the cache's dtype for the second product.
 
-Why a row's bits depend on nothing but its context where `BY_SPLIT`: every split is walked from scratch and its (maximum,
-sum, accumulator) merged into those of the splits before it by `_merge`, whether from registers or from the workspace.
-A tile of keys, or a split, that a row does not see leaves all three as they are: the rescale is 1 and what is added 0.
-Nothing is contracted (`enable_fp_fusion=False`); what is meant to be fused says `tl.fma`.
+Why a row's bits depend on nothing but its context where `BY_SPLIT`: every split is walked from scratch. Its maximum,
+sum and accumulator are merged into those of the splits before it by `_merge`, whether they come from registers or from
+the workspace. A tile of keys, or a split, that a row does not see leaves all three as they are: the rescale is 1, what
+is added is 0. Nothing is contracted (`enable_fp_fusion=False`); what is meant to be fused says `tl.fma`.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 import triton
 import triton.language as tl
 
 from nano_inference.ops.cuda.attention_plan import FIELDS
 
-NEVER = float("-inf")
+MERGED_LANES = tl.constexpr(8)  # of a tile, merged at once
+MERGE_STAGES = tl.constexpr(8)  # parts on their way meanwhile
+NEVER = tl.constexpr(float("-inf"))
 
 
 @triton.jit
 def _walk_tile(q, keys, values, visible, highest, total, acc, scale):
     """One tile of keys. Maxima are of the bare products; `scale` holds log2(e), for exp2."""
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-    scores = tl.where(visible, scores, float("-inf"))
+    scores = tl.where(visible, scores, NEVER)
     higher = tl.maximum(highest, tl.max(scores, 1))
-    origin = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: -inf - -inf is no number
+    origin = tl.where(higher == NEVER, 0.0, higher)  # nothing seen yet: -inf - -inf is no number
     rescale = tl.exp2((highest - origin) * scale)
     weights = tl.exp2(tl.fma(scores, scale, (-origin * scale)[:, None]))
     total = tl.fma(total, rescale, tl.sum(weights, 1))
@@ -38,13 +40,45 @@ def _walk_tile(q, keys, values, visible, highest, total, acc, scale):
 def _merge(highest, total, acc, next_highest, next_total, next_acc, scale):
     """What the splits before have and what the next one has, in this order. An empty one changes no bits."""
     higher = tl.maximum(highest, next_highest)
-    origin = tl.where(higher == float("-inf"), 0.0, higher)
+    origin = tl.where(higher == NEVER, 0.0, higher)
     old, new = tl.exp2((highest - origin) * scale), tl.exp2((next_highest - origin) * scale)
     acc = tl.fma(acc, old[:, None], next_acc * new[:, None])
     return higher, tl.fma(total, old, next_total * new), acc
 
 
 @triton.jit
+def _merge_parts(
+    part_ptr,
+    stat_ptr,
+    out_ptr,
+    there,
+    num_parts,
+    step,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Some lanes of a tile whose parts, `step` lanes apart, are all in the workspace: merged in order of the keys.
+
+    Nothing is read through the first cache, which does not see what other multiprocessors write.
+    """
+    dim = tl.arange(0, PADDED_DIM)[None, :]
+    present = there[:, None] & (dim < HEAD_DIM)
+    highest = tl.full([LANES], NEVER, tl.float32)
+    total = tl.full([LANES], 0.0, tl.float32)
+    acc = tl.full([LANES, PADDED_DIM], 0.0, tl.float32)
+    for part in tl.range(0, num_parts, num_stages=MERGE_STAGES):
+        at = part * step
+        next_highest = tl.load(stat_ptr + at * 2, mask=there, other=NEVER, cache_modifier=".cg")
+        next_total = tl.load(stat_ptr + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        next_acc = tl.load(part_ptr[:, None] + at * HEAD_DIM + dim, mask=present, other=0.0, cache_modifier=".cg")
+        highest, total, acc = _merge(highest, total, acc, next_highest, next_total, next_acc, scale)
+    acc = acc / tl.where(there, total, 1.0)[:, None]
+    tl.store(out_ptr[:, None] + dim, acc.to(out_ptr.dtype.element_ty), mask=present)
+
+
+@triton.jit(do_not_specialize_on_alignment=["tables_ptr", "units_ptr", "count_ptr", "counters_ptr"])
 def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
     q_ptr,
     keys_ptr,
@@ -102,14 +136,12 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
         begin = tl.maximum(position - WINDOW + 1, 0)
 
     highest = tl.full([LANES], NEVER, tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    acc = tl.zeros([LANES, PADDED_DIM], tl.float32)
+    total = tl.full([LANES], 0.0, tl.float32)
+    acc = tl.full([LANES, PADDED_DIM], 0.0, tl.float32)
     if BY_SPLIT:
         all_highest, all_total, all_acc = highest, total, acc
     first_tile = tl.maximum(split * SPLIT_TILES, begin // KEY_TILE)
-    end_tile = tl.minimum(end_split * SPLIT_TILES, tl.cdiv(end, KEY_TILE))
-    # Where this item's next part goes: lanes of the workspace [kv heads, most_parts, GROUP].
-    to = ((head * most_parts + place + part * rows + row) * GROUP + lane % GROUP)[:, None]
+    end_tile = tl.minimum(end_split * SPLIT_TILES, (end + KEY_TILE - 1) // KEY_TILE)
     for tile in range(first_tile, end_tile):
         key = tile * KEY_TILE + tl.arange(0, KEY_TILE)
         stored = (key < end) & (key >= begin)  # what lies elsewhere may be anything, and 0 * NaN is NaN
@@ -123,49 +155,51 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
         if WINDOW > 0:
             visible &= key[None, :] > seen - WINDOW
         highest, total, acc = _walk_tile(q, keys, values, visible, highest, total, acc, scale)
-        if BY_SPLIT:
+        if BY_SPLIT:  # noqa: SIM102 - known when it is compiled, the other is not
             if (tile + 1) % SPLIT_TILES == 0 or tile + 1 == end_tile:
                 if place >= 0:
+                    done = part + tile // SPLIT_TILES - split
+                    to = ((head * most_parts + place + done * rows + row) * GROUP + lane % GROUP)[:, None]
                     tl.store(parts_ptr + to * HEAD_DIM + dim, acc, mask=there & inside)
                     tl.store(stats_ptr + to * 2, highest[:, None], mask=there)
                     tl.store(stats_ptr + to * 2 + 1, total[:, None], mask=there)
-                    to += rows * GROUP
                 else:
                     all_highest, all_total, all_acc = _merge(
                         all_highest, all_total, all_acc, highest, total, acc, scale
                     )
                 highest = tl.full([LANES], NEVER, tl.float32)
-                total = tl.zeros([LANES], tl.float32)
-                acc = tl.zeros([LANES, PADDED_DIM], tl.float32)
+                total = tl.full([LANES], 0.0, tl.float32)
+                acc = tl.full([LANES, PADDED_DIM], 0.0, tl.float32)
     if BY_SPLIT:
         highest, total, acc = all_highest, all_total, all_acc
 
-    if place >= 0:
-        if not BY_SPLIT:
-            tl.store(parts_ptr + to * HEAD_DIM + dim, acc, mask=there & inside)
-            tl.store(stats_ptr + to * 2, highest[:, None], mask=there)
-            tl.store(stats_ptr + to * 2 + 1, total[:, None], mask=there)
-        tl.debug_barrier()  # all of this program's parts are on their way before it says that it is done
-        counter_ptr = counters_ptr + tl.load(item_ptr + 10) * KV_HEADS + head
-        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") < tl.load(item_ptr + 9) - 1:
-            return
+    if place < 0:
+        acc = acc / tl.where(row < rows, total, 1.0)[:, None]
+        tl.store(out_ptr + own_head[:, None] * HEAD_DIM + dim, acc.to(out_ptr.dtype.element_ty), mask=there & inside)
+        return
+    if not BY_SPLIT:
+        to = ((head * most_parts + place + part * rows + row) * GROUP + lane % GROUP)[:, None]
+        tl.store(parts_ptr + to * HEAD_DIM + dim, acc, mask=there & inside)
+        tl.store(stats_ptr + to * 2, highest[:, None], mask=there)
+        tl.store(stats_ptr + to * 2 + 1, total[:, None], mask=there)
+    tl.debug_barrier()  # all of this program's parts are on their way before it says that it is done
+    counter_ptr = counters_ptr + tl.load(item_ptr + 10) * KV_HEADS + head
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == tl.load(item_ptr + 9) - 1:
         tl.store(counter_ptr, 0)  # for the next layer
-        highest = tl.full([LANES], NEVER, tl.float32)
-        total = tl.zeros([LANES], tl.float32)
-        acc = tl.zeros([LANES, PADDED_DIM], tl.float32)
-        for index in tl.range(0, tl.load(item_ptr + 8).to(tl.int32), num_stages=3):
-            source = (head * most_parts + place + index * rows + row) * GROUP + lane % GROUP
-            there_1 = row < rows
-            # Not from the first cache, which does not see what other multiprocessors write.
-            next_highest = tl.load(stats_ptr + source * 2, mask=there_1, other=NEVER, cache_modifier=".cg")
-            next_total = tl.load(stats_ptr + source * 2 + 1, mask=there_1, other=0.0, cache_modifier=".cg")
-            next_acc = tl.load(
-                parts_ptr + source[:, None] * HEAD_DIM + dim, mask=there & inside, other=0.0, cache_modifier=".cg"
+        num_parts = tl.load(item_ptr + 8).to(tl.int32)
+        for first_lane in range(0, rows * GROUP, MERGED_LANES):
+            merged = first_lane + tl.arange(0, MERGED_LANES)
+            from_lane = (head * most_parts + place) * GROUP + merged
+            to_head = (first_row + merged // GROUP) * (KV_HEADS * GROUP) + head * GROUP + merged % GROUP
+            _merge_parts(
+                parts_ptr + from_lane * HEAD_DIM,
+                stats_ptr + from_lane * 2,
+                out_ptr + to_head * HEAD_DIM,
+                merged < rows * GROUP,
+                num_parts,
+                rows.to(tl.int64) * GROUP,
+                scale,
+                HEAD_DIM,
+                PADDED_DIM,
+                MERGED_LANES,
             )
-            highest, total, acc = _merge(highest, total, acc, next_highest, next_total, next_acc, scale)
-    total = tl.where(row < rows, total, 1.0)
-    tl.store(
-        out_ptr + own_head[:, None] * HEAD_DIM + dim,
-        (acc / total[:, None]).to(out_ptr.dtype.element_ty),
-        mask=there & inside,
-    )

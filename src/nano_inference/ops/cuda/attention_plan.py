@@ -12,10 +12,11 @@ the keys of a tile are shared by several items. Each then leaves what it has in 
 last merges, in order of the keys. The kernel finds the smallest power of two of splits for an item such that the items
 beyond one a tile, and the workspace, stay within fixed bounds; a power of two and not an exact share, so that all
 candidates are weighed in one reduction. Every program of the kernel does that for itself: it costs less than a second
-launch, and it needs no barrier.
+launch, and it needs no barrier. (`tl.cdiv` and `tl.zeros` are avoided here: calls of other kernels' functions are what
+costs time in the interpreter.)
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from dataclasses import dataclass
 
@@ -136,15 +137,18 @@ def _measure(cu_ptr, lens_ptr, chunk, present, least, most, tile_rows, WINDOW: t
     rows = tl.load(cu_ptr + chunk + 1, mask=present, other=0).to(tl.int32) - start
     context = tl.load(lens_ptr + chunk, mask=present, other=0).to(tl.int32)
     rows = tl.where((rows >= least) & (rows <= most), rows, 0)
-    splits = tl.where(rows > 0, tl.cdiv(context, SPLIT), 0)
+    splits = tl.where(rows > 0, (context + SPLIT - 1) // SPLIT, 0)
     if WINDOW > 0:
         # The keys of a tile, wherever they begin in a split.
-        splits = tl.minimum(splits, tl.cdiv(tile_rows + WINDOW - 2, SPLIT) + 1)
-    return rows, tl.cdiv(rows, tile_rows), splits
+        splits = tl.minimum(splits, (tile_rows + WINDOW + SPLIT - 3) // SPLIT + 1)
+    return rows, (rows + tile_rows - 1) // tile_rows, splits
 
 
-@triton.jit
-def _plan_kernel(  # noqa: C901 - two reductions over the chunks, then the items of one
+@triton.jit(  # no batch has a kernel of its own
+    do_not_specialize=["stride", "num_chunks", "short", "first_capacity", "most_parts"],
+    do_not_specialize_on_alignment=["cu_ptr", "lens_ptr", "stride_ptr", "counts_ptr", "counters_ptr"],
+)
+def _plan_kernel(
     cu_ptr,
     lens_ptr,
     stride_ptr,
@@ -168,6 +172,7 @@ def _plan_kernel(  # noqa: C901 - two reductions over the chunks, then the items
     """Grid (chunks, kinds): a program writes the items of one chunk, if the chunk is of its kind."""
     own = tl.program_id(0)
     kind = tl.program_id(1)
+    # Two reductions over the chunks, then the items of one.
     least = 1
     most = 2147483647
     tile_rows = ROWS_0
@@ -179,14 +184,14 @@ def _plan_kernel(  # noqa: C901 - two reductions over the chunks, then the items
     # How many splits an item has: the first candidate that fits.
     index = tl.arange(0, SIZES)
     size = (1 << index)[None, :]
-    extra = tl.zeros([SIZES], tl.int64)
-    parts = tl.zeros([SIZES], tl.int64)
+    extra = tl.full([SIZES], 0, tl.int64)
+    parts = tl.full([SIZES], 0, tl.int64)
     for begin in range(0, num_chunks, CHUNKS):
         chunk = begin + tl.arange(0, CHUNKS)
         rows, tiles, splits = _measure(
             cu_ptr, lens_ptr, chunk, chunk < num_chunks, least, most, tile_rows, WINDOW, SPLIT
         )
-        shares = tl.where(index[None, :] == SIZES - 1, 1, tl.maximum(tl.cdiv(splits[:, None], size), 1))
+        shares = tl.where(index[None, :] == SIZES - 1, 1, tl.maximum((splits[:, None] + size - 1) // size, 1))
         left = tl.where(shares > 1, splits[:, None] if PART_IS_SPLIT else shares, 0)
         extra += tl.sum((tiles[:, None] * (shares - 1)).to(tl.int64), 0)
         parts += tl.sum((rows[:, None] * left).to(tl.int64), 0)
@@ -195,9 +200,9 @@ def _plan_kernel(  # noqa: C901 - two reductions over the chunks, then the items
     per_item = 1 << tl.where(chosen == SIZES - 1, 30, chosen)
 
     # What the chunks before this one have.
-    first_item = tl.zeros([], tl.int64)
-    first_part = tl.zeros([], tl.int64)
-    first_counter = tl.zeros([], tl.int64)
+    first_item = tl.full([], 0, tl.int64)
+    first_part = tl.full([], 0, tl.int64)
+    first_counter = tl.full([], 0, tl.int64)
     for begin in range(0, own, CHUNKS):
         chunk = begin + tl.arange(0, CHUNKS)
         rows, tiles, splits = _measure(cu_ptr, lens_ptr, chunk, chunk < own, least, most, tile_rows, WINDOW, SPLIT)
@@ -212,10 +217,7 @@ def _plan_kernel(  # noqa: C901 - two reductions over the chunks, then the items
     left = splits if PART_IS_SPLIT else shares
     if own == num_chunks - 1:
         tl.store(counts_ptr + kind, first_item + tiles * shares)
-    if stride_ptr is not None:
-        table = own * tl.load(stride_ptr)
-    else:
-        table = own.to(tl.int64) * stride
+    table = own.to(tl.int64) * (tl.load(stride_ptr) if stride_ptr is not None else stride)
     start = tl.load(cu_ptr + own)
     context = tl.load(lens_ptr + own).to(tl.int32)
     items_ptr += (kind * first_capacity + first_item) * FIELDS
@@ -228,7 +230,7 @@ def _plan_kernel(  # noqa: C901 - two reductions over the chunks, then the items
         row = tile * tile_rows
         count = tl.minimum(rows - row, tile_rows)
         position = context - rows + row
-        lowest = tl.zeros_like(position)
+        lowest = 0 * position
         if WINDOW > 0:
             lowest = tl.maximum(position - WINDOW + 1, 0) // SPLIT
         end = (position + count + SPLIT - 1) // SPLIT
@@ -237,7 +239,7 @@ def _plan_kernel(  # noqa: C901 - two reductions over the chunks, then the items
         high = tl.minimum(low + per_item, end)
         counter = first_counter + tile
         out = items_ptr + item * FIELDS
-        tl.store(out, table + tl.zeros_like(out.to(tl.int64)), mask=present)
+        tl.store(out, table + 0 * item, mask=present)
         tl.store(out + 1, start + row, mask=present)
         tl.store(out + 2, count, mask=present)
         tl.store(out + 3, position, mask=present)

@@ -233,7 +233,7 @@ def _product_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def _add_segments_kernel(
     sums_ptr,  # float32 [segments, N, M]
     bias_ptr,

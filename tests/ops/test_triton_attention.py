@@ -1,0 +1,147 @@
+"""Paged attention in Triton agrees with the specification; under the law, a row's bits are its own."""
+
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nano_inference.ops.cuda.attention import Attention
+from tests.ops.triton_attention import Heads, Memory, Piece, Rows3, attend, draw, padded, place, reference
+
+pytest.importorskip("triton")
+
+KEY_TILE, SPLIT = 16, 32
+MIX = (Piece(0, 36, 37), Piece(1, 0, 21), Piece(2, 90, 101), Piece(3, 129, 130), Piece(4, 0, 1))
+LENGTHS = tuple(piece.end for piece in MIX)
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+HALF = torch.float16
+
+
+def small(*, batch_invariant: bool, shared_items: int = 6, row_parts: int = 40) -> Attention:
+    """Attention whose tiles and splits fit to what the interpreter has time for."""
+    return Attention(
+        batch_invariant=batch_invariant,
+        key_tile=KEY_TILE,
+        split=SPLIT,
+        shared_items=shared_items,
+        row_parts=row_parts,
+    )
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "window", "memory"),
+    [
+        (Heads(), 0, Memory()),
+        (Heads(group=1, dim=80), 0, Memory(block_size=24)),
+        (Heads(group=3), 20, Memory(block_size=1)),
+        (Heads(group=7, kv_heads=1, dtype=HALF), 0, Memory(block_size=24, units=True)),
+        (Heads(group=4, dim=64, kv_heads=1, dtype=HALF), 33, Memory(units=True, strided=True, padding=(3, 2))),
+        (Heads(group=2, dtype=HALF), 1, Memory(strided=True)),
+        (Heads(group=20, kv_heads=1), 0, Memory(padding=(4, 3))),
+    ],
+)
+def test_a_mix_of_chunks_agrees_with_the_specification(
+    heads: Heads, window: int, memory: Memory, batch_invariant: bool
+) -> None:
+    seqs = draw(LENGTHS, heads)
+    found = attend(small(batch_invariant=batch_invariant), seqs, MIX, heads, window, memory)
+    torch.testing.assert_close(
+        found, reference(seqs, MIX, heads, window, memory), atol=TOLERANCE[heads.dtype], rtol=TOLERANCE[heads.dtype]
+    )
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_decode_agrees_with_tiles_of_their_own_size(dtype: torch.dtype, batch_invariant: bool) -> None:
+    heads = Heads(dtype=dtype, kv_heads=1)
+    pieces = (Piece(0, 299, 300), Piece(1, 63, 64), Piece(2, 0, 1))
+    seqs = draw([300, 64, 1], heads)
+    found = attend(Attention(batch_invariant=batch_invariant), seqs, pieces, heads, memory=Memory(padding=(2, 2)))
+    torch.testing.assert_close(found, reference(seqs, pieces, heads), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_layers_share_a_plan_and_its_workspace(batch_invariant: bool) -> None:
+    heads = Heads(kv_heads=1)
+    pieces = (Piece(0, 129, 130), Piece(1, 79, 80))
+    q, batch, view = place(draw([130, 80], heads), pieces, heads, 0, Memory())
+    attention = small(batch_invariant=batch_invariant)
+    plan = attention.plan(batch, 16)
+    first, second = (attention.attend(q, view, 1, plan, heads.scale) for _ in range(2))
+    assert torch.equal(first, second)
+    (work,) = next(iter(plan.work.values()))
+    items = work.items.items[: int(work.items.count)]
+    assert int((items[:, 6] >= 0).sum()) > 2, "nothing was shared"
+    counters = items[items[:, 6] >= 0, 10]
+    assert not work.items.counters[counters].any()
+
+
+@st.composite
+def schedules(draw_: st.DrawFn) -> tuple[list[list[Piece]], Memory, int, int]:
+    """Ways to compute three sequences in steps of chunks, where the blocks lie, and how much may be shared."""
+    lengths = (75, 40, 18)
+    steps: list[list[Piece]] = []
+    cuts = [
+        [0, *sorted(draw_(st.sets(st.integers(max(1, length - 12), length - 1), max_size=2))), length]
+        for length in lengths
+    ]
+    pending = [[Piece(seq, *ends) for ends in pairwise(cut)] for seq, cut in enumerate(cuts)]
+    while any(pending):
+        candidates = [queue for queue in pending if queue]
+        taken = draw_(st.lists(st.sampled_from(range(len(candidates))), min_size=1, unique=True))
+        steps.append([candidates[index].pop(0) for index in taken])
+    memory = Memory(draw_(st.sampled_from([1, 16, 24])), draw_(st.booleans()), seed=draw_(st.integers(0, 9)))
+    return steps, memory, draw_(st.sampled_from([1, 4, 40])), draw_(st.sampled_from([1, 12, 200]))
+
+
+@cache
+def _alone(heads: Heads, window: int) -> tuple[list[Rows3], list[Tensor]]:
+    """Sequences, and the rows of each computed in one chunk of which nothing is shared."""
+    seqs = draw((75, 40, 18), heads)
+    attention = small(batch_invariant=True, shared_items=1, row_parts=1)
+    pieces = [Piece(seq, 0, len(rows.q)) for seq, rows in enumerate(seqs)]
+    return seqs, [attend(attention, seqs, [piece], heads, window) for piece in pieces]
+
+
+@pytest.mark.parametrize(("heads", "window"), [(Heads(group=3, kv_heads=1), 0), (Heads(kv_heads=1, dtype=HALF), 21)])
+@settings(max_examples=6, deadline=None)
+@given(schedule=schedules())
+def test_a_rows_bits_are_its_own(
+    heads: Heads, window: int, schedule: tuple[list[list[Piece]], Memory, int, int]
+) -> None:
+    steps, memory, shared_items, row_parts = schedule
+    seqs, alone = _alone(heads, window)
+    attention = small(batch_invariant=True, shared_items=shared_items, row_parts=row_parts)
+    for pieces in steps:
+        found = attend(attention, seqs, pieces, heads, window, memory)
+        expected = torch.cat([alone[piece.seq][piece.start : piece.end] for piece in pieces])
+        assert torch.equal(found, expected), (pieces, memory)
+
+
+def test_what_is_shared_has_the_bits_of_what_is_not() -> None:
+    heads = Heads(kv_heads=1, dim=80)
+    pieces = [Piece(0, 148, 150), Piece(1, 99, 100)]
+    seqs = draw([150, 100], heads)
+    found = [
+        attend(small(batch_invariant=True, shared_items=items, row_parts=60), seqs, pieces, heads)
+        for items in (1, 3, 30)
+    ]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_padding_alone_is_no_work() -> None:
+    heads = Heads(kv_heads=1)
+    q, batch, view = place(draw([5], heads), [Piece(0, 0, 5)], heads, 0, Memory())
+    q, batch = padded(q, batch, Memory(padding=(0, 1)))
+    batch.cu_seqlens_q.zero_()
+    batch.seq_lens.zero_()
+    attention = small(batch_invariant=False)
+    plan = attention.plan(batch, 16)
+    attention.attend(q, view, 1, plan, heads.scale)
+    assert [int(work.items.count) for works in plan.work.values() for work in works] == [0]

@@ -1,0 +1,158 @@
+"""Sequences in paged memory that is NaN wherever attention has no business, and batches of their rows."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.engine.storage import BoundKVStorage
+from nano_inference.ops import reference_attention
+from nano_inference.ops.cuda.attention import Attention
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LAYER = 1  # its units are those of the second kind, and its place in them the first
+
+
+class Piece(NamedTuple):
+    """Rows [start, end) of sequence `seq`; everything before was stored earlier."""
+
+    seq: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of one layer."""
+
+    group: int = 2
+    kv_heads: int = 2
+    dim: int = 16
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def scale(self) -> float:
+        return self.dim**-0.5
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How the blocks lie."""
+
+    block_size: int = 16
+    units: bool = False  # a map says which unit a layer of a block lies in
+    padding: tuple[int, int] = (0, 0)  # rows and chunks that only fill a graph
+    strided: bool = False  # the device alone knows how long the rows of the block table are
+    seed: int = 0
+
+
+class Rows3(NamedTuple):
+    """Of one sequence: q [length, heads, D], k and v [length, kv heads, D]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def draw(lengths: Sequence[int], heads: Heads, seed: int = 0) -> list[Rows3]:
+    generator = torch.Generator().manual_seed(seed)
+    numbers = (heads.kv_heads * heads.group, heads.kv_heads, heads.kv_heads)
+    return [
+        Rows3(*(torch.randn(n, many, heads.dim, generator=generator).to(DEVICE, heads.dtype) for many in numbers))
+        for n in lengths
+    ]
+
+
+def place(
+    seqs: Sequence[Rows3], pieces: Sequence[Piece], heads: Heads, window: int, memory: Memory
+) -> tuple[Tensor, ForwardBatch, BoundKVStorage]:
+    """The rows' queries, their batch, and storage that holds what they may see."""
+    generator = torch.Generator().manual_seed(memory.seed)
+    size = memory.block_size
+    needed = [-(-max(p.end for p in pieces if p.seq == seq) // size) for seq in sorted({p.seq for p in pieces})]
+    num_blocks = sum(needed) + 3
+    free = torch.randperm(num_blocks, generator=generator).tolist()
+    tables = {
+        seq: [free.pop() for _ in range(n)] for seq, n in zip(sorted({p.seq for p in pieces}), needed, strict=True)
+    }
+    units = None
+    num_units = num_blocks
+    if memory.units:
+        num_units = 2 * num_blocks
+        units = torch.randperm(num_units, generator=generator).view(2, num_blocks).to(DEVICE)
+    shape = (1 if memory.units else 2, heads.kv_heads, num_units, size, heads.dim)
+    storage = SimpleNamespace(
+        block_size=size,
+        keys=torch.full(shape, math.nan, dtype=heads.dtype, device=DEVICE),
+        values=torch.full(shape, math.nan, dtype=heads.dtype, device=DEVICE),
+        places=[(0, 0), (1, 0) if memory.units else (0, 1)],
+        unit_map=None if units is None else SimpleNamespace(units=lambda: units),
+    )
+    batch = batch_of_rows([Rows([0] * (p.end - p.start), p.start, tables[p.seq]) for p in pieces], size)
+    view = BoundKVStorage(storage, batch.block_tables, batch.seq_lens)  # type: ignore[arg-type]
+    for piece in pieces:
+        first = max(0, piece.start - window + 1) if window else 0
+        seen = torch.arange(first, piece.end)
+        slots = (torch.tensor(tables[piece.seq])[seen // size] * size + seen % size).to(DEVICE)
+        view.write(LAYER, slots, seqs[piece.seq].k[first : piece.end], seqs[piece.seq].v[first : piece.end])
+    q = torch.cat([seqs[p.seq].q[p.start : p.end] for p in pieces])
+    tensors = {name: getattr(batch, name).to(DEVICE) for name in ("positions", "slot_mapping", "row_chunks")}
+    tensors |= {name: getattr(batch, name).to(DEVICE) for name in ("block_tables", "cu_seqlens_q", "seq_lens")}
+    return q, replace(batch, **tensors), view
+
+
+def padded(q: Tensor, batch: ForwardBatch, memory: Memory) -> tuple[Tensor, ForwardBatch]:
+    """The same batch in a graph that is made for more rows and chunks."""
+    rows, chunks = memory.padding
+    batch = replace(
+        batch,
+        positions=torch.nn.functional.pad(batch.positions, (0, rows)),
+        slot_mapping=torch.nn.functional.pad(batch.slot_mapping, (0, rows), value=-1),
+        row_chunks=torch.nn.functional.pad(batch.row_chunks, (0, rows)),
+        cu_seqlens_q=torch.nn.functional.pad(batch.cu_seqlens_q, (0, chunks), value=int(batch.cu_seqlens_q[-1])),
+        seq_lens=torch.nn.functional.pad(batch.seq_lens, (0, chunks)),
+        block_tables=torch.nn.functional.pad(batch.block_tables, (0, 0, 0, chunks)),
+    )
+    q = torch.cat([q, q.new_full((rows, *q.shape[1:]), math.nan)])
+    if memory.strided:
+        lines, columns = batch.block_tables.shape
+        wide = torch.full((lines, columns + 5), -1_000_000_000, device=DEVICE)
+        wide[:, :columns] = batch.block_tables
+        stride = torch.tensor([columns + 5], device=DEVICE)
+        batch = replace(batch, block_tables=wide.flatten()[:lines].view(lines, 1), table_stride=stride)
+    return q, batch
+
+
+def attend(
+    attention: Attention,
+    seqs: Sequence[Rows3],
+    pieces: Sequence[Piece],
+    heads: Heads,
+    window: int = 0,
+    memory: Memory = Memory(),
+) -> Tensor:
+    """Attention of the pieces' rows [N, heads * D]."""
+    q, batch, view = place(seqs, pieces, heads, window, memory)
+    wider, batch = padded(q, batch, memory)
+    found = attention.attend(wider, view, LAYER, attention.plan(batch, memory.block_size, window), heads.scale)
+    assert found.shape == (len(wider), q.shape[1] * q.shape[2])
+    assert found.dtype == q.dtype
+    return found[: len(q)]
+
+
+def reference(
+    seqs: Sequence[Rows3],
+    pieces: Sequence[Piece],
+    heads: Heads,
+    window: int = 0,
+    memory: Memory = Memory(),
+) -> Tensor:
+    """The same by the specification."""
+    q, batch, view = place(seqs, pieces, heads, window, memory)
+    plan = reference_attention.plan_attention(batch, memory.block_size, window)
+    return reference_attention.attention(q, view, LAYER, plan, heads.scale)
