@@ -140,6 +140,17 @@ def test_parameters_go_up_when_they_change(build: Build) -> None:
     assert len(uploads) == before + 6 + 1
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(build: Build, dtype: str) -> None:
+    """A step that a graph computes and no graph draws; numpy knows no bfloat16."""
+    options: dict[str, Any] = {"lookahead": 1, "dtype": dtype}
+    expected = build(backend="reference", **options).generate([7, 8, 9], params(top_logprobs=2), 2)
+    engine = build(backend="cuda", **options)
+    found = engine.generate([7, 8, 9], params(top_logprobs=2), 2)
+    assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
+    assert runner(engine).num_replays > 5
+
+
 def test_a_group_that_is_wider_than_a_step(build: Build) -> None:
     """Tokens of its fork do not fit where graphs look for them; the steps that want them look elsewhere."""
     expected = build(backend="reference", lookahead=1, max_batch_size=3).generate([7, 8, 9], params(), 7)

@@ -117,6 +117,7 @@ class CudaRunner(ModelRunner):
                     self.models[POLICY], self.storage, queue, self._uploads, self._results, max_blocks=max_blocks
                 )
         self._newest = self._results.token_ids  # tokens of the last draw
+        self._no_scores = torch.empty(0, device=self.device)
         self.num_replays = self.num_eager_steps = 0
 
     def capture(self) -> None:
@@ -177,7 +178,7 @@ class CudaRunner(ModelRunner):
     def _replay(self, batch: ForwardBatch, graphs: DecodeGraphs) -> StepResult:
         self._count(batch)
         graph, hidden = graphs.forward(batch)
-        return StepResult([(self.models[POLICY], hidden)], hidden.new_empty(0), [], graph)
+        return StepResult([(self.models[POLICY], hidden)], self._no_scores, [], graph)
 
     def _newest_tokens(self, previous: Any) -> Tensor:
         return self._newest
