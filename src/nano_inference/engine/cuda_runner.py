@@ -158,6 +158,7 @@ class CudaRunner(ModelRunner):
             with contextlib.suppress(Exception):  # what failed was told to whoever waited for it
                 self.queue.synchronise()
         super().close()
+        self._graphs = None  # it knows the KV tensors, and the engine may be known for longer
 
     def _is_decode(self, batches: Sequence[ForwardBatch], graphs: DecodeGraphs) -> bool:
         """Whether a graph can compute a step: one row of each sequence, a draw from each, all by the policy."""
