@@ -251,7 +251,7 @@ def graph_memory(
 def _draws_every_row(result: StepResult, batch: SamplingBatch) -> bool:
     """Whether a captured draw can draw a step: one sample of each row, in order, with nothing of its own."""
     rows = len(result.drawn[0][1])
-    return len(batch) == rows and is_plain(batch) and bool((batch.rows == torch.arange(rows)).all())
+    return len(batch) == rows and is_plain(batch) and np.array_equal(batch.rows.numpy(), np.arange(rows))
 
 
 def _pairs(token_ids: np.ndarray, logprobs: np.ndarray) -> list[tuple[list[int], list[float]]]:
