@@ -27,6 +27,8 @@ JUNK = 2**61 + 12345  # in any column of a step: no token, no block, no position
 class CheckingQueue(HostQueue):
     """Counts, and leaves nothing where it was that nobody may read."""
 
+    warms_up = True  # before a capture, as on a GPU
+
     def __init__(self) -> None:
         super().__init__()
         self.uploads: list[int] = []  # words of each
@@ -69,7 +71,10 @@ class CheckingQueue(HostQueue):
 
     def capture(self, run: Callable[[], Any], pool: Pool) -> Captured:
         self.num_captures += 1
-        return _Poisoned(super().capture(run, pool), self.log)
+        captured = super().capture(run, pool)
+        if self.warms_up:
+            captured.replay()
+        return _Poisoned(captured, self.log)
 
 
 class _Poisoned:
@@ -78,13 +83,16 @@ class _Poisoned:
     def __init__(self, captured: Captured, log: list[str]) -> None:
         self._captured = captured
         self._log = log
-        self.output = captured.output
+
+    @property
+    def output(self) -> Any:
+        return self._captured.output
 
     def replay(self) -> None:
-        self._log.append("forward" if self.output is not None else "draw")
         if self.output is not None:
             self.output.fill_(torch.nan)
         self._captured.replay()
+        self._log.append("draw" if self.output is None else "forward")
 
 
 class _WithoutPadding:

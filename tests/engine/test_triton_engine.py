@@ -15,6 +15,7 @@ from tests.models.tiny import tiny_model
 
 @pytest.fixture
 def checking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CheckingQueue, "warms_up", False)  # for the sake of time
     monkeypatch.setattr(cuda_runner, "queue_of", lambda _device: CheckingQueue())
     monkeypatch.setattr(graphs, "graph_sizes", lambda largest: (largest,))  # most batches are padded
 

@@ -40,7 +40,7 @@ class Event(Protocol):
 class Captured(Protocol):
     """Work that was captured once and runs again, on the same tensors, by one call."""
 
-    output: Any  # what the captured function returned: tensors that each replay writes to
+    output: Any  # what the captured function returned, known after a replay: a tensor that each replay writes to
 
     def replay(self) -> None:
         """Queue it behind all that is queued."""
@@ -92,7 +92,7 @@ class DeviceQueue(Protocol):
         ...
 
     def capture(self, run: Callable[[], Any], pool: Pool) -> Captured:
-        """Run a function once, to compile and warm up all that it calls, and capture it.
+        """Capture a function, after a run that compiles and warms up all that it calls, where there is such a thing.
 
         `run` waits for nothing and reads no value of the device; what it is to read anew in each replay stands in
         tensors that it did not make.
@@ -215,23 +215,24 @@ class Passed:
 
 
 class _CalledAgain:
-    """A function in place of a graph: its results are copied to where those of the first call stand."""
+    """A function in place of a graph: what it returns is copied to where that of the first call stands."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run = run
-        first = run()
-        self.output = first.clone() if isinstance(first, Tensor) else first
+        self.output: Any = None
 
     def replay(self) -> None:
-        again = self._run()
-        if isinstance(again, Tensor):
-            self.output.copy_(again)
+        found = self._run()
+        if self.output is None:
+            self.output = found.clone() if isinstance(found, Tensor) else found
+        elif isinstance(found, Tensor):
+            self.output.copy_(found)
 
 
 class HostQueue:
     """The host's memory as a device that does everything at once."""
 
-    captures_early = False  # a capture is a whole step in the interpreter
+    captures_early = False
 
     def __init__(self) -> None:
         self.deadline, self.failed = DEADLINE, False

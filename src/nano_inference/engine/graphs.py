@@ -230,12 +230,11 @@ class DecodeGraphs:
             return model.trunk(model.ops, inputs.batch, view)
 
         captured = self._queue.capture(forward, pool)
-        hidden: Tensor = captured.output
         keys = torch.zeros((size, 2), dtype=torch.int64, device=model.device)
 
         def draw(sampling: SamplingBatch) -> None:
             make_noise_keys(parameters.streams[:size], inputs.batch.positions + 1, keys)
-            results.write(model.draw(hidden, sampling))
+            results.write(model.draw(captured.output, sampling))
 
         batches = {filters: parameters.batch(size, keys, any_filter=filters) for filters in (False, True)}
         draws = {

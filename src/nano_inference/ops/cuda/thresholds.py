@@ -67,13 +67,17 @@ def row_levels(counts, masses, sample, BLOCKS: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def reach_of(count, mass, k, p, least):
-    """The first level that no filter reaches beyond."""
+    """The first level that no filter reaches beyond.
+
+    top_p counts the mass of what top_k leaves, so where both are on all of that is needed, however soon p is reached.
+    """
     alive, whole = tl.max(count, axis=0), tl.max(mass, axis=0)
     far = level_end(tl.arange(0, LEVELS))
     by_k = tl.where(k > 0, tl.sum((count < tl.minimum(k, alive)).to(tl.int32), axis=0), LEVELS - 1)
     by_p = tl.where(p < 1, tl.sum((mass < target_of(p, whole)).to(tl.int32), axis=0), LEVELS - 1)
     by_least = tl.where(least > 0, tl.sum((odds_of(far) >= least * 0.99).to(tl.int32), axis=0), LEVELS - 1)
-    return tl.minimum(tl.minimum(by_k, by_p), tl.minimum(by_least, LEVELS - 1))
+    first = tl.minimum(tl.minimum(by_k, by_p), tl.minimum(by_least, LEVELS - 1))
+    return tl.where((k > 0) & (k < alive) & (p < 1), tl.minimum(by_k, LEVELS - 1), first)
 
 
 @triton.jit
