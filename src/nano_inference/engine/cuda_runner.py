@@ -158,6 +158,7 @@ class CudaRunner(ModelRunner):
             with contextlib.suppress(Exception):  # what failed was told to whoever waited for it
                 self.queue.synchronise()
         super().close()
+        self._graphs = None  # it knows the KV tensors, and the engine may be known for longer
 
     def _is_decode(self, batches: Sequence[ForwardBatch], graphs: DecodeGraphs) -> bool:
         """Whether a graph can compute a step: one row of each sequence, a draw from each, all by the policy."""
@@ -250,7 +251,7 @@ def graph_memory(
 def _draws_every_row(result: StepResult, batch: SamplingBatch) -> bool:
     """Whether a captured draw can draw a step: one sample of each row, in order, with nothing of its own."""
     rows = len(result.drawn[0][1])
-    return len(batch) == rows and is_plain(batch) and bool((batch.rows == torch.arange(rows)).all())
+    return len(batch) == rows and is_plain(batch) and np.array_equal(batch.rows.numpy(), np.arange(rows))
 
 
 def _pairs(token_ids: np.ndarray, logprobs: np.ndarray) -> list[tuple[list[int], list[float]]]:
