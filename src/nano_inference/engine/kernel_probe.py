@@ -17,7 +17,7 @@ from nano_inference.errors import ConfigError
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import allocate, param_table
-from nano_inference.ops.backend import Ops
+from nano_inference.ops.backend import FEW_ROWS, Ops
 from nano_inference.ops.cpu.build import KernelsUnavailable
 from nano_inference.ops.reference import reference_ops
 from nano_inference.sampling.sample import Draw
@@ -87,6 +87,13 @@ def _run(ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, bl
     ops.sample_logits(model.logits(hidden), _draws(DRAWS).to(device))
     model.draw(hidden, _draws(DRAWS).to(device))
     model.draw(hidden, _draws(DRAWS[:1] * len(last)).to(device))  # without filters there may be a shorter way
+    if ops.few_rows is not None:
+        for rows in (1, 2, FEW_ROWS):  # kernels are chosen by it
+            decodes = [Rows([7], max(CONTEXTS) - row - 1, _table(0, per_table)) for row in range(rows)]
+            batch = to_device(batch_of_rows(decodes, block_size), device)
+            view = storage.bind(batch.block_tables, batch.seq_lens)
+            expected = model.trunk(ops, batch, view)
+            _require_near("few_rows", _called("few_rows", ops.few_rows, (model.trunk, batch, view)), expected)
 
 
 def _draws(params: Iterable[SamplingParams]) -> Any:
@@ -127,12 +134,16 @@ def _compared(name: str, own: Callable[..., Any], reference: Callable[..., Any])
         found = _called(name, own, args)
         pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
         for each, other in pairs:
-            error = float((each.float() - other.float()).norm() / other.float().norm().clamp(min=1e-6))
-            if not error <= TOLERANCE:  # also where it is NaN
-                raise _Failed(f"{name} is wrong: it is {error:.2g} of its size away from the reference")
+            _require_near(name, each, other)
         return found
 
     return call
+
+
+def _require_near(name: str, found: Tensor, expected: Tensor) -> None:
+    error = float((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-6))
+    if not error <= TOLERANCE:  # also where it is NaN
+        raise _Failed(f"{name} is wrong: it is {error:.2g} of its size away from the reference")
 
 
 def _drawn(name: str, own: Callable[..., Draw], reference: Callable[..., Draw]) -> Callable[..., Draw]:
