@@ -78,7 +78,9 @@ def device() -> list[Need]:
     old = f"compute capability {capability} is below {OLDEST_CARD}" if capability < OLDEST_CARD else None
     free, total = torch.cuda.mem_get_info()
     memory = f"{total / GIB:.0f} GiB, {free / GIB:.0f} free"
-    small = f"card memory: {memory}; the 8B shape wants {CARD_FOR_LARGE / GIB:.0f} free" if free < CARD_FOR_LARGE else None
+    small = (
+        f"card memory: {memory}; the 8B shape wants {CARD_FOR_LARGE / GIB:.0f} free" if free < CARD_FOR_LARGE else None
+    )
     return [
         Need("CUDA device", properties.name, old, STAGES, fatal=True),
         Need("driver", ask_driver("driver_version")),

@@ -8,6 +8,7 @@ from typing import Any
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.faults import failed
 from nano_inference.engine.generation import in_order
 from nano_inference.engine.requests import many_prompts, params_for
 from nano_inference.errors import EngineDead, InvalidRequest
@@ -207,6 +208,11 @@ class AsyncInferenceEngine:
                     engine.shared.advance()
         except EngineDead as problem:
             self._fail(problem)
+        except BaseException as problem:  # a bug: nobody would step any more, and all would wait for ever
+            dead = failed("the thread that steps has ended", problem)
+            self.engine.shared.end(dead.public)
+            self._fail(EngineDead(dead.text, dead.public))
+            raise
 
     def _fail(self, problem: EngineDead) -> None:
         for listener in list(self._listeners):

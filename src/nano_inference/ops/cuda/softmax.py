@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nano_inference.ops.cuda.rows import aligned
+
 BLOCK = 2048  # of the vocabulary: 4 loads of 16 bytes for each of 128 threads
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(1.1754943508222875e-38)  # the bounds of `pipeline.divide`
@@ -33,8 +35,7 @@ def as_rows(logits: Tensor) -> Tensor:
     """
     if logits.dtype != torch.float32 or logits.dim() != 2:
         raise ValueError(f"logits must be float32 [L, V], not {logits.dtype} {list(logits.shape)}.")
-    logits = logits.contiguous()
-    return logits if logits.data_ptr() % 16 == 0 else logits.clone()
+    return aligned(logits)
 
 
 @triton.jit
