@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
+from tests.interpreter import hurry
+
 # Where there is no GPU the Triton kernels run in its interpreter, which must be known before it is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -21,3 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the replies of golden exchanges anew")
     parser.addoption("--gpu-dry-run", action="store_true", help="tests/gpu at toy size in Triton's interpreter")
+
+
+def pytest_runtest_setup() -> None:
+    hurry()

@@ -1,5 +1,7 @@
 """`CudaRunner` on the host: what it gives is what the plain runner gives, and a steady decode costs one copy a step."""
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,30 @@ def test_parameters_go_up_when_they_change(build: Build) -> None:
     for _ in range(6):
         engine.step()
     assert len(uploads) == before + 6 + 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(build: Build, dtype: str) -> None:
+    """A step that a graph computes and no graph draws; numpy knows no bfloat16."""
+    options: dict[str, Any] = {"lookahead": 1, "dtype": dtype}
+    expected = build(backend="reference", **options).generate([7, 8, 9], params(top_logprobs=2), 2)
+    engine = build(backend="cuda", **options)
+    found = engine.generate([7, 8, 9], params(top_logprobs=2), 2)
+    assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
+    assert runner(engine).num_replays > 5
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_an_engine_that_is_shut_down_holds_no_memory(build: Build, graphs: bool) -> None:
+    """Also while somebody knows it still: the next engine of the process wants the card's memory."""
+    engine = build(backend="cuda", lookahead=1, cuda_graphs=graphs)
+    engine.generate([7, 8, 9], params(), 2)
+    storage, model = engine.runner.storage, engine.runner.models["policy"]
+    held = [weakref.ref(tensor) for tensor in (storage.keys, storage.values, model.params["embed"])]
+    del storage, model
+    engine.shutdown()
+    gc.collect()
+    assert [tensor() for tensor in held] == [None] * 3
 
 
 def test_a_group_that_is_wider_than_a_step(build: Build) -> None:

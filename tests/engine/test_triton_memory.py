@@ -139,7 +139,7 @@ def test_an_engine_is_planned_by_what_was_measured(folder: Path) -> None:
         assert storages[POLICY].num_blocks == memory_profile.SCRATCH_BLOCKS
         return GIB
 
-    parts = assemble(small(folder, max_batch_size=10**6), card, graphs)
+    parts = assemble(small(folder), card, graphs)
     budget = parts.memory_budget
     assert order == [("graphs", True)]
     assert (budget.workspace, budget.graphs, budget.others) == (3 * GIB, GIB, GIB)

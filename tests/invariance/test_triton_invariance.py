@@ -34,8 +34,8 @@ STEM = [(7 * i) % 290 + 3 for i in range(60)]
 
 RANDOM = SamplingParams(temperature=0.8, max_tokens=4, seed=1, top_logprobs=3, raw_logprobs=True, ignore_eos=True)
 WORK = (
-    Request(tuple(STEM[:56]), replace(RANDOM, top_k=5, max_tokens=3), num_samples=2),
-    Request(tuple(STEM[:49]), replace(RANDOM, temperature=0.0, max_tokens=2), arrives=1),
+    Request(tuple(STEM[:41]), replace(RANDOM, top_k=5, max_tokens=3), num_samples=2),
+    Request(tuple(STEM[:34]), replace(RANDOM, temperature=0.0, max_tokens=2), arrives=1),
     Request(tuple(STEM[:17]), replace(RANDOM, top_p=0.8, repetition_penalty=1.5), num_samples=3),
 )
 CHUNKS = Schedule(block_size=16, max_chunk_tokens=13, max_batch_size=3, lookahead=1, cache_type="radix")

@@ -117,6 +117,7 @@ class CudaRunner(ModelRunner):
                     self.models[POLICY], self.storage, queue, self._uploads, self._results, max_blocks=max_blocks
                 )
         self._newest = self._results.token_ids  # tokens of the last draw
+        self._no_scores = torch.empty(0, device=self.device)
         self.num_replays = self.num_eager_steps = 0
 
     def capture(self) -> None:
@@ -157,6 +158,7 @@ class CudaRunner(ModelRunner):
             with contextlib.suppress(Exception):  # what failed was told to whoever waited for it
                 self.queue.synchronise()
         super().close()
+        self._graphs = None  # it knows the KV tensors, and the engine may be known for longer
 
     def _is_decode(self, batches: Sequence[ForwardBatch], graphs: DecodeGraphs) -> bool:
         """Whether a graph can compute a step: one row of each sequence, a draw from each, all by the policy."""
@@ -177,7 +179,7 @@ class CudaRunner(ModelRunner):
     def _replay(self, batch: ForwardBatch, graphs: DecodeGraphs) -> StepResult:
         self._count(batch)
         graph, hidden = graphs.forward(batch)
-        return StepResult([(self.models[POLICY], hidden)], hidden.new_empty(0), [], graph)
+        return StepResult([(self.models[POLICY], hidden)], self._no_scores, [], graph)
 
     def _newest_tokens(self, previous: Any) -> Tensor:
         return self._newest
@@ -249,7 +251,7 @@ def graph_memory(
 def _draws_every_row(result: StepResult, batch: SamplingBatch) -> bool:
     """Whether a captured draw can draw a step: one sample of each row, in order, with nothing of its own."""
     rows = len(result.drawn[0][1])
-    return len(batch) == rows and is_plain(batch) and bool((batch.rows == torch.arange(rows)).all())
+    return len(batch) == rows and is_plain(batch) and np.array_equal(batch.rows.numpy(), np.arange(rows))
 
 
 def _pairs(token_ids: np.ndarray, logprobs: np.ndarray) -> list[tuple[list[int], list[float]]]:

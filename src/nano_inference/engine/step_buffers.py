@@ -1,6 +1,7 @@
 """Memory that a step's numbers travel through: pinned buffers used in turn, and the fixed places of a decode step."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -8,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from nano_inference.batch import NO_TEMPERATURES, NOTHING, ForwardBatch
 from nano_inference.engine.device import DeviceQueue, Event
@@ -28,7 +28,7 @@ class Column(NamedTuple):
     @property
     def num_words(self) -> int:
         """Words that it takes."""
-        return _num_words(int(np.prod(self.shape)) * self.dtype.itemsize)
+        return _num_words(math.prod(self.shape) * self.dtype.itemsize)
 
 
 def _num_words(num_bytes: int) -> int:
@@ -44,7 +44,7 @@ def carve(buffer: Tensor, columns: Sequence[Column]) -> list[Tensor]:
     """Views of an int64 buffer, one after the other."""
     ends = accumulate(column.num_words for column in columns)
     return [
-        buffer[end - column.num_words : end].view(column.dtype)[: int(np.prod(column.shape))].view(column.shape)
+        buffer[end - column.num_words : end].view(column.dtype)[: math.prod(column.shape)].view(column.shape)
         for column, end in zip(columns, ends, strict=True)
     ]
 
@@ -88,15 +88,22 @@ class Uploads:
     def write(self, parts: Sequence[Tensor], target: Tensor) -> None:
         """Put tensors of the host one after the other, each from a whole word on, to where `target` (int64) begins."""
         sizes = [_num_words(part.nbytes) for part in parts]
-        total = sum(sizes)
-        slot = self._ring.take(total)
-        memory = slot.words.view(np.uint8)
-        start = 0
-        for part, size in zip(parts, sizes, strict=True):
-            if size:
-                memory[start : start + part.nbytes] = part.numpy().reshape(-1).view(np.uint8)
-            start += size * WORD
-        slot.event = self._queue.upload(slot.memory[:total], target[:total])
+
+        def fill(words: np.ndarray) -> None:
+            memory = words.view(np.uint8)
+            start = 0
+            for part, size in zip(parts, sizes, strict=True):
+                if size:
+                    memory[start : start + part.nbytes] = part.numpy().reshape(-1).view(np.uint8)
+                start += size * WORD
+
+        self.write_words(sum(sizes), fill, target)
+
+    def write_words(self, count: int, fill: Callable[[np.ndarray], None], target: Tensor) -> None:
+        """Put what `fill` writes into int64 [count] to where `target` begins."""
+        slot = self._ring.take(count)
+        fill(slot.words[:count])
+        slot.event = self._queue.upload(slot.memory[:count], target[:count])
 
     def send(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """The same tensors, on the device."""
@@ -170,7 +177,12 @@ class DecodeInputs:
     def __init__(self, buffer: Tensor, size: int, max_blocks: int) -> None:
         self.size = size
         self._buffer = buffer
-        ids, positions, slots, sources, seq_lens, cu_seqlens, stride, tables = carve(buffer, _decode(size, max_blocks))
+        columns = _decode(size, max_blocks)
+        ids, positions, slots, sources, seq_lens, cu_seqlens, stride, tables = carve(buffer, columns)
+        self._starts = [0, *accumulate(column.num_words for column in columns[:-1])]
+        self._padding = np.zeros(self._starts[-1], dtype=np.int64)
+        for column in (2, 3):  # no slot, no source
+            self._padding[self._starts[column] :][:size] = -1
         rows = torch.arange(size, device=buffer.device)
         nothing, no_temperatures = NOTHING.to(buffer.device), NO_TEMPERATURES.to(buffer.device)
         self.relay_sources = sources  # place in the newest tokens; -1: the host knew the row's token
@@ -206,21 +218,23 @@ class DecodeInputs:
         self.relay_sources.fill_(-1)
 
     def write(self, batch: ForwardBatch, uploads: Uploads) -> None:
-        """Bring a step here, at most `size` rows of it: one copy."""
-        rows = len(batch.input_ids)
-        sources = torch.full((rows,), -1)
-        sources[batch.relay_rows] = batch.relay_sources
-        stride = batch.block_tables.shape[1]
-        columns = (
-            (batch.input_ids, 0),
-            (batch.positions, 0),
-            (batch.slot_mapping, -1),
-            (sources, -1),
-            (batch.seq_lens, 0),
-            (batch.cu_seqlens_q, rows),
-        )
-        padded = [functional.pad(column, (0, self.size - rows), value=value) for column, value in columns]
-        uploads.write([*padded, torch.tensor([stride]), batch.block_tables], self._buffer)
+        """Bring a step here, at most `size` rows of it: one copy. By numpy: small operations of torch take longer."""
+        count = self._starts[-1] + _num_words(batch.block_tables.nbytes)
+        uploads.write_words(count, lambda words: self._fill(words, batch), self._buffer)
+
+    def _fill(self, words: np.ndarray, batch: ForwardBatch) -> None:
+        rows, stride = batch.block_tables.shape
+        ids, positions, slots, sources, seq_lens, cu_seqlens, the_stride, tables = (words[at:] for at in self._starts)
+        words[: len(self._padding)] = self._padding
+        ids[:rows] = batch.input_ids.numpy()
+        positions[:rows] = batch.positions.numpy()
+        slots[:rows] = batch.slot_mapping.numpy()
+        sources[batch.relay_rows.numpy()] = batch.relay_sources.numpy()
+        seq_lens[:rows] = batch.seq_lens.numpy()
+        cu_seqlens[: rows + 1] = batch.cu_seqlens_q.numpy()
+        cu_seqlens[rows + 1 : self.size + 1] = rows
+        the_stride[0] = stride
+        tables[: rows * stride] = batch.block_tables.numpy().reshape(-1)
 
 
 def _decode(size: int, max_blocks: int) -> list[Column]:
