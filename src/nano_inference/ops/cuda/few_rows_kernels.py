@@ -237,7 +237,6 @@ def _tensor_kernel(
 
     factor = tl.full((_PADDED, 1), 1.0, tl.float32)
     sums = tl.zeros((_PADDED, COLUMNS), tl.float32)
-    FIRST: tl.constexpr = 0 if norm_weight is None else DEPTH
     if norm_weight is not None:
         tile = tl.load(weight_start, mask=column_mask[None, :] & (ks < K)[:, None], other=0.0)
         tl.debug_barrier()  # as in `_vector_kernel`
@@ -249,7 +248,7 @@ def _tensor_kernel(
         part = tl.load(x_start, mask=row_mask[:, None] & (ks < K)[None, :], other=0.0)
         part = _normed(part, factor, norm_weight + ks[None, :], offset, (ks < K)[None, :], DTYPE).to(DTYPE)
         sums = tl.dot(part, tile, sums, input_precision=PRECISION)
-    for k in range(FIRST, K, DEPTH):
+    for k in range(0 if norm_weight is None else DEPTH, K, DEPTH):
         inside = (ks < K - k)[None, :]
         part = tl.load(x_start + k, mask=row_mask[:, None] & inside, other=0.0).to(tl.float32)
         norm_part = norm_weight
