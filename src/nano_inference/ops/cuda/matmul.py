@@ -156,12 +156,12 @@ def is_split(cut: Tiling, num_tiles: int) -> bool:
 def _num_stages(cut: Tiling, tile: RowTile, programs: int, weight: Tensor) -> int:
     """As many tiles on their way as fit, where two programs share an SM or each has one to itself."""
     stage = (tile.rows + cut.columns) * cut.depth * weight.element_size()
-    memory = _shared_memory(weight.device) // (1 if programs <= PROCESSORS else 2)
+    memory = shared_memory(weight.device) // (1 if programs <= PROCESSORS else 2)
     return max(2, min(MOST_STAGES, memory // stage))
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """Bytes that one program may have. Where there is no device (the interpreter), an H100's."""
     if device.type != "cuda":
         return 227 * 1024
