@@ -1,26 +1,37 @@
 """Triton's interpreter, a few times faster: what it does anew at every call of a function of a kernel is done once."""
 
+import importlib
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 
+def interpret() -> None:
+    """Run kernels in the interpreter in this process, where Triton was not imported yet."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    importlib.import_module("triton.runtime.interpreter")
+    hurry()
+
+
 def hurry() -> None:
-    """Do it if the interpreter is there, and has not been hurried."""
+    """Make the interpreter faster if it is there, and is not faster already."""
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None or hasattr(interpreter._patch_lang, "hurried"):
         return
-    interpreter._patch_lang = _once_a_module(interpreter._patch_lang, interpreter._LangPatchScope)
+    no_changes = getattr(interpreter, "_LangPatchScope", lambda: None)
+    interpreter._patch_lang = _once_a_module(interpreter._patch_lang, no_changes, interpreter.tl.tensor)
     interpreter._get_np_dtype = _once_a_type(interpreter._get_np_dtype)
 
 
-def _once_a_module(patch: Callable[[Any], Any], no_changes: Callable[[], Any]) -> Callable[[Any], Any]:
+def _once_a_module(patch: Callable[[Any], Any], no_changes: Callable[[], Any], tensor: Any) -> Callable[[Any], Any]:
     """Operations of `triton.language` become the interpreter's when a module's first kernel runs, and stay so."""
     modules: set[str] = set()
 
     def patch_lang(function: Any) -> Any:
         if function.__module__ not in modules:
             patch(function)
+            tensor.__index__ = lambda self: self.handle.data.item()  # that of Triton 3.6 fails with NumPy 2.4
             modules.add(function.__module__)
         return no_changes()
 

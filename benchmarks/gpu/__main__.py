@@ -1,12 +1,13 @@
 """`python -m benchmarks.gpu COMMAND`: what `scripts/gpu_check.sh` runs, one part in a process of its own."""
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from tests.interpreter import interpret
 
 app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -57,11 +58,6 @@ def report(out: Out = Path("out/gpu"), dry_run: DryRun = False) -> None:
     path = out / "stages.jsonl"
     stages = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     write_report(out, describe("cpu" if dry_run else "cuda"), stages)
-
-
-def interpret() -> None:
-    """Triton reads this when it is first imported."""
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def folder_of(models: Path | None) -> Path:

@@ -226,6 +226,22 @@ def _products(shape: Shape, num_rows: tuple[int, ...]) -> None:
         invariant_product(x, weight, None if rows > 8 else shape.empty(shape.hidden), shape.dtype)
 
 
+def _few_rows(shape: Shape, num_rows: tuple[int, ...] = (1, 2, 3, 8)) -> None:
+    from nano_inference.ops.cuda import few_rows_kernels as kernels
+
+    for rows in num_rows:
+        stream, norm = shape.empty(rows, shape.hidden, dtype=torch.float32), shape.norm(shape.hidden)
+        kernels.product(stream, norm, shape.empty(shape.qkv, shape.hidden), None)
+        attended, inner = shape.empty(rows, shape.heads * shape.head_dim), shape.empty(rows, shape.inner)
+        kernels.product_added(attended, None, shape.empty(shape.hidden, attended.shape[1]), None, stream, 1.0)
+        kernels.product_gated(stream, norm, shape.empty(2 * shape.inner, shape.hidden), None, "silu")
+        kernels.product_added(inner, None, shape.empty(shape.hidden, shape.inner), None, stream, 1.0)
+
+
+def _few_rows_small(shape: Shape) -> None:
+    _few_rows(shape, (1, 8))
+
+
 @dataclass(frozen=True)
 class Call:
     """What launches kernels.
@@ -264,6 +280,8 @@ CALLS = [
     Call("score", _score, small=True),
     Call("product", _product),
     Call("product, few rows", _product_of_few, small=True),
+    Call("trunk of few rows", _few_rows),
+    Call("trunk of 1 or 8 rows", _few_rows_small, small=True, shapes=(QWEN,)),
 ]
 
 

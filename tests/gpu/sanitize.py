@@ -13,6 +13,7 @@ from pathlib import Path
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # torch reads it when it makes its first tensor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from tests.interpreter import interpret
 from tests.invariance.scenario import poison
 from tests.models.tiny import tiny_model
 
@@ -60,6 +61,8 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, through Triton's interpreter")
     parser.add_argument("--seconds", type=float, default=60.0, help="nothing is begun after so many")
     options = parser.parse_args()
+    if options.dry_run:
+        interpret()
     device = "cpu" if options.dry_run else "cuda"
     dtypes = ("float32",) if options.dry_run else ("bfloat16", "float32")
     cases = [(family, dtype, exact) for dtype in dtypes for exact in (False, True) for family in MODELS]

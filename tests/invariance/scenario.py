@@ -44,7 +44,8 @@ class Schedule:
 
     def config(self, model: Path, dtype: str, bytes_per_token: int) -> EngineConfig:
         """The engine configuration that makes this schedule."""
-        plenty = 2**20 if self.backend == "cuda" else 64 * 2**20  # there it is small models that run
+        interpreted = self.backend == "cuda" and self.device == "cpu"  # tiny models, and filling memory takes time
+        plenty = 2**20 if interpreted else 64 * 2**20
         memory = plenty if self.num_blocks is None else self.num_blocks * self.block_size * bytes_per_token
         return EngineConfig(
             model_path=str(model),

@@ -34,7 +34,6 @@ CATCHES = {
     "cpu_head_sums_by_thread": ON_CPU,
     "triton_linear_splits_k_by_rows": "tests/ops/test_triton_matmul.py -k beside",
     "triton_attention_tiles_from_the_chunk": f"{ON_CUDA} chosen",
-    "triton_block_tail_is_read": f"{ON_CUDA} memory_is_short",
     "triton_noise_by_the_first_sample": f"{ON_CUDA} memory_is_short",
     "prefix_match_one_too_long": INVARIANCE,
     "readmitted_while_in_flight": SCHEDULE,
@@ -56,7 +55,7 @@ CATCHES = {
     "previous_weights_change": POLICIES,
     "group_ends_one_late": "tests/engine/test_groups.py",
     "shortage_is_shared_by_groups": "tests/simulation/test_groups.py -k alone",
-    "triton_attention_reads_the_tail": PAGED,
+    "triton_attention_reads_the_tail": f"{ON_CUDA} memory_is_short",
     "triton_attention_walks_whole_rows_at_once": PAGED,
     "triton_attention_tiles_from_the_window": PAGED,
 }

@@ -7,7 +7,8 @@ next size that was captured, and no kernel learns from the host how much of it i
 
 A step replays two graphs, because the host looks at the step before in between (stop strings, grammars):
 
-1. the forward: tokens that the step before has drawn (`relay_tokens`), then `Decoder.trunk`;
+1. the forward: tokens that the step before has drawn (`relay_tokens`), then `Decoder.trunk`, for a few rows by
+   `Ops.few_rows` where the backend has it;
 2. the draw: noise keys of this step's positions, the head's product, the draw, its results to their fixed places.
 """
 
@@ -24,6 +25,7 @@ from nano_inference.engine.device import Captured, DeviceQueue
 from nano_inference.engine.step_buffers import Column, DecodeInputs, Uploads, carve
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import Decoder
+from nano_inference.ops.backend import FEW_ROWS
 from nano_inference.ops.cuda.rows import make_noise_keys, relay_tokens
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import Entries, SamplingBatch
@@ -225,8 +227,12 @@ class DecodeGraphs:
         # What a graph asks of the unit map must be answered without a copy: `bind` brings it up to date.
         view = self.storage.bind(inputs.batch.block_tables, inputs.batch.seq_lens)
 
+        few_rows = model.ops.few_rows if size <= FEW_ROWS else None
+
         def forward() -> Tensor:
             relay_tokens(inputs.batch.input_ids, inputs.relay_sources, results.token_ids)
+            if few_rows is not None:
+                return few_rows(model.trunk, inputs.batch, view)
             return model.trunk(model.ops, inputs.batch, view)
 
         captured = self._queue.capture(forward, pool)

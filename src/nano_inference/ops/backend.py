@@ -11,6 +11,8 @@ from nano_inference.batch import ForwardBatch
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
+FEW_ROWS = 8  # what `Ops.few_rows` may be given at most
+
 
 class KvcacheView(Protocol):
     """The KV tensors together with the block tables of one batch: what attention reads and writes."""
@@ -87,6 +89,8 @@ class Ops:
             something with the methods of `Weight`.
         compile: (trunk, batch, view, dtype) -> a function of a batch that gives what `trunk(ops, batch, view)` gives;
             None: the trunk is called in every step.
+        few_rows: (trunk, batch, view) -> what `trunk(ops, batch, view)` gives but for roundings, of at most `FEW_ROWS`
+            rows, in fewer kernels; for steps that are captured. None: there is no other way.
     """
 
     name: str
@@ -110,6 +114,7 @@ class Ops:
         Callable[[Callable[..., Tensor], ForwardBatch, KvcacheView, torch.dtype], Callable[[ForwardBatch], Tensor]]
         | None
     )
+    few_rows: Callable[[Callable[..., Any], ForwardBatch, KvcacheView], Tensor] | None = None
 
 
 Operations = Any  # an `Ops`, or what takes the same calls and records them

@@ -1,6 +1,7 @@
 """The CUDA backend as a value."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -10,6 +11,7 @@ from nano_inference.ops import reference
 from nano_inference.ops.backend import Ops
 from nano_inference.ops.cuda import matmul, sampling
 from nano_inference.ops.cuda.attention import Attention
+from nano_inference.ops.cuda.few_rows import few_rows
 from nano_inference.ops.cuda.rope import rope_and_store
 from nano_inference.ops.cuda.rows import embed, gate, rms_norm
 from nano_inference.ops.flashinfer import FlashInferAttention
@@ -76,4 +78,5 @@ def cuda_ops(*, batch_invariant: bool, attention: Literal["triton", "flashinfer"
     ops = CudaOps(batch_invariant=batch_invariant, attention=attention)
     names = (field.name for field in fields(Ops))
     found = {name: getattr(ops, name) for name in names if hasattr(ops, name)}
-    return Ops(name="cuda", version=VERSION, schedule_invariant=batch_invariant, compile=None, **found)
+    plain = Ops(name="cuda", version=VERSION, schedule_invariant=batch_invariant, compile=None, **found)
+    return plain if batch_invariant else replace(plain, few_rows=partial(few_rows, plain))

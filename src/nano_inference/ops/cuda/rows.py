@@ -134,18 +134,23 @@ def _rms_norm_kernel(x, residual, weight, normed, added, scale, eps, offset, WID
 
 
 @triton.jit
+def gated(first, second, SILU: tl.constexpr):
+    """Activation(first) * second, float32: SiLU, or GELU with tanh, which is x * sigmoid(y) too (arXiv:1606.08415)."""
+    y = first
+    if not SILU:
+        y = _GELU * (first + 0.044715 * first * first * first)
+    small = tl.exp(-tl.abs(y))  # of what is not above 0: nothing overflows
+    return first * (tl.where(y >= 0, 1.0, small) / (1 + small)) * second
+
+
+@triton.jit
 def _gate_kernel(gate_up, out, INNER: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < INNER
     first = tl.load(gate_up + row * (2 * INNER) + columns, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(gate_up + row * (2 * INNER) + INNER + columns, mask=inside, other=0.0).to(tl.float32)
-    y = first
-    if not SILU:  # GELU with tanh, arXiv:1606.08415, is x * sigmoid(y) too
-        y = _GELU * (first + 0.044715 * first * first * first)
-    small = tl.exp(-tl.abs(y))  # of what is not above 0: nothing overflows
-    result = first * (tl.where(y >= 0, 1.0, small) / (1 + small)) * second
-    tl.store(out + row * INNER + columns, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * INNER + columns, gated(first, second, SILU).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])

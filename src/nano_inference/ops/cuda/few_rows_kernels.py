@@ -1,0 +1,251 @@
+"""Products of a few rows, with the norm before them and the gate or the addition to the residual stream behind them.
+
+Reading the weight is all that such a product costs, if enough of it is on its way at any time: about 2.25 MB on an
+H100. So a program takes a few rows of the weight, so few that there are two programs for each SM, and asks for the
+first of them before it waits for anything that the kernel before has written. Every program computes the norm anew,
+from the float32 residual stream in the second cache: a row is a few kB, and a kernel less is a microsecond.
+
+Two ways to multiply, by the number of rows:
+
+- Up to `VECTOR_ROWS`: multiply and add in float32, without tensor cores. A thread holds some k of all the program's rows
+  of the weight, so what it makes of x serves them all. A weight of bfloat16 costs its conversion, and a product and an
+  addition for each row of x: for the 0.44 G weights of Qwen3-0.6B's layers and 2 rows 2.2 G operations, 0.08 ms of an
+  H100 beside the 0.29 ms of reading them.
+- Up to 8: tensor cores, rows padded to 16. The first way would end in 8 times as many sums across threads, at five
+  shuffles each for 8 products a thread where K is 1024, and an SM shuffles a quarter of what it adds: 6 µs for a
+  product that is read in 4.
+
+Roundings are those of the plain operations: the normed row to the norm's dtype, each product's float32 sum with its bias
+to the weight's dtype, then gate or addition. How a weight is cut depends on its shape and dtype alone.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportUnreachable=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nano_inference.ops.backend import Norm
+from nano_inference.ops.cuda.rows import aligned, gated
+
+VECTOR_ROWS = 2  # the largest number of rows that are multiplied without tensor cores
+PROGRAMS = 256  # two for each of an H100's 132 SMs, nearly
+LEAST_BYTES = 8192  # of a weight that are worth a program
+VECTOR_TILE = 32 * 1024  # bytes of the weight that a program asks for at once
+_PADDED = tl.constexpr(16)  # rows of a product on tensor cores
+_STORE, _ADD, _GATE = (tl.constexpr(finish) for finish in range(3))
+
+
+def product(x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The rows x, normed where there is a norm, @ weight.T (+ bias) -> [N, M] in the weight's dtype."""
+    out = torch.empty((len(x), len(weight)), dtype=weight.dtype, device=weight.device)
+    _launch(x, norm, weight, bias, out, _STORE.value)
+    return out
+
+
+def product_added(
+    x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, residual: Tensor, scale: float
+) -> Tensor:
+    """The residual stream [N, M] with scale * `product` added, a new tensor."""
+    added = torch.empty(residual.shape, dtype=torch.float32, device=weight.device)
+    _launch(x, norm, weight, bias, added, _ADD.value, residual=aligned(residual), scale=scale)
+    return added
+
+
+def product_gated(x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """What `gate` makes of `product`, [N, M / 2]."""
+    out = torch.empty((len(x), len(weight) // 2), dtype=weight.dtype, device=weight.device)
+    _launch(x, norm, weight, bias, out, _GATE.value, silu=activation == "silu")
+    return out
+
+
+def _launch(
+    x: Tensor,
+    norm: Norm | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    finish: int,
+    *,
+    residual: Tensor | None = None,
+    scale: float = 1.0,
+    silu: bool = True,
+) -> None:
+    """One kernel. `x` is what is read: without a norm in the weight's dtype, else the float32 residual stream."""
+    rows, (num_columns, depth) = len(x), weight.shape
+    norm_weight = None if norm is None or norm.weight is None else aligned(norm.weight)
+    eps, offset = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
+    row_bytes = depth * weight.element_size()
+    if rows <= VECTOR_ROWS:
+        columns = columns_of_vector(num_columns, row_bytes)
+        width = min(triton.next_power_of_2(depth), VECTOR_TILE // (columns * weight.element_size()))
+        _vector_kernel[(triton.cdiv(num_columns, columns),)](
+            aligned(x), norm_weight, weight, bias, residual, out, eps, offset, scale,
+            num_columns, weight.stride(0), depth, rows, finish, silu, columns, width // 8,
+            triton.next_power_of_2(depth), num_warps=4 if width >= depth else 8, enable_fp_fusion=False,
+        )  # fmt: skip
+    else:
+        columns = 16 if num_columns <= 2048 else 32
+        width = min(max(triton.next_power_of_2(depth), 16), 512 // weight.element_size())
+        _tensor_kernel[(triton.cdiv(num_columns, columns),)](
+            aligned(x), norm_weight, weight, bias, residual, out, rows, eps, offset, scale,
+            num_columns, weight.stride(0), depth, finish, silu, columns, width,
+            "ieee" if weight.dtype == torch.float32 else "tf32",  # no choice but for float32
+            num_warps=columns // 8, num_stages=6 if norm is None else 4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def columns_of_vector(num_columns: int, row_bytes: int) -> int:
+    """How many rows of a weight a program takes: up to 16 where they are many, more where a row is short."""
+    columns = 1
+    while columns < 16 and 2 * columns * PROGRAMS <= num_columns:
+        columns *= 2
+    while columns < 64 and columns * row_bytes < LEAST_BYTES:
+        columns *= 2
+    return columns
+
+
+@triton.jit
+def _columns(num_columns, FINISH: tl.constexpr, COLUMNS: tl.constexpr):
+    """The rows of the weight that this program multiplies; for a gate they alternate with their rows of the up half."""
+    places = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    if FINISH == _GATE:
+        return places // 2 + places % 2 * (num_columns // 2), places < num_columns
+    else:
+        return places, places < num_columns
+
+
+@triton.jit
+def _normed(x, factor, weight, offset, inside, DTYPE: tl.constexpr):
+    """A part of rows as the product reads them; `weight` points at the norm's for them, where it has one."""
+    if weight is not None:
+        x = x * factor * (tl.load(weight, mask=inside, other=0.0).to(tl.float32) + offset)
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _finish(
+    sums, rows, row_mask, columns, column_mask, bias, residual, out, scale, num_columns,
+    FINISH: tl.constexpr, SILU: tl.constexpr, DTYPE: tl.constexpr, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Bias and the one rounding of sums [HEIGHT, COLUMNS], then what follows; every column is this program's alone."""
+    if bias is not None:
+        sums += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    values = sums.to(DTYPE)
+    if FINISH == _GATE:
+        first, second = tl.split(tl.reshape(values.to(tl.float32), (HEIGHT, COLUMNS // 2, 2)))
+        places = tl.program_id(0) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        target = rows[:, None].to(tl.int64) * (num_columns // 2) + places[None, :]
+        mask = row_mask[:, None] & (places < num_columns // 2)[None, :]
+        tl.store(out + target, gated(first, second, SILU).to(DTYPE), mask=mask)
+    else:
+        target = rows[:, None].to(tl.int64) * num_columns + columns[None, :]
+        mask = row_mask[:, None] & column_mask[None, :]
+        if FINISH == _ADD:
+            before = tl.load(residual + target, mask=mask, other=0.0)
+            tl.store(out + target, before + values.to(tl.float32) * scale, mask=mask)
+        else:
+            tl.store(out + target, values, mask=mask)
+
+
+@triton.jit
+def _factor(x, eps, K: tl.constexpr, BLOCK: tl.constexpr):
+    """1 / rms of a row."""
+    places = tl.arange(0, BLOCK)
+    row = tl.load(x + places, mask=places < K, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(row * row, axis=0) / K + eps)
+
+
+@triton.jit
+def _vector_kernel(
+    x, norm_weight, weight, bias, residual, out, eps, offset, scale,
+    num_columns, weight_stride, K: tl.constexpr, ROWS: tl.constexpr, FINISH: tl.constexpr, SILU: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of the weight's rows,). A tile of the weight is [COLUMNS, GROUPS, 8]: a thread loads eights."""
+    DTYPE: tl.constexpr = weight.dtype.element_ty
+    columns, column_mask = _columns(num_columns, FINISH, COLUMNS)
+    ks = tl.arange(0, GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    start = weight + columns.to(tl.int64)[:, None, None] * weight_stride + ks[None, :, :]
+    ours = column_mask[:, None, None]
+    tile = tl.load(start, mask=ours & (ks < K)[None, :, :], other=0.0)
+    tl.debug_barrier()  # on its way while the norm is computed: the assembler would ask for it when that is done
+
+    first_factor, second_factor = 1.0, 1.0
+    if norm_weight is not None:
+        first_factor = _factor(x, eps, K, BLOCK)
+        if ROWS == 2:
+            second_factor = _factor(x + K, eps, K, BLOCK)
+    first = tl.zeros((COLUMNS, GROUPS), tl.float32)
+    second = tl.zeros((COLUMNS, GROUPS), tl.float32)
+    for k in range(0, K, GROUPS * 8):
+        following = tile
+        if GROUPS * 8 < K:
+            following = tl.load(
+                start + (k + GROUPS * 8), mask=ours & (ks < K - k - GROUPS * 8)[None, :, :], other=0.0
+            )
+        factors = tile.to(tl.float32)
+        inside = ks < K - k
+        norm_part = norm_weight
+        if norm_weight is not None:
+            norm_part = norm_weight + k + ks
+        part = tl.load(x + k + ks, mask=inside, other=0.0).to(tl.float32)
+        part = _normed(part, first_factor, norm_part, offset, inside, DTYPE)
+        first += tl.sum(factors * part[None, :, :], axis=2)
+        if ROWS == 2:
+            part = tl.load(x + K + k + ks, mask=inside, other=0.0).to(tl.float32)
+            part = _normed(part, second_factor, norm_part, offset, inside, DTYPE)
+            second += tl.sum(factors * part[None, :, :], axis=2)
+        tile = following
+
+    row = tl.arange(0, 1)
+    sums = tl.sum(first, axis=1)[None, :]
+    _finish(
+        sums, row, row == 0, columns, column_mask, bias, residual, out, scale, num_columns,
+        FINISH, SILU, DTYPE, 1, COLUMNS,
+    )  # fmt: skip
+    if ROWS == 2:
+        sums = tl.sum(second, axis=1)[None, :]
+        _finish(
+            sums, row + 1, row == 0, columns, column_mask, bias, residual, out, scale, num_columns,
+            FINISH, SILU, DTYPE, 1, COLUMNS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _tensor_kernel(
+    x, norm_weight, weight, bias, residual, out, num_rows, eps, offset, scale,
+    num_columns, weight_stride, K: tl.constexpr, FINISH: tl.constexpr, SILU: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of the weight's rows,)."""
+    DTYPE: tl.constexpr = weight.dtype.element_ty
+    columns, column_mask = _columns(num_columns, FINISH, COLUMNS)
+    rows = tl.arange(0, _PADDED)
+    row_mask = rows < num_rows
+    ks = tl.arange(0, DEPTH)
+    x_start = x + rows[:, None] * K + ks[None, :]
+    weight_start = weight + columns.to(tl.int64)[None, :] * weight_stride + ks[:, None]
+
+    factor = tl.full((_PADDED, 1), 1.0, tl.float32)
+    if norm_weight is not None:
+        squares = tl.zeros((_PADDED, DEPTH), tl.float32)
+        for k in tl.range(0, K, DEPTH, num_stages=4):
+            part = tl.load(x_start + k, mask=row_mask[:, None] & (ks < K - k)[None, :], other=0.0)
+            squares += part * part
+        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+    sums = tl.zeros((_PADDED, COLUMNS), tl.float32)
+    for k in range(0, K, DEPTH):
+        inside = (ks < K - k)[None, :]
+        part = tl.load(x_start + k, mask=row_mask[:, None] & inside, other=0.0).to(tl.float32)
+        norm_part = norm_weight
+        if norm_weight is not None:
+            norm_part = norm_weight + k + ks[None, :]
+        part = _normed(part, factor, norm_part, offset, inside, DTYPE).to(DTYPE)
+        tile = tl.load(weight_start + k, mask=column_mask[None, :] & (ks < K - k)[:, None], other=0.0)
+        sums = tl.dot(part, tile, sums, input_precision=PRECISION)
+    _finish(
+        sums, rows, row_mask, columns, column_mask, bias, residual, out, scale, num_columns,
+        FINISH, SILU, DTYPE, _PADDED, COLUMNS,
+    )  # fmt: skip

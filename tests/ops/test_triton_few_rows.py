@@ -1,0 +1,211 @@
+"""The trunk of a few rows in Triton's interpreter: every kernel, and whole trunks of every family, beside the plain ops.
+
+bfloat16 is left out: the interpreter's product of it is wrong. What the compiler makes of it is seen in tests/gpu.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference.batch import Rows, batch_of_rows
+from nano_inference.engine.device import HostQueue
+from nano_inference.engine.step_buffers import DecodeInputs, Uploads
+from nano_inference.engine.storage import KVStorage
+from nano_inference.models.decoder import Decoder
+from nano_inference.models.spec import spec_from_config
+from nano_inference.models.weights import allocate, param_table
+from nano_inference.ops.backend import Norm, Ops
+from nano_inference.ops.cuda import few_rows, few_rows_kernels
+from nano_inference.ops.cuda.backend import cuda_ops
+from nano_inference.ops.reference import reference_ops
+from tests.models.tiny import FAMILIES, llama_config
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # of a number's size: a rounding or two
+SHAPES = [(24, 40), (42, 200)]  # of weights: in a tile, in several and ragged ones
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random numbers, with NaN before and behind them in memory."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    around = torch.full((values.numel() + 512,), torch.nan, dtype=dtype)
+    around[256:-256] = values.flatten()
+    return around[256:-256].view(shape)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_tiles() -> Iterator[None]:
+    """So that K is more than one of them, and a weight's rows too."""
+    with patch.multiple(few_rows_kernels, VECTOR_TILE=8192, LEAST_BYTES=8192):
+        yield
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == expected.dtype
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+def norms(width: int, dtype: torch.dtype) -> dict[str, Norm | None]:
+    weight = 1 + drawn(width, seed=5, dtype=dtype) / 4
+    return {
+        "no norm": None,
+        "norm": Norm(weight, 1e-5, 0.0, dtype),
+        "1 + weight": Norm(drawn(width, seed=5) / 4, 1e-2, 1.0, dtype),
+        "only rounded": Norm(None, 1e-5, 0.0, dtype),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("no norm", torch.float16),
+        ("norm", torch.float16),
+        ("no norm", torch.float32),
+        ("norm", torch.float32),
+        ("1 + weight", torch.float32),
+        ("only rounded", torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("shape", "rows"), [(SHAPES[0], 1), (SHAPES[1], 2), (SHAPES[1], 3)])
+def test_a_kernel_is_what_the_plain_operations_are(
+    shape: tuple[int, int], rows: int, kind: str, dtype: torch.dtype
+) -> None:
+    norm, plain = norms(shape[1], dtype)[kind], reference_ops()
+    weight, bias = drawn(*shape, seed=1, dtype=dtype) / 8, drawn(shape[0], seed=2, dtype=dtype)
+    x = drawn(rows, shape[1], seed=3, dtype=dtype if norm is None else torch.float32)
+    residual = drawn(rows, shape[0], seed=4)
+    read = x if norm is None else plain.rms_norm(None, x, norm, 1.0)[0]
+    for each, activation in ((None, "silu"), (bias, "gelu_tanh")):
+        product = plain.linear(read, weight, each)
+        close(few_rows_kernels.product(x, norm, weight, each), product.to(dtype), dtype)
+        added = few_rows_kernels.product_added(x, norm, weight, each, residual, 0.3)
+        close(added, residual + product.to(dtype).float() * 0.3, dtype)
+        gated = few_rows_kernels.product_gated(x, norm, weight, each, activation)
+        close(gated, plain.gate(product.to(dtype), activation).to(dtype), dtype)
+
+
+@pytest.mark.parametrize("few", [(1, 2), (3, 8)])
+def test_a_row_knows_nothing_of_the_others(few: tuple[int, int]) -> None:
+    """Within each of the two ways to multiply; also where the others are NaN, as padding may be."""
+    shape = SHAPES[1]
+    weight, norm = drawn(*shape, seed=1), norms(shape[1], torch.float32)["norm"]
+    x = drawn(few[1], shape[1], seed=3)
+    whole = few_rows_kernels.product_gated(x, norm, weight, None, "silu")
+    own = x[: few[0]].clone()
+    own[1:] = torch.nan
+    assert torch.equal(few_rows_kernels.product_gated(own, norm, weight, None, "silu")[0], whole[0])
+
+
+def test_a_weight_is_cut_for_the_whole_card() -> None:
+    with patch.object(few_rows_kernels, "LEAST_BYTES", 8192):
+        cut = {
+            shape: few_rows_kernels.columns_of_vector(shape[0], 2 * shape[1])
+            for shape in [(1024, 2048), (4096, 1024), (6144, 1024), (28672, 4096), (64, 32)]
+        }
+    assert list(cut.values()) == [4, 16, 16, 16, 64]
+    assert all(shape[0] / columns >= 256 for shape, columns in cut.items() if shape != (64, 32))
+
+
+# -- trunks -----------------------------------------------------------------------------------------------------------
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 60}
+LAYERS = {"gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}}
+BLOCK_SIZE, MAX_BLOCKS = 4, 16
+CONTEXTS = (9, 1, 30)  # with the row that is computed
+
+
+def model_of(family: str, ops: Ops, dtype: torch.dtype) -> Decoder:
+    kv_heads = 1 if family in ("gemma3", "qwen3") else 2
+    own = LAYERS.get(family, {"num_hidden_layers": 2 if family in ("llama", "qwen2", "qwen3") else 1})
+    config = llama_config() | FAMILIES[family] | SIZES | {"num_key_value_heads": kv_heads} | own
+    spec = spec_from_config({name: value for name, value in config.items() if value is not None})
+    params = allocate(param_table(spec), dtype, torch.device("cpu"), ops.allocate)
+    for seed, param in enumerate(params.values()):
+        values = drawn(*param.shape, seed=seed)
+        param.copy_(values * param.shape[1] ** -0.5 if param.dim() == 2 else 1 + 0.1 * values - spec.norm_offset)
+    return Decoder(spec, params, ops, 64)
+
+
+def trunk(model: Decoder, rows: int, size: int, *, few: bool) -> tuple[Tensor, Tensor]:
+    """Hidden rows, and all keys and values, after a step as a captured graph computes it: `size - rows` are padding."""
+    storage = KVStorage(model.spec, 32, BLOCK_SIZE, model.dtype, model.device)
+    for seed, part in enumerate((storage.keys, storage.values)):
+        part.copy_(drawn(*part.shape, seed=seed))
+    chunks = [Rows([7 + row], CONTEXTS[row] - 1, range(8 * row, 8 * row + 8)) for row in range(rows)]
+    words = torch.zeros(DecodeInputs.num_words(size, MAX_BLOCKS), dtype=torch.int64)
+    inputs = DecodeInputs(words, size, MAX_BLOCKS)
+    inputs.clear()
+    queue = HostQueue()
+    with queue.current():
+        inputs.write(batch_of_rows(chunks, BLOCK_SIZE), Uploads(queue, model.device))
+    view = storage.bind(inputs.batch.block_tables, inputs.batch.seq_lens)
+    if few:
+        assert model.ops.few_rows is not None
+        hidden = model.ops.few_rows(model.trunk, inputs.batch, view)
+    else:
+        hidden = model.trunk(model.ops, inputs.batch, view)
+    return hidden[:rows], torch.stack([storage.keys, storage.values])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trunk_of_every_family(family: str) -> None:
+    dtype = torch.float16 if family in ("qwen3", "granite") else torch.float32
+    model = model_of(family, cuda_ops(batch_invariant=False), dtype)
+    sizes = {"llama": {1: 1, 3: 4}, "qwen3": {1: 2, 2: 2}, "gemma3": {2: 3}}.get(family, {1: 2})
+    for rows, size in sizes.items():
+        hidden, stored = trunk(model, rows, size, few=True)
+        expected, kept = trunk(model, rows, size, few=False)
+        tolerance = 1e-2 if dtype == torch.float16 else 1e-4
+        torch.testing.assert_close(hidden, expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(stored, kept, rtol=tolerance, atol=tolerance)
+
+
+def test_a_layer_is_six_kernels() -> None:
+    """Fused: four products. Plain: rotary and attention; beside layers the embedding and the last norm."""
+    called: Counter[str] = Counter()
+
+    def counted(name: str, own: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called[name] += 1
+            return own(*args, **kwargs)
+
+        return call
+
+    plain = cuda_ops(batch_invariant=False)
+    names = ("embed", "linear", "rms_norm", "rope_and_store", "attention", "gate")
+    ops = replace(plain, **{name: counted(name, getattr(plain, name)) for name in names})
+    model = model_of("qwen3", replace(ops, few_rows=partial(few_rows.few_rows, ops)), torch.float32)
+    launch = few_rows_kernels._launch
+    with patch.object(few_rows_kernels, "_launch", counted("fused", launch)):
+        trunk(model, 1, 1, few=True)
+    layers = model.spec.num_layers
+    assert called == {
+        "fused": 4 * layers,
+        "rope_and_store": layers,
+        "attention": layers,
+        "embed": 1,
+        "rms_norm": 1,
+    }
+
+
+def test_more_rows_than_few_go_the_plain_way() -> None:
+    fused = few_rows.FewRows(reference_ops())
+    weight, norm = drawn(16, 8, seed=1), Norm(None, 1e-5, 0.0, torch.float32)
+    x, residual = drawn(9, 8, seed=2), drawn(9, 16, seed=3)
+    with patch.object(few_rows_kernels, "_launch", side_effect=AssertionError):
+        product = fused.linear(fused.rms_norm(None, x, norm)[0], weight)
+        assert torch.equal(fused.gate(product), reference_ops().gate(x @ weight.t(), "silu"))
+        assert torch.equal(fused.rms_norm(product, residual, norm, 2.0)[1], residual + 2 * (x @ weight.t()))
+
+
+def test_only_the_default_mode_has_it() -> None:
+    assert cuda_ops(batch_invariant=True).few_rows is None
+    assert reference_ops().few_rows is None
