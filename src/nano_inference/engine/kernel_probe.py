@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.batch import Rows, batch_of_rows
+from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.engine.runner import to_device
 from nano_inference.engine.storage import KVStorage
 from nano_inference.errors import ConfigError
@@ -87,6 +87,16 @@ def _run(ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, bl
     ops.sample_logits(model.logits(hidden), _draws(DRAWS).to(device))
     model.draw(hidden, _draws(DRAWS).to(device))
     model.draw(hidden, _draws(DRAWS[:1] * len(last)).to(device))  # without filters there may be a shorter way
+    if ops.few_rows is not None:
+        for rows in range(1, len(LENGTHS) + 1):  # each number may have a way of its own
+            decodes = [Rows([place], CONTEXTS[1] - 1, _table(place, per_table)) for place in range(rows)]
+            _try_few_rows(ops.few_rows, model, to_device(batch_of_rows(decodes, block_size), device), storage)
+
+
+def _try_few_rows(few_rows: Callable[..., Tensor], model: Decoder, batch: ForwardBatch, storage: KVStorage) -> None:
+    view = storage.bind(batch.block_tables, batch.seq_lens)
+    found = _called("few_rows", few_rows, (model.trunk, batch, view))
+    _require_near("few_rows", found, model.trunk(model.ops, batch, view))
 
 
 def _draws(params: Iterable[SamplingParams]) -> Any:
@@ -127,12 +137,16 @@ def _compared(name: str, own: Callable[..., Any], reference: Callable[..., Any])
         found = _called(name, own, args)
         pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
         for each, other in pairs:
-            error = float((each.float() - other.float()).norm() / other.float().norm().clamp(min=1e-6))
-            if not error <= TOLERANCE:  # also where it is NaN
-                raise _Failed(f"{name} is wrong: it is {error:.2g} of its size away from the reference")
+            _require_near(name, each, other)
         return found
 
     return call
+
+
+def _require_near(name: str, found: Tensor, expected: Tensor) -> None:
+    error = float((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-6))
+    if not error <= TOLERANCE:  # also where it is NaN
+        raise _Failed(f"{name} is wrong: it is {error:.2g} of its size away from the reference")
 
 
 def _drawn(name: str, own: Callable[..., Draw], reference: Callable[..., Draw]) -> Callable[..., Draw]:

@@ -27,12 +27,14 @@ import triton.language as tl
 from torch import Tensor
 
 from nano_inference.ops.backend import Norm
+from nano_inference.ops.cuda.matmul import shared_memory
 from nano_inference.ops.cuda.rows import aligned, gated
 
 VECTOR_ROWS = 2  # the largest number of rows that are multiplied without tensor cores
 PROGRAMS = 256  # two for each of an H100's 132 SMs, nearly
 LEAST_BYTES = 8192  # of a weight that are worth a program
 VECTOR_TILE = 32 * 1024  # bytes of the weight that a program asks for at once
+FULL_MEMORY = 124 * 1024  # bytes that a program with all its stages takes; a card for games has 99 KiB
 _PADDED = tl.constexpr(16)  # rows of a product on tensor cores
 _STORE, _ADD, _GATE = (tl.constexpr(finish) for finish in range(3))
 
@@ -92,8 +94,15 @@ def _launch(
             aligned(x), norm_weight, weight, bias, residual, out, rows, eps, offset, scale,
             num_columns, weight.stride(0), depth, finish, silu, columns, width,
             "ieee" if weight.dtype == torch.float32 else "tf32",  # no choice but for float32
-            num_warps=columns // 8, num_stages=6 if norm is None else 4, enable_fp_fusion=False,
+            num_warps=columns // 8, num_stages=_num_stages(norm, weight.device), enable_fp_fusion=False,
         )  # fmt: skip
+
+
+def _num_stages(norm: Norm | None, device: torch.device) -> int:
+    """Of the way on tensor cores. Rows that are normed lie beside the weight in float32."""
+    if shared_memory(device) < FULL_MEMORY:
+        return 4 if norm is None else 3
+    return 6 if norm is None else 4
 
 
 def columns_of_vector(num_columns: int, row_bytes: int) -> int:
@@ -182,9 +191,7 @@ def _vector_kernel(
     for k in range(0, K, GROUPS * 8):
         following = tile
         if GROUPS * 8 < K:
-            following = tl.load(
-                start + (k + GROUPS * 8), mask=ours & (ks < K - k - GROUPS * 8)[None, :, :], other=0.0
-            )
+            following = tl.load(start + (k + GROUPS * 8), mask=ours & (ks < K - k - GROUPS * 8)[None, :, :], other=0.0)
         factors = tile.to(tl.float32)
         inside = ks < K - k
         norm_part = norm_weight
