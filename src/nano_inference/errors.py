@@ -42,4 +42,13 @@ class WeightTransferError(WeightUpdateError):
 
 
 class EngineDead(NanoInferenceError):
-    """The engine was shut down, or a step failed in a way that leaves its state unknown."""
+    """The engine was shut down, or a step failed in a way that leaves its state unknown.
+
+    Attributes:
+        public: the reason as strangers may hear it, without the text of an exception, which may hold a path or what
+            somebody else has asked. Empty: they may hear none.
+    """
+
+    def __init__(self, message: str, public: str = "") -> None:
+        super().__init__(message)
+        self.public = public

@@ -10,7 +10,7 @@ import torch
 
 from nano_inference import EngineConfig, EngineDead, InferenceEngine, NanoInferenceError, SamplingParams
 from nano_inference.engine.device import DeviceHangs, is_device_failure
-from nano_inference.engine.faults import reason
+from nano_inference.engine.faults import why
 from nano_inference.engine.sleeping import Sleep
 from tests.engine.weight_cases import Build
 
@@ -261,11 +261,12 @@ def test_memory_that_could_not_all_be_taken_is_given_back() -> None:
 
 def test_what_is_the_devices_fault_and_what_to_change() -> None:
     config = EngineConfig("tiny", gpu_memory_utilization=0.06, max_tokens_per_batch=1)
-    why = reason(torch.OutOfMemoryError(OUT_OF_MEMORY), config)
-    assert "gpu_memory_utilization from 0.06 to 0.03 (" in why
-    assert "max_tokens_per_batch" not in why
+    text, public = why(torch.OutOfMemoryError(OUT_OF_MEMORY), config)
+    assert "gpu_memory_utilization from 0.06 to 0.03 (" in text
+    assert "max_tokens_per_batch" not in text
+    assert public.endswith("from 0.06 to 0.03"), "what others on the card hold is nobody's business"
     for text in ("CUBLAS_STATUS_EXECUTION_FAILED when calling", "NCCL error in: x.cpp", "CUDA driver error: unknown"):
         assert is_device_failure(RuntimeError(text))
     for problem in (RuntimeError("shape"), ValueError("CUDA error"), KeyError(1)):
         assert not is_device_failure(problem)
-    assert reason(ValueError("x"), config) == "a step failed: ValueError: x"
+    assert why(ValueError("/home"), config) == ("a step failed: ValueError: /home", "a step failed: ValueError")

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.engine import cuda_runner, graphs
+from nano_inference.ops.cuda import few_rows_kernels
 from tests.engine.cuda_cases import CheckingQueue
 from tests.engine.test_cuda_runner import bare, runner
 from tests.engine.weight_cases import Build, drain
@@ -41,8 +43,10 @@ def test_graphs_equal_eager(build: Build, tmp_path: Path, family: str, batch_inv
     options: dict[str, Any] = {"model_path": model, "lookahead": 1, "max_batch_size": 3, "max_model_len": 16}
     expected = run(build(backend="reference", **options))
     replaying = build(backend="cuda", batch_invariant=batch_invariant, **options)
-    found = run(replaying)
+    with patch.object(few_rows_kernels, "product", wraps=few_rows_kernels.product) as product:
+        found = run(replaying)
     assert runner(replaying).num_replays >= 3
+    assert product.call_count == (0 if batch_invariant else runner(replaying).num_replays)  # of q, k and v
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.completion_tokens == theirs.completion_tokens
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)

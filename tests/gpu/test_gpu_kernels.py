@@ -13,7 +13,8 @@ from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.spec import ModelSpec, spec_from_config
 from nano_inference.ops import reference
-from nano_inference.ops.backend import Norm
+from nano_inference.ops.backend import FEW_ROWS, Norm
+from nano_inference.ops.cuda import few_rows_kernels
 from nano_inference.ops.cuda.backend import CudaOps
 from nano_inference.sampling.sample import sample
 from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
@@ -109,6 +110,27 @@ def test_rows(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -> Non
         require_near(ops.gate(both, "silu"), torch.nn.functional.silu(one) * two, 2, 1e-6)
         gelu = torch.nn.functional.gelu(one, approximate="tanh")
         require_near(ops.gate(both, "gelu_tanh"), gelu * two, 2, 1e-6)
+
+
+def test_few_rows(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Products of few rows between a norm and a gate or the residual stream, beside the plain kernels."""
+    hidden, inner = shape[:2]
+    ops = CudaOps(batch_invariant=False)
+    gate_up = numbers(1, 2 * inner, hidden, device=target.device, dtype=dtype, scale=0.05)
+    down = numbers(2, hidden, inner, device=target.device, dtype=dtype, scale=0.05)
+    bias = numbers(3, 2 * inner, device=target.device, dtype=dtype)
+    norm = Norm(1 + numbers(4, hidden, device=target.device, dtype=dtype) / 4, 1e-6, 0.0, dtype)
+    for rows in (2, 3) if target.dry else range(1, FEW_ROWS + 1):
+        stream = numbers(rows, rows, hidden, device=target.device)
+        product = ops.linear(ops.rms_norm(None, stream, norm, 1.0)[0], gate_up, bias)
+        gated = ops.gate(product, "silu")
+        # Sums in another order may be rounded otherwise, now and then; the gate multiplies two of them.
+        pairs = [(few_rows_kernels.product(stream, norm, gate_up, bias), product)]
+        pairs.append((few_rows_kernels.product_gated(stream, norm, gate_up, bias, "silu"), gated))
+        added = few_rows_kernels.product_added(gated, None, down, None, stream, 0.5)
+        pairs.append((added.to(dtype), (stream + ops.linear(gated, down).float() * 0.5).to(dtype)))
+        for got, expected in pairs:
+            require_near(got, expected.double(), 4, 8 * ULP[dtype] + 1e-4)
 
 
 def spec_of(shape: tuple[int, ...]) -> ModelSpec:

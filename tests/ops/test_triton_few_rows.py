@@ -1,4 +1,4 @@
-"""The trunk of a few rows in Triton's interpreter: every kernel, and whole trunks of every family, beside the plain ops.
+"""The trunk of a few rows in Triton's interpreter: every kernel, and trunks of every family, beside the plain ops.
 
 bfloat16 is left out: the interpreter's product of it is wrong. What the compiler makes of it is seen in tests/gpu.
 """

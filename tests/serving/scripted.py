@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from nano_inference.models.loading import resolve_model
-from nano_inference.serving.client import EngineClient
+from nano_inference.serving.client import STOPPING, EngineClient
 from nano_inference.serving.messages import (
     Abort,
     Call,
@@ -105,7 +105,7 @@ class ScriptedClient(EngineClient):
     async def close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
-        self._die("the server is stopping.")
+        self._die(STOPPING, STOPPING)
 
     def die(self, reason: str = "the script says so.") -> None:
         """Die as an engine does. Call it on the server's loop, or let a script do it."""

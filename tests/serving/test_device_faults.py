@@ -40,10 +40,12 @@ if any(arg.endswith("engine_process") for arg in sys.orig_argv):
 FAULTS = {
     "access": 'raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")',
     "memory": 'raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")',
+    "bug": 'raise KeyError("/secret/of/another/client")',
 }
 TOLD = {
     "access": "cannot use any more: AcceleratorError: CUDA error: an illegal memory access",
     "memory": "lower gpu_memory_utilization from 0.9 to 0.85 or max_tokens_per_batch from 8192 to 4096",
+    "bug": "a step failed: KeyError",
 }
 
 
@@ -52,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
 
 
-@pytest.mark.parametrize(("fault", "where"), [("access", "wait"), ("memory", "forward")])
+@pytest.mark.parametrize(("fault", "where"), [("access", "wait"), ("memory", "forward"), ("bug", "forward")])
 def test_requests_are_told_why_and_health_says_dead(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, where: str
 ) -> None:
@@ -74,9 +76,12 @@ def test_requests_are_told_why_and_health_says_dead(
             told = api_error_of(lost.value)
             assert told.status == 503
             assert TOLD[fault] in told.message
+            assert "secret" not in told.message
         with pytest.raises(EngineDead):
             await asyncio.wait_for(pause, PATIENCE)
         assert TOLD[fault] in str(client.why_dead)
+        assert TOLD[fault] in client.public_reason
+        assert ("secret" in str(client.why_dead)) == (fault == "bug"), "whoever runs the server is told all"
         await until(lambda: lifecycle.status == "dead")
         await until(lambda: not child.folder.exists())  # its process has ended by itself
         assert client.num_samples == 0

@@ -54,7 +54,7 @@ class InferenceEngine:
             self.loop.sequences.versions[REFERENCE] = 0
         checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
         self.intake = Intake(checks, self.loop.sequences, self.numerics.fingerprint, config.seed)
-        self.shared = SharedLoop(self.loop, partial(faults.reason, config=config))
+        self.shared = SharedLoop(self.loop, partial(faults.why, config=config))
         self._updates = Updates(self.model, self.runner, self.shared, self.memory_budget.workspace)
         self.weight_sync = self._updates.manager
 

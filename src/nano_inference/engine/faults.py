@@ -1,22 +1,39 @@
 """Why an engine has died, and what to change."""
 
+from typing import NamedTuple
+
 import torch
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine.device import is_device_failure
 
 
-def reason(problem: Exception, config: EngineConfig) -> str:
+class Why(NamedTuple):
+    """A reason, and the same without what an exception said: see `EngineDead.public`."""
+
+    text: str
+    public: str
+
+
+def why(problem: Exception, config: EngineConfig) -> Why:
     """Why an engine has died of what a step raised; out of memory, which settings to change and to what."""
     if isinstance(problem, torch.OutOfMemoryError):
         share, tokens = config.gpu_memory_utilization, config.max_tokens_per_batch
         advice = [f"gpu_memory_utilization from {share:g} to {max(share - 0.05, share / 2):.2f}"]
         if tokens > 1:
             advice.append(f"max_tokens_per_batch from {tokens} to {tokens // 2}")
-        return f"a step ran out of the device's memory; lower {' or '.join(advice)} ({_first_line(problem)})"
-    if is_device_failure(problem):
-        return f"a step failed on the device, which this process cannot use any more: {_first_line(problem)}"
-    return f"a step failed: {type(problem).__name__}: {problem}"
+        public = f"a step ran out of the device's memory; lower {' or '.join(advice)}"
+        return Why(f"{public} ({_first_line(problem)})", public)
+    if is_device_failure(problem):  # such texts are the driver's or ours
+        text = f"a step failed on the device, which this process cannot use any more: {_first_line(problem)}"
+        return Why(text, text)
+    return failed("a step failed", problem)
+
+
+def failed(what: str, problem: BaseException) -> Why:
+    """That something failed, and of what."""
+    name = type(problem).__name__
+    return Why(f"{what}: {name}: {problem}", f"{what}: {name}")
 
 
 def _first_line(problem: Exception) -> str:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.batch import Rows, batch_of_rows
 from nano_inference.engine.runner import to_device
 from nano_inference.engine.storage import KVStorage
 from nano_inference.errors import ConfigError
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import allocate, param_table
-from nano_inference.ops.backend import Ops
+from nano_inference.ops.backend import FEW_ROWS, Ops
 from nano_inference.ops.cpu.build import KernelsUnavailable
 from nano_inference.ops.reference import reference_ops
 from nano_inference.sampling.sample import Draw
@@ -88,15 +88,12 @@ def _run(ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, bl
     model.draw(hidden, _draws(DRAWS).to(device))
     model.draw(hidden, _draws(DRAWS[:1] * len(last)).to(device))  # without filters there may be a shorter way
     if ops.few_rows is not None:
-        for rows in range(1, len(LENGTHS) + 1):  # each number may have a way of its own
-            decodes = [Rows([place], CONTEXTS[1] - 1, _table(place, per_table)) for place in range(rows)]
-            _try_few_rows(ops.few_rows, model, to_device(batch_of_rows(decodes, block_size), device), storage)
-
-
-def _try_few_rows(few_rows: Callable[..., Tensor], model: Decoder, batch: ForwardBatch, storage: KVStorage) -> None:
-    view = storage.bind(batch.block_tables, batch.seq_lens)
-    found = _called("few_rows", few_rows, (model.trunk, batch, view))
-    _require_near("few_rows", found, model.trunk(model.ops, batch, view))
+        for rows in (1, 2, FEW_ROWS):  # kernels are chosen by it
+            decodes = [Rows([7], max(CONTEXTS) - row - 1, _table(0, per_table)) for row in range(rows)]
+            batch = to_device(batch_of_rows(decodes, block_size), device)
+            view = storage.bind(batch.block_tables, batch.seq_lens)
+            expected = model.trunk(ops, batch, view)
+            _require_near("few_rows", _called("few_rows", ops.few_rows, (model.trunk, batch, view)), expected)
 
 
 def _draws(params: Iterable[SamplingParams]) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from nano_inference.engine.delivery import Delivery, Sink
 from nano_inference.engine.fair_lock import FairLock
+from nano_inference.engine.faults import Why, failed
 from nano_inference.engine.interrupts import HeldInterrupts
 from nano_inference.engine.loop import Abort, Add, EngineLoop, Message
 from nano_inference.engine.sleeping import Sleep
@@ -31,7 +32,7 @@ class SharedLoop:
         when_dead: called once, with the reason, by whoever ends the engine or finds that it has failed.
     """
 
-    def __init__(self, loop: EngineLoop, explain: Callable[[Exception], str]) -> None:
+    def __init__(self, loop: EngineLoop, explain: Callable[[Exception], Why]) -> None:
         self.loop = loop
         self._explain = explain
         self.lock = FairLock()
@@ -43,7 +44,7 @@ class SharedLoop:
         self._paused_by: threading.Thread | None = None  # not its ident, which a later thread may get
         self._pause_asked = False  # and `resume` was not
         self._asleep: dict[Memory, Sleep] = {}
-        self._dead: str | None = None
+        self._dead: Why | None = None
         self.when_dead: Callable[[str], None] = lambda _: None
 
     # -- stepping -----------------------------------------------------------------------------------------------------
@@ -229,7 +230,7 @@ class SharedLoop:
             except OSError as problem:
                 raise NanoInferenceError(f"the weights could not be put aside: {problem}.") from problem
             except Exception as problem:  # the device's: some of it is given back, and some is not
-                self._fail(f"the memory could not be given back: {_named(problem)}", problem)
+                self._fail(failed("the memory could not be given back", problem), problem)
             finally:
                 if self._dead is None:
                     self.loop.writable = not self.has_no_weights()
@@ -263,7 +264,7 @@ class SharedLoop:
                 f"{problem}"
             ) from problem
         except Exception as problem:
-            self._fail(f"the memory that was given back ({part}) is lost: {_named(problem)}", problem)
+            self._fail(failed(f"the memory that was given back ({part}) is lost", problem), problem)
         del self._asleep[part]
 
     def _stop(self) -> None:
@@ -287,29 +288,29 @@ class SharedLoop:
         """No call works from now on, for the first reason that there was."""
         with self.lock:
             if self._dead is None:
-                self._die(why)
+                self._die(Why(why, why))
 
     def require_alive(self) -> None:
         """Raise `EngineDead` if it is."""
         if self._dead is not None:
-            raise EngineDead(f"{self._dead}; build a new one.")
+            raise EngineDead(f"{self._dead.text}; build a new one.", self._dead.public)
 
     def require_weights(self) -> None:
         """Raise `InvalidRequest` while the weights are asleep: none is there to read, and what is written is lost."""
         if self.has_no_weights():
             raise InvalidRequest("the weights are asleep; wake() the engine first.")
 
-    def _die(self, why: str) -> None:
+    def _die(self, why: Why) -> None:
         self._dead = why
         self._running.set()
         self.work_arrived.set()
         for part in self._asleep.values():
             part.forget()
-        self.when_dead(why)
+        self.when_dead(why.text)
 
-    def _fail(self, why: str, problem: Exception) -> NoReturn:
+    def _fail(self, why: Why, problem: Exception) -> NoReturn:
         self._die(why)
-        raise EngineDead(why) from problem
+        raise EngineDead(why.text, why.public) from problem
 
     def _is_busy(self) -> bool:
         with self.lock:  # see `has_work`
@@ -337,9 +338,6 @@ class SharedLoop:
         except Exception as problem:
             self._fail(self._explain(problem), problem)
         except BaseException as problem:  # Ctrl-C: what was published may never be computed now
-            self._die(f"a step was interrupted: {type(problem).__name__}")
+            interrupted = f"a step was interrupted: {type(problem).__name__}"
+            self._die(Why(interrupted, interrupted))
             raise
-
-
-def _named(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {problem}"

@@ -31,6 +31,7 @@ from nano_inference.serving.messages import (
 )
 from nano_inference.types import Delta, EngineStats, Limits, SamplingParams
 
+STOPPING = "the server is stopping."
 SILENCE = 20.0  # seconds without a heartbeat; also an engine that has nothing to do tells one every ten
 
 
@@ -119,6 +120,7 @@ class EngineClient(ABC):
         self._widths: dict[int, int] = {}  # samples of each stream
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._dead: str | None = None
+        self._public = ""
 
     @property
     def info(self) -> EngineInfo:
@@ -131,6 +133,11 @@ class EngineClient(ABC):
     def why_dead(self) -> str | None:
         """Why it does not serve; None: it does."""
         return self._dead if self._dead is not None or self._info is not None else "the engine is not ready yet."
+
+    @property
+    def public_reason(self) -> str:
+        """`why_dead` as strangers may hear it; empty where they may not. See `EngineDead`."""
+        return "" if self._dead is None else self._public
 
     @property
     def num_samples(self) -> int:
@@ -239,10 +246,9 @@ class EngineClient(ABC):
                 self._info, self._dead, self.restarting = info, None, False
                 self._heard = None
             case CannotStart(error, text):
-                self._dead = f"the engine cannot be built: {error}: {text}"
-                self._die(self._dead)
-            case Dead(reason):
-                self._die(reason)
+                self._die(f"the engine cannot be built: {error}: {text}", f"the engine cannot be built: {error}")
+            case Dead(reason, public):
+                self._die(reason, public)
 
     def _beat(self, beat: Heartbeat) -> None:
         if beat.num_steps != self._num_steps or not beat.busy:  # paused, it has nothing to do
@@ -250,22 +256,22 @@ class EngineClient(ABC):
         self._heard = time.monotonic()
         self.stats, self._num_steps, self._busy = beat.stats, beat.num_steps, beat.busy
 
-    def _die(self, reason: str) -> None:
+    def _die(self, reason: str, public: str = "") -> None:
         """The engine is gone, and all that it was doing."""
         if self._dead is None:
-            self._dead = reason
+            self._dead, self._public = reason, public
         self._busy = False
         lost = EngineReplaced if self._restart else EngineDead
         for request_id in list(self._streams):
-            self._end(request_id, lost(reason))
+            self._end(request_id, lost(reason, public))
         for call_id in list(self._calls):
-            self._answer(call_id, lambda future: future.set_exception(lost(reason)))
+            self._answer(call_id, lambda future: future.set_exception(lost(reason, public)))
 
     def _require_alive(self) -> None:
         if self.restarting:
             raise ApiError(503, "the engine is being started again.", None, "engine_restarting", {"retry-after": "5"})
         if self.why_dead is not None:
-            raise EngineDead(self.why_dead)
+            raise EngineDead(self.why_dead, self._public)
 
     def _take(self, request_id: int, delta: Delta) -> None:
         request = self._streams.get(request_id)

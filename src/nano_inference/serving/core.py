@@ -135,9 +135,9 @@ class EngineCore:
             self._run()
         except Exception as problem:
             self._flush()
-            self._emit(
-                Dead(str(problem) if isinstance(problem, EngineDead) else f"{type(problem).__name__}: {problem}")
-            )
+            name = type(problem).__name__
+            known = isinstance(problem, EngineDead)
+            self._emit(Dead(str(problem), problem.public) if known else Dead(f"{name}: {problem}", name))
             raise
         finally:
             self.weight_link.close()

@@ -75,7 +75,7 @@ def api_error_of(problem: BaseException) -> ApiError:
             text = "the engine has died, and is being started again."
             return ApiError(503, text, code="engine_restarting", headers=retry_after(5.0))
         case EngineDead():
-            text = f"the engine is not running: {problem}"
+            text = f"the engine is not running: {problem.public}" if problem.public else "the engine is not running."
             return ApiError(503, text, code="engine_dead", headers=NO_RETRY)
         case RequestAborted():
             return ApiError(499, str(problem))

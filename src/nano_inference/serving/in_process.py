@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from nano_inference.config import EngineConfig
-from nano_inference.serving.client import EngineClient
+from nano_inference.serving.client import STOPPING, EngineClient
 from nano_inference.serving.messages import FromEngine, Ready, Stop, ToEngine
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class InProcessClient(EngineClient):
         """Let the step loop end, and the engine go."""
         if self._heart is not None:
             self._heart.cancel()
-        self._die("the server is stopping.")
+        self._die(STOPPING, STOPPING)
         core, thread, self._core = self._core, self._thread, None
         if core is None or thread is None:
             return

@@ -172,6 +172,7 @@ class Dead(msgspec.Struct, tag=True, frozen=True):
     """The engine has failed and its process is about to end."""
 
     reason: str
+    public: str = ""  # see `EngineDead`
 
 
 FromEngine = CannotStart | Ready | Outputs | Refused | Returned | Failed | Heartbeat | Dead

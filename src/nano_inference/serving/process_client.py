@@ -6,7 +6,7 @@ import time
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import EngineDead, NanoInferenceError
-from nano_inference.serving.client import EngineClient, error_named
+from nano_inference.serving.client import STOPPING, EngineClient, error_named
 from nano_inference.serving.engine_child import STOP_PATIENCE, EngineChild
 from nano_inference.serving.log_lines import LogFormat
 from nano_inference.serving.messages import CannotStart, Dead, FromEngine, Ready, ToEngine
@@ -59,7 +59,7 @@ class ProcessClient(EngineClient):
         self._restart = self.restarting = False
         if self._again is not None:
             self._again.cancel()
-        self._die("the server is stopping.")
+        self._die(STOPPING, STOPPING)
         child, self._child = self._child, None
         if child is not None:
             await child.close(STOP_PATIENCE if is_ready else 0.0)  # one that is being built does not listen yet
@@ -87,7 +87,7 @@ class ProcessClient(EngineClient):
     def _bury(self, reason: str) -> None:
         """The process has ended, unasked."""
         self._child = None
-        self._die(reason)  # unless it said itself why
+        self._die(reason, "its process has ended")  # unless it said itself why
         log.error("the engine has died: %s", self._dead)
         if self._started is not None and not self._started.done():
             self._settle(EngineDead(reason))

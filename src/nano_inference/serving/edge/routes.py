@@ -21,7 +21,9 @@ def server_routes(server: Server) -> APIRouter:
     @router.get("/health", summary="Whether the server serves; open to all")
     async def health() -> Response:
         status = server.lifecycle.status
-        body = {"status": status, "model_loaded": server.lifecycle.is_ready and status != "dead"}
+        body: dict[str, Any] = {"status": status, "model_loaded": server.lifecycle.is_ready and status != "dead"}
+        if status == "dead" and (reason := server.client.public_reason):
+            body["reason"] = reason
         return json_reply(200 if status == "ok" else 503, body)
 
     @router.head("/health", include_in_schema=False)  # what some load balancers ask
