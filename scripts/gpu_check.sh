@@ -43,11 +43,15 @@ for name in ${only//,/ }; do
     [[ " tests sanitize races ${bench[*]} " == *" $name "* ]] || die "unknown stage $name; --help lists them."
 done
 command -v "$python" > /dev/null || die "there is no $python; name one with --python."
+lacking=$("$python" -c 'import importlib.util as find; print(*[name for name in ("torch", "numpy", "psutil", "typer")
+if not find.find_spec(name)])') || die "$python does not run; name another one with --python."
+[ -z "$lacking" ] || die "$python lacks $lacking: install them for it, or name another one with --python."
 
 out=$(mkdir -p "${out:=out/gpu}" && cd "$out" && pwd) || die "cannot write to $out."
 [ -z "$models" ] || models=$(mkdir -p "$models" && cd "$models" && pwd) || die "cannot write to the folder of models."
 cd "$(dirname "$0")/.." || exit 2
 export PYTHONPATH=src:. PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export HYPOTHESIS_STORAGE_DIRECTORY=$out/parts/hypothesis PYTHONDONTWRITEBYTECODE=1  # nothing is left in the checkout
 slower=1  # times as long as each stage may take
 [ ${#dry[@]} -eq 0 ] || { slower=4; export TRITON_INTERPRET=1 OMP_WAIT_POLICY=PASSIVE; }
 [ -n "$total" ] || total=$((560 * slower))

@@ -81,7 +81,7 @@ def device() -> list[Need]:
     old = f"compute capability {capability} is below {OLDEST_CARD}" if capability < OLDEST_CARD else None
     free, total = torch.cuda.mem_get_info()
     memory = f"{total / GIB:.0f} GiB, {free / GIB:.0f} free"
-    small = f"{memory}; the 8B shape wants {CARD_FOR_LARGE / GIB:.0f} free" if free < CARD_FOR_LARGE else None
+    small = f"card memory: {memory}; the 8B shape wants {CARD_FOR_LARGE / GIB:.0f} free" if free < CARD_FOR_LARGE else None
     return [
         Need("CUDA device", properties.name, old, STAGES, fatal=True),
         Need("driver", ask_driver("driver_version")),
@@ -113,7 +113,7 @@ def space(out: Path, models: Path, dry_run: bool) -> list[Need]:
     found: list[Need] = []
     for what, free in ((f"disk at {models}", disk), ("memory", memory)):
         short = free < needed and not dry_run
-        problem = f"{free / GIB:.0f} GiB free; the 8B shape wants {needed / GIB:.0f}" if short else None
+        problem = f"{what}: {free / GIB:.1f} GiB free; the 8B shape wants {needed / GIB:.1f}" if short else None
         found.append(Need(what, f"{free / GIB:.0f} GiB free", problem, ("large",)))
     return [*found, Need("folder of results", str(out))]
 

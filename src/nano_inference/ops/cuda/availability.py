@@ -48,10 +48,8 @@ def problem_with_triton(device: torch.device) -> str | None:
         return f"Triton {has} is too old; the kernels need {needs}: pip install -U 'triton>={needs}'."
     interprets = _interprets()
     if device.type == "cpu" and not interprets:
-        return (
-            "the CUDA kernels run on a CPU in Triton's interpreter alone, for tests; TRITON_INTERPRET=1, before the "
-            "start, turns it on."
-        )
+        told = "its kernels need a GPU; on a CPU Triton's interpreter runs them, for tests, where TRITON_INTERPRET=1 is set."
+        return told if torch.cuda.is_available() else f"{told} Here {why_no_cuda()}"
     if device.type == "cuda" and interprets:
         return "Triton's interpreter is on; unset TRITON_INTERPRET."
     return None
