@@ -1,7 +1,9 @@
 """What the machine has of what a check needs, and what has to be left out where it does not."""
 
 import importlib.util
+import os
 import shutil
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +41,7 @@ class Need:
 def find(out: Path, models: Path, *, dry_run: bool) -> list[Need]:
     """Look at this machine."""
     found = [*packages(), *([] if dry_run else device()), compute_sanitizer(dry_run)]
+    found += [] if dry_run else [compiler()]
     return [*found, *space(out, models, dry_run)]
 
 
@@ -86,6 +89,15 @@ def device() -> list[Need]:
         Need("driver", ask_driver("driver_version")),
         Need("card memory", memory, small, ("large",)),
     ]
+
+
+def compiler() -> Need:
+    """What Triton builds its launchers with, unless it finds them in its cache."""
+    path = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    lacks = [what for what, there in (("C compiler", path), (str(header), header.exists())) if not there]
+    problem = f"Triton may not be able to launch anything: there is no {' and no '.join(lacks)}" if lacks else None
+    return Need("C compiler", path or "none", problem)
 
 
 def compute_sanitizer(dry_run: bool) -> Need:

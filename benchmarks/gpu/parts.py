@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import card, head, hf, idle, ours
+from benchmarks.gpu import card, few_rows, head, hf, idle, ours
 from benchmarks.gpu.models import random_model
 from benchmarks.gpu.report import Part, median_of, ratio, runs_of
 from benchmarks.gpu.scale import Scale
@@ -21,6 +21,7 @@ from benchmarks.roofline import Rates, Shape, bound_of, shape_of, steps_of
 from benchmarks.workloads import BASE, Workload, workload
 from nano_inference import InferenceEngine
 from nano_inference.models.spec import spec_from_config
+from nano_inference.ops.backend import FEW_ROWS
 
 RATES = "rates"
 LOOP_BATCH = 128  # sequences of the plain torch loop: 2,048 positions each take 30 GB
@@ -94,6 +95,8 @@ def measure_engine(run: Run) -> None:
         attempt(part, "nano-vllm", lambda: nano(part, engine, run, shape, rates))
         attempt(part, "device idle", lambda: traced(part, engine, scale.batches[-1], run))
         attempt(part, "draw", lambda: drawn(part, engine, scale.batches[-1], run, rates))
+        for rows in (1, FEW_ROWS):
+            attempt(part, f"trunk, {rows} rows", lambda rows=rows: trunks(part, engine, rows, run, shape, rates))
         for options in ({"raw_logprobs": True}, {"top_logprobs": 5}, {"top_p": 0.95, "top_k": 50}):
             attempt(part, f"decode with {options}", lambda options=options: asked(part, engine, options, run))
         for name in BASE:
@@ -189,6 +192,19 @@ def drawn(part: Part, engine: InferenceEngine, rows: int, run: Run, rates: Rates
         beyond = max(0.0, statistics.median(found["draw"]) - statistics.median(found["reading the logits"]))
         note = "all that the draw takes beyond reading the logits once, of a step: no kernel of ours draws without"
         part.add("logprobs cost at most", [beyond / (rows / step)], "of a step", at_most=0.02, note=note)
+
+
+def trunks(part: Part, engine: InferenceEngine, rows: int, run: Run, shape: Shape, rates: Rates) -> None:
+    """Captured trunks of few rows, both ways."""
+    found = few_rows.measure(engine, rows, run.scale)
+    weights = shape.layers // 2 * getattr(torch, run.scale.dtype).itemsize
+    bound = (weights + rows * run.scale.context * shape.kv) / rates.read * 1e6
+    plain = statistics.median(found["trunk"])
+    for name, seconds in found.items():
+        note = (
+            f"reading weights (with the head) and KV takes {bound:.0f} µs; {plain / statistics.median(seconds):.2f} x"
+        )
+        part.add(f"{name}, {rows} rows", [each * 1e6 for each in seconds], "µs", note=note)
 
 
 def asked(part: Part, engine: InferenceEngine, options: dict[str, Any], run: Run) -> None:

@@ -100,7 +100,7 @@ def test_the_plain_loop_computes_the_same_model(tmp_path: Path, tied: bool) -> N
     assert list(zip(*made, strict=True)) == [sample.completion_tokens for sample in samples]
 
 
-def test_what_is_missing_is_said_first_and_left_out(tmp_path: Path) -> None:
+def test_what_is_missing_is_said_first_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [
         needs.Need("torch", "2.11"),
         needs.Need("transformers", "not installed", "transformers is not installed", ("transformers",)),
@@ -115,6 +115,10 @@ def test_what_is_missing_is_said_first_and_left_out(tmp_path: Path) -> None:
     ]
     assert needs.too_old("torch", "2.10.1+cu128") == "torch 2.10.1+cu128 is older than 2.11"
     assert needs.too_old("triton", "3.6.0") is None
+    monkeypatch.setattr(needs.shutil, "which", lambda _: None)
+    monkeypatch.delenv("CC", raising=False)
+    assert "there is no C compiler" in str(needs.compiler().problem)
+    monkeypatch.undo()
     assert not any(need.problem for need in needs.find(tmp_path, tmp_path / "none" / "there", dry_run=True))
 
 

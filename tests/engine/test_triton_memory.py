@@ -201,6 +201,9 @@ def test_a_kernel_that_fails_at_full_size_says_what_runs(folder: Path, monkeypat
         ConfigError, match=r"backend='reference' runs it \(RuntimeError: out of resource: shared memory\)"
     ):
         assemble(small(folder), Card(total=10 * GIB))
+    monkeypatch.setattr(memory_profile, "run_largest_steps", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"cuda_graphs=False runs without them \(RuntimeError: out of resource"):
+        assemble(small(folder), Card(total=10 * GIB), fails)
 
 
 @pytest.mark.usefixtures("not_run")

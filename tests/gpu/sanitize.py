@@ -1,7 +1,7 @@
 """Launch every kernel at small shapes: `compute-sanitizer python tests/gpu/sanitize.py [--dry-run]`.
 
 Every tensor is an allocation of its own (torch's cache is off), so that an access beyond one is seen. What nobody may
-read holds NaN. No graphs: what they replay is what is launched here.
+read holds NaN. No graphs: what they replay is launched here, or where rows are few by the probe of each engine.
 """
 
 import argparse

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nano_inference.ops.cuda import attention
 from nano_inference.ops.cuda.attention import Attention
 from tests.ops.triton_attention import Heads, Memory, Piece, Rows3, attend, draw, padded, place, reference
 
@@ -145,3 +146,17 @@ def test_padding_alone_is_no_work() -> None:
     plan = attention.plan(batch, 16)
     attention.attend(q, view, 1, plan, heads.scale)
     assert [int(work.items.count) for works in plan.work.values() for work in works] == [0]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(("memory", "buffers"), [(227 * 1024, 2), (163 * 1024, 2), (99 * 1024, 1)])
+def test_wide_heads_have_fewer_buffers_on_a_small_card(
+    monkeypatch: pytest.MonkeyPatch, batch_invariant: bool, memory: int, buffers: int
+) -> None:
+    """An RTX 3090 or 4090 has 99 KiB for a program: two buffers of heads of 256 would not fit."""
+    monkeypatch.setattr(attention, "shared_memory", lambda _: memory)
+    kernels, device = Attention(batch_invariant=batch_invariant, architecture=80), torch.device("cpu")
+    for head_dim, expected in ((256, buffers), (128, 2)):
+        tilings = kernels._tilings(4, head_dim, torch.bfloat16, device, indirect=False, single_rows=False)
+        assert tilings[0].num_stages == 3 + 2 * (expected - 1)
+        assert all(tiling.lanes <= 32 * expected for tiling in tilings)

@@ -135,9 +135,8 @@ def measure(
     except torch.OutOfMemoryError:
         raise ConfigError(_too_large(config, models, weights, before)) from None
     except Exception as problem:  # the probe was of few rows; at these sizes a kernel asks for more of the card
-        told = f"{type(problem).__name__}: {problem}".splitlines()[0]
         raise ConfigError(
-            f"the CUDA kernels fail on the largest step; backend='reference' runs it ({told})."
+            f"the CUDA kernels fail on the largest step; backend='reference' runs it ({_told(problem)})."
         ) from problem
     workspace = max(memory.read().peak - before.allocated, 0)
     memory.release()
@@ -150,6 +149,10 @@ def measure(
                 f"the CUDA graphs of batches up to max_batch_size={config.max_batch_size} do not fit beside the "
                 f"weights ({gibibytes(weights)}); lower max_batch_size to {max(config.max_batch_size // 2, 1)}."
             ) from None
+        except Exception as problem:
+            raise ConfigError(
+                f"CUDA graphs cannot be captured; cuda_graphs=False runs without them ({_told(problem)})."
+            ) from problem
     del storages
     memory.release()
     after = memory.read()
@@ -242,6 +245,10 @@ def _batch(lengths: Sequence[int], longest: int, block_size: int, weight_set: st
 
 def _sampling(num_samples: int) -> SamplingBatch:
     return sampling_batch([DrawRequest(GREEDIEST, row, (0, row, 1)) for row in range(num_samples)])
+
+
+def _told(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {problem}".splitlines()[0]
 
 
 def _too_large(config: EngineConfig, models: Mapping[str, Decoder], weights: int, before: MemoryReading) -> str:

@@ -349,7 +349,7 @@ class WeightSyncManager:
             value = value.clone(memory_format=torch.contiguous_format)
         for change in changes[whole + 1 :]:
             assert change.indices is not None
-            value.view(-1).index_copy_(0, change.indices, change.values.to(device, dtype))
+            value.view(-1).index_copy_(0, change.indices.to(device), change.values.to(device, dtype))
         return value
 
 

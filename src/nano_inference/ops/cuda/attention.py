@@ -12,11 +12,13 @@ from nano_inference.batch import ForwardBatch
 from nano_inference.ops.backend import KvcacheView
 from nano_inference.ops.cuda.attention_kernel import attention_kernel
 from nano_inference.ops.cuda.attention_plan import Bounds, Items, plan_items
+from nano_inference.ops.cuda.matmul import shared_memory
 
 KEY_TILE = 64  # keys of one step of the recurrence
 SPLIT = 256  # keys whose sum may be computed on its own
 SHORT_LANES = 16  # what tensor cores take at least
 PROGRAMS_A_PROCESSOR = 4  # that keys are shared for, at most: more than fit at once, for the sake of balance
+OTHER_SHARED = 34 * 1024  # bytes that a program takes beside its tiles of keys and values, at most
 ROW_PARTS = 2048  # of rows whose keys are shared: 34 MB with 32 heads of 128
 
 
@@ -172,9 +174,11 @@ class Attention:
         least = triton.next_power_of_2(group)  # a row's heads lie in one tile
         if dtype == torch.float32:  # no tensor cores: for comparisons, not for speed
             return [Tiling(max(SHORT_LANES, least), 4, _stages(1, indirect=indirect))]
+        buffer = 2 * self._key_tile * triton.next_power_of_2(head_dim) * dtype.itemsize
+        two = 2 if 2 * buffer + OTHER_SHARED <= shared_memory(device) else 1  # heads of 256 on a card for games
         if self.batch_invariant:
-            return [Tiling(max(32, least), 4 if head_dim <= 128 else 8, _stages(2, indirect=indirect))]
-        short = Tiling(max(SHORT_LANES, least), 4, _stages(2 if head_dim > 64 else 3, indirect=indirect))
+            return [Tiling(max(32, least), 4 if head_dim <= 128 else 8, _stages(two, indirect=indirect))]
+        short = Tiling(max(SHORT_LANES, least), 4, _stages(two if head_dim > 64 else 3, indirect=indirect))
         if single_rows:
             return [short]
         architecture = self._architecture
@@ -182,7 +186,8 @@ class Attention:
             architecture = 10 * torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 90
         if architecture == 90:  # its products are under way while others go on: Triton adds a buffer of its own
             return [short, Tiling(max(64, least), 4 if head_dim <= 128 else 8, _stages(1, indirect=indirect))]
-        return [short, Tiling(max(64, least), 8, _stages(2 if head_dim <= 128 else 1, indirect=indirect))]
+        tall = 64 if two == 2 else 32
+        return [short, Tiling(max(tall, least), 8, _stages(2 if head_dim <= 128 else 1, indirect=indirect))]
 
 
 def _stages(buffers: int, *, indirect: bool) -> int:

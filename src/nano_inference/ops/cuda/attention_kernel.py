@@ -61,7 +61,8 @@ def _merge_parts(
 ):
     """Some lanes of a tile whose parts, `step` lanes apart, are all in the workspace: merged in order of the keys.
 
-    Nothing is read through the first cache, which does not see what other multiprocessors write.
+    To take the counter has emptied the first cache, which does not see what other multiprocessors write; accumulators
+    pass it by in any case.
     """
     dim = tl.arange(0, PADDED_DIM)[None, :]
     present = there[:, None] & (dim < HEAD_DIM)

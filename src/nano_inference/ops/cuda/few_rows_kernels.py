@@ -8,15 +8,15 @@ residual stream in the second cache: a row is a few kB, and a kernel less is a m
 Two ways to multiply, by the number of rows:
 
 - Up to `VECTOR_ROWS`: multiply and add in float32, without tensor cores. A thread holds some k of all the program's
-  rows of the weight, so what it makes of x serves them all. A weight of bfloat16 costs its conversion, and a product and an
-  addition for each row of x: for the 0.44 G weights of Qwen3-0.6B's layers and 2 rows 2.2 G operations, 0.08 ms of an
-  H100 beside the 0.29 ms of reading them.
-- Up to 8: tensor cores, rows padded to 16. The first way would end in 8 sums across threads for each row of the weight,
-  five shuffles a warp: for gate and up of that model 1.0 M shuffles of warps, one a cycle and SM, 4.4 µs beside the 4.2
-  of reading, and all registers. On tensor cores that is nothing; but there the weight is asked for after the norm.
+  rows of the weight, so what it makes of x serves them all. A weight of bfloat16 costs its conversion, and a product
+  and an addition for each row of x: for the 0.44 G weights of Qwen3-0.6B's layers and 2 rows 2.2 G operations, 0.08 ms
+  of an H100 beside the 0.29 ms of reading them.
+- Up to 8: tensor cores, rows padded to 16. The first way would end in 8 sums across threads for each row of a weight,
+  five shuffles a warp: for gate and up of that model 1.0 M shuffles of warps, one a cycle and SM, 4.4 µs beside the
+  4.2 of reading, and all registers. Tensor cores have none; there one tile of the weight is on its way before the norm.
 
-Roundings are those of the plain operations: the normed row to the norm's dtype, each product's float32 sum with its bias
-to the weight's dtype, then gate or addition. How a weight is cut depends on its shape and dtype alone.
+Roundings are those of the plain operations: the normed row to the norm's dtype, the float32 sum of a product with its
+bias to the weight's dtype, then gate or addition. How a weight is cut depends on its shape and dtype alone.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportUnreachable=false
@@ -236,14 +236,19 @@ def _tensor_kernel(
     weight_start = weight + columns.to(tl.int64)[None, :] * weight_stride + ks[:, None]
 
     factor = tl.full((_PADDED, 1), 1.0, tl.float32)
+    sums = tl.zeros((_PADDED, COLUMNS), tl.float32)
     if norm_weight is not None:
+        tile = tl.load(weight_start, mask=column_mask[None, :] & (ks < K)[:, None], other=0.0)
+        tl.debug_barrier()  # as in `_vector_kernel`
         squares = tl.zeros((_PADDED, DEPTH), tl.float32)
         for k in tl.range(0, K, DEPTH, num_stages=4):  # pyright: ignore[reportGeneralTypeIssues]
             part = tl.load(x_start + k, mask=row_mask[:, None] & (ks < K - k)[None, :], other=0.0)
             squares += part * part
         factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
-    sums = tl.zeros((_PADDED, COLUMNS), tl.float32)
-    for k in range(0, K, DEPTH):
+        part = tl.load(x_start, mask=row_mask[:, None] & (ks < K)[None, :], other=0.0)
+        part = _normed(part, factor, norm_weight + ks[None, :], offset, (ks < K)[None, :], DTYPE).to(DTYPE)
+        sums = tl.dot(part, tile, sums, input_precision=PRECISION)
+    for k in range(0 if norm_weight is None else DEPTH, K, DEPTH):
         inside = (ks < K - k)[None, :]
         part = tl.load(x_start + k, mask=row_mask[:, None] & inside, other=0.0).to(tl.float32)
         norm_part = norm_weight
