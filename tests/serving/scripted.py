@@ -109,7 +109,7 @@ class ScriptedClient(EngineClient):
 
     def die(self, reason: str = "the script says so.") -> None:
         """Die as an engine does. Call it on the server's loop, or let a script do it."""
-        self._receive(Dead(reason))
+        self._receive(Dead(reason, "a step failed: KeyError"))
 
     def _engine_info(self) -> EngineInfo:
         eos = self.tokenizer.eos_token_id

@@ -151,7 +151,10 @@ def test_a_dying_engine_ends_streams_with_an_event_and_others_with_503() -> None
         reply = httpx.post(url + "/v1/completions", json={"prompt": "Hi", "stream": True})
         assert "engine" in json.loads(reply.text.rstrip().rsplit("data: ", 1)[1])["error"]["message"]
         health = httpx.get(url + "/health")
-        assert (health.status_code, health.json()) == (503, {"status": "dead", "model_loaded": False})
+        assert (health.status_code, health.json()) == (
+            503,
+            {"status": "dead", "model_loaded": False, "reason": "a step failed: KeyError"},
+        )
         late = httpx.post(url + "/v1/completions", json={"prompt": "Hi"})
         assert (late.status_code, late.headers["x-should-retry"]) == (503, "false")
         assert httpx.get(url + "/stats").json()["status"] == "dead"
