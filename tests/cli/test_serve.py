@@ -13,7 +13,6 @@ from nano_inference.serving import main
 from nano_inference.serving.config import ServerConfig
 from tests.cli.running import run
 
-NOT_ON_THE_COMMAND_LINE = {"gpu_memory_utilization", "attention", "lookahead"}
 Configs = list[tuple[EngineConfig, ServerConfig]]
 
 
@@ -43,6 +42,7 @@ def other(value: Any, kind: str) -> Any:
 
 
 CHOICES = {"cache_type": "radix", "dtype": "float32", "backend": "reference", "device": "cpu"}
+CHOICES |= {"attention": "reference", "batch_invariant": True, "lookahead": 1, "gpu_memory_utilization": 0.5}
 CHOICES |= {"admin_key": "third"}  # a user's key is refused
 CHOICES |= {"log_level": "error", "log_format": "json", "tool_format": "llama", "reasoning_format": "none"}
 CHOICES |= {"weight_update_group_init_method": "tcp://10.0.0.1:9000", "actor_llm_idx": 0}
@@ -63,7 +63,7 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
     wanted = {
         field.name: CHOICES.get(field.name, other(field.default, str(field.type)))
         for field in fields(kind)
-        if field.name not in {*NOT_ON_THE_COMMAND_LINE, "model_path"}
+        if field.name != "model_path"
     }
     # The two exclude each other; and there is an admin key.
     del wanted["enable_chunked_prefill" if kind is EngineConfig else "rl_open"]

@@ -113,7 +113,7 @@ def check(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> N
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=18, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(work=requests(), schedule=schedules)
 def test_same_bits_under_any_schedule(
     model: Path, dtype: str, backend: Backend, work: list[Request], schedule: Schedule

@@ -67,7 +67,7 @@ def check(model: Path, work: list[Request], schedule: Schedule) -> int:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(work=requests(), schedule=schedules)
 def test_same_bits_under_any_schedule(
     models: dict[str, Path], family: str, backend: Backend, work: list[Request], schedule: Schedule

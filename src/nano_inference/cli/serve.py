@@ -8,7 +8,7 @@ import typer
 
 from nano_inference.cli import options
 from nano_inference.cli.options import parse_size, read_keys
-from nano_inference.config import Backend
+from nano_inference.config import Attention, Backend
 from nano_inference.errors import ConfigError
 
 _SERVER, _KEYS, _LIMITS, _ENGINE, _LOGS = "The server", "Keys and pages", "Limits", "The engine", "Logs"
@@ -157,6 +157,22 @@ def serve(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     backend: Annotated[Backend, _option(_ENGINE, "--backend", help="Whose operations run.")] = "auto",
+    attention: Annotated[
+        Attention, _option(_ENGINE, "--attention", help="Whose attention, where there is a choice.")
+    ] = "auto",
+    batch_invariant: Annotated[
+        bool | None,
+        _option(_ENGINE, "--batch-invariant/--no-batch-invariant", help="The same bits whatever else runs."),
+    ] = None,
+    lookahead: Annotated[
+        int | None, _option(_ENGINE, "--lookahead", help="Steps planned ahead, 0 or 1. Default: 1 on a GPU.")
+    ] = None,
+    cuda_graphs: Annotated[
+        bool, _option(_ENGINE, "--cuda-graphs/--no-cuda-graphs", help="Replay decode steps from captured graphs.")
+    ] = True,
+    gpu_memory_utilization: Annotated[
+        float, _option(_ENGINE, "--gpu-memory-utilization", help="Share of a GPU's memory that may be taken.")
+    ] = 0.9,
     kv_cache_memory: options.KVCacheMemory = None,
     max_model_len: options.MaxModelLen = None,
     threads: options.Threads = None,
@@ -203,6 +219,11 @@ def serve(
         dtype=dtype,
         device=device,
         backend=backend,
+        attention=attention,
+        batch_invariant=batch_invariant,
+        lookahead=lookahead,
+        cuda_graphs=cuda_graphs,
+        gpu_memory_utilization=gpu_memory_utilization,
         enable_prefix_caching=prefix_caching,
         enable_chunked_prefill=chunked_prefill,
         num_threads=threads,
