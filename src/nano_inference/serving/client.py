@@ -246,6 +246,7 @@ class EngineClient(ABC):
                 self._info, self._dead, self.restarting = info, None, False
                 self._heard = None
             case CannotStart(error, text):
+                self._dead = None  # this is why there is no new one, whatever ended the one before
                 self._die(f"the engine cannot be built: {error}: {text}", f"the engine cannot be built: {error}")
             case Dead(reason, public):
                 self._die(reason, public)
