@@ -103,7 +103,8 @@ def test_an_operation_that_breaks_the_law_is_named(
 
     monkeypatch.setattr(InferenceEngine, "__init__", build_broken)
     with InferenceEngine(config) as engine:
-        write_jsonl([engine.generate([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))[0]] * 5, tmp_path / "b.jsonl")
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        write_jsonl([engine.generate([5, 6, 7], params)[0]] * 5, tmp_path / "b.jsonl")
     result = run("replay", str(tmp_path / "b.jsonl"), "--model", folders["chat"], *FAST)
     assert result.exit_code == 1
     assert result.stdout.count("layer 1, linear (down): the row of position 0 has other bits in one chunk") == 3
