@@ -33,7 +33,9 @@ def compiled(path: Path, *options: str) -> list[dict]:
 
 def check(kernels: list[dict], calls: list[str]) -> None:
     assert [name for name in calls if name not in {k["call"] for k in kernels}] == []
-    assert [k for k in kernels if k["stack"] or k["local"]] == []
+    # Attention in float32 is for comparisons, and spills where registers are few (sm_80): docs/gpu.md.
+    for_speed = [k for k in kernels if not (k["call"] == "attention, float32" and k["arch"] < 90)]
+    assert [k for k in for_speed if k["stack"] + k["local"]] == []
     of_rows = [
         (k["call"], k["shape"], k["arch"], k["kernel"], str(k["constants"])) for k in kernels if k["call"] in ROW_BY_ROW
     ]
