@@ -134,14 +134,29 @@ class _CudaGraph:
         self._graph.replay()
 
 
-class CudaQueue:
+class _Waits:
+    """What both queues do alike: wait, and remember that it was in vain."""
+
+    def __init__(self) -> None:
+        self.deadline, self.failed = DEADLINE, False
+
+    def wait(self, event: Event) -> None:
+        """See `DeviceQueue`."""
+        try:
+            wait_for(event, self.deadline)
+        except Exception:
+            self.failed = True
+            raise
+
+
+class CudaQueue(_Waits):
     """A GPU. Work goes to the stream that is current, so kernels, graphs and uploads stand in one order."""
 
     captures_early = True
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.device = device
-        self.deadline, self.failed = DEADLINE, False
         with self.current():
             self._side = torch.cuda.Stream()  # results leave on it while the next step computes
             self._capturing = torch.cuda.Stream()  # one for all graphs of a pool: then they share its memory
@@ -166,14 +181,6 @@ class CudaQueue:
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
         return self._mark(self._side)
-
-    def wait(self, event: Event) -> None:
-        """See `DeviceQueue`."""
-        try:
-            wait_for(event, self.deadline)
-        except Exception:
-            self.failed = True
-            raise
 
     def synchronise(self) -> None:
         """See `DeviceQueue`."""
@@ -229,7 +236,7 @@ class _CalledAgain:
             self.output.copy_(found)
 
 
-class HostQueue:
+class HostQueue(_Waits):
     """The host's memory as a device that does everything at once."""
 
     captures_early = False
@@ -255,14 +262,6 @@ class HostQueue:
         for source, target in copies:
             target.copy_(source)
         return Passed()
-
-    def wait(self, event: Event) -> None:
-        """See `DeviceQueue`."""
-        try:
-            wait_for(event, self.deadline)
-        except Exception:
-            self.failed = True
-            raise
 
     def synchronise(self) -> None:
         """See `DeviceQueue`."""
