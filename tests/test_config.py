@@ -143,4 +143,12 @@ def test_the_scheduler_part_is_the_same_values() -> None:
     }
     assert make(**options).scheduler == SchedulerConfig(**options)
     assert make().scheduler == SchedulerConfig()
-    assert {field.name for field in dataclasses.fields(SchedulerConfig)} == options.keys()
+    assert {field.name for field in dataclasses.fields(SchedulerConfig)} == {*options, "groups"}
+    assert make(pipeline_parallel=4).scheduler.groups == 4
+
+
+def test_stages_decide_the_lookahead() -> None:
+    make(pipeline_parallel=2, lookahead=1)
+    for options in ({"lookahead": 0}, {"pipeline_parallel": 3, "lookahead": 1}):
+        with pytest.raises(ConfigError, match="leave it out"):
+            make(**({"pipeline_parallel": 2} | options))

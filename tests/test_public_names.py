@@ -50,7 +50,7 @@ NAMES = {
     *("schedule", "sample_with_logprobs", "model_forward", "compute_block_hash"),
     *("NanoInferenceError", "ConfigError", "ModelLoadError", "InvalidRequest", "RequestTooLarge"),
     *("VersionGone", "WeightUpdateError", "WeightUpdateConflict", "WeightTransferError"),
-    *("RequestAborted", "EngineDead"),
+    *("RequestAborted", "EngineDead", "RankLost"),
 }
 
 FIELDS: dict[type, dict[str, Any]] = {
@@ -77,6 +77,11 @@ FIELDS: dict[type, dict[str, Any]] = {
         "cuda_graphs": True,
         "num_threads": None,
         "seed": None,
+        "tensor_parallel": 1,
+        "pipeline_parallel": 1,
+        "context_parallel": 1,
+        "expert_parallel": 1,
+        "rank_timeout": 60.0,
     },
     SamplingParams: {
         "temperature": 1.0,
@@ -134,6 +139,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "max_chunk_tokens": None,
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
+        "groups": 1,
     },
     CacheAllocation: {"block_ids": REQUIRED, "cached_length": REQUIRED},
     Delta: {
@@ -148,6 +154,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "cached_tokens": 0,
         "queued": 0.0,
         "log_kept_mass": None,
+        "weight_version": 0,
     },
     VersionSpan: {"version": REQUIRED, "start": REQUIRED, "end": REQUIRED},
     SamplingMask: {"offsets": REQUIRED, "token_ids": REQUIRED},
@@ -277,6 +284,7 @@ def test_every_error_of_the_package_is_public_and_has_the_base() -> None:
 def test_statistics_are_plain_numbers() -> None:
     own = {field.name: field.type for field in dataclasses.fields(EngineStats)}
     assert own.pop("step_microseconds") == Mapping[str, float]
+    assert own.pop("ranks_busy") == own.pop("ranks_waiting") == tuple[float, ...]
     assert set(own.values()) == {int, float}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Set
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,14 @@ class Scored(NamedTuple):
     seq: Sequence
     start: int
     end: int
+
+
+class TableRows(NamedTuple):
+    """Where block tables are kept from step to step: a row is one sequence's for as long as it lives."""
+
+    rows: np.ndarray  # int64 [S]
+    marks: np.ndarray  # int64 [S], another whenever the row was written
+    num_rows: int  # in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,8 @@ class ForwardBatch:
     num_best: int = 0  # how many of them; 0 where nobody wants any
     # int64 [1]: numbers from one row of block_tables to the next, where only the device knows (`CudaRunner`)
     table_stride: Tensor | None = None
+    table_rows: TableRows | None = None  # for whoever mirrors block tables; None: nobody keeps them
+    context: Any = None  # `parallel.context.ContextStep`, where these are one rank's rows of a step
 
 
 class Rows(NamedTuple):
@@ -82,18 +92,15 @@ def batch_of_rows(
     """
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     lengths = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int64)
-    cu_seqlens = np.concatenate([np.zeros(1, dtype=np.int64), lengths.cumsum()])
     tables = np.zeros((len(chunks), max(len(chunk.block_ids) for chunk in chunks)), dtype=np.int64)
     for table, chunk in zip(tables, chunks, strict=True):
         table[: len(chunk.block_ids)] = chunk.block_ids
-    row_chunks = np.repeat(np.arange(len(chunks)), lengths)
-    positions = np.arange(len(row_chunks)) - (cu_seqlens[:-1] - starts)[row_chunks]
-    blocks = tables[row_chunks, positions // block_size]
+    cu_seqlens, row_chunks, positions, slots = layout_of_rows(starts, lengths, tables, block_size)
     return ForwardBatch(
         weight_set=weight_set,
         input_ids=_tensor([token_id for chunk in chunks for token_id in chunk.token_ids]),
         positions=torch.from_numpy(positions),
-        slot_mapping=torch.from_numpy(blocks * block_size + positions % block_size),
+        slot_mapping=torch.from_numpy(slots),
         row_chunks=torch.from_numpy(row_chunks),
         block_tables=torch.from_numpy(tables),
         cu_seqlens_q=torch.from_numpy(cu_seqlens),
@@ -111,6 +118,25 @@ def batch_of_rows(
     )
 
 
+def layout_of_rows(
+    starts: np.ndarray, lengths: np.ndarray, tables: np.ndarray, block_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """What follows from where chunks start, how long they are and their block tables [S, blocks].
+
+    Returns `cu_seqlens_q` [S + 1] and, for each row, its chunk, position and slot [N]; see `ForwardBatch`.
+    """
+    if len(lengths) and (lengths == 1).all():  # a step that only decodes
+        rows = np.arange(len(starts) + 1)
+        places, offsets = np.divmod(starts, block_size)
+        return rows, rows[:-1].copy(), starts.copy(), tables[rows[:-1], places] * block_size + offsets
+    cu_seqlens = np.zeros(len(starts) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=cu_seqlens[1:])
+    row_chunks = np.repeat(np.arange(len(starts)), lengths)
+    positions = np.arange(len(row_chunks)) - (cu_seqlens[:-1] - starts)[row_chunks]
+    places, offsets = np.divmod(positions, block_size)
+    return cu_seqlens, row_chunks, positions, tables[row_chunks, places] * block_size + offsets
+
+
 class BatchBuilder:
     """Makes a step's batches from arrays that keep what every step needs of a sequence, one slot each.
 
@@ -123,6 +149,8 @@ class BatchBuilder:
         self._slots: dict[int, int] = {}  # sequence id -> slot
         self._free: list[int] = []
         self._tables = np.zeros((0, 0), dtype=np.int64)  # [slots, blocks], padded with 0
+        self._marks = np.zeros(0, dtype=np.int64)  # [slots], of when a table was last written
+        self._num_written = 0
         self._prompts = np.zeros(0, dtype=np.int64)  # [slots] prompt tokens
         self._least = np.zeros(0, dtype=np.int64)  # [slots] tokens that a sequence has before it may stop
         self._draws = SamplingTable()
@@ -192,8 +220,8 @@ class BatchBuilder:
     ) -> ForwardBatch:
         slots, starts, lengths, samples = columns
         ends = starts + lengths
-        cu_seqlens = np.zeros(len(seqs) + 1, dtype=np.int64)
-        np.cumsum(lengths, out=cu_seqlens[1:])
+        tables = self._tables[slots, : -(-int(ends.max()) // self._block_size)]
+        cu_seqlens, row_chunks, positions, slot_mapping = layout_of_rows(starts, lengths, tables, self._block_size)
 
         input_ids: list[int] = []
         relay: list[tuple[int, int]] = []
@@ -206,15 +234,11 @@ class BatchBuilder:
         relay_rows, relay_sources = zip(*relay, strict=True) if relay else ((), ())
         score_rows, score_targets, best_rows, scored = _rows_to_score(seqs, starts, ends, cu_seqlens)
 
-        row_chunks = np.repeat(np.arange(len(seqs)), lengths)
-        positions = np.arange(len(input_ids)) - (cu_seqlens[:-1] - starts)[row_chunks]
-        tables = self._tables[slots, : -(-int(ends.max()) // self._block_size)]
-        blocks = tables[row_chunks, positions // self._block_size]
         return ForwardBatch(
             weight_set=weight_set,
             input_ids=_tensor(input_ids),
             positions=torch.from_numpy(positions),
-            slot_mapping=torch.from_numpy(blocks * self._block_size + positions % self._block_size),
+            slot_mapping=torch.from_numpy(slot_mapping),
             row_chunks=torch.from_numpy(row_chunks),
             block_tables=torch.from_numpy(tables),
             cu_seqlens_q=torch.from_numpy(cu_seqlens),
@@ -229,6 +253,7 @@ class BatchBuilder:
             num_prompt_tokens=int(np.clip(self._prompts[slots] - starts, 0, lengths).sum()),
             best_rows=_tensor(best_rows),
             num_best=max((seq.num_best for seq, _, _ in scored), default=0),
+            table_rows=TableRows(slots, self._marks[slots], len(self._marks)),
         )
 
     def _follow_tables(self, decision: SchedulerOutput, sequences: Sequences) -> None:
@@ -245,6 +270,8 @@ class BatchBuilder:
             self._tables = np.pad(self._tables, ((0, 0), (0, max(room, wanted - room))))
         self._tables[slot, first:wanted] = block_ids[first:]
         self._tables[slot, wanted:] = 0
+        self._num_written += 1
+        self._marks[slot] = self._num_written
 
     def _slots_of(self, seq_ids: Listed[int], sequences: Sequences) -> np.ndarray:
         slots = self._slots
@@ -270,8 +297,9 @@ class BatchBuilder:
             more = max(old, 2 * wanted)
             self._free += range(old, old + more)
             self._tables = np.pad(self._tables, ((0, more), (0, 0)))
-            columns = (self._prompts, self._least, self._undrawn)
-            self._prompts, self._least, self._undrawn = (np.pad(column, (0, more)) for column in columns)
+            columns = (self._prompts, self._least, self._undrawn, self._marks)
+            padded = (np.pad(column, (0, more)) for column in columns)
+            self._prompts, self._least, self._undrawn, self._marks = padded
 
 
 class _Columns(NamedTuple):

@@ -10,6 +10,7 @@ CacheType = Literal["paged", "radix"]
 Backend = Literal["auto", "reference", "cpu", "cuda"]
 Attention = Literal["auto", "reference", "cpu", "flex", "triton", "flashinfer"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+SEGMENT = 512  # keys after which attention starts anew, at absolute positions (kernels/attention.h has it too)
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class SchedulerConfig:
         max_chunk_tokens: tokens of one sequence in a step, or None for no limit but the step's.
         enable_prefix_caching: let a new sequence start from blocks that an earlier one computed.
         enable_chunked_prefill: let a prompt be computed over several steps.
+        groups: groups of sequences that take turns, as many as steps are on their way at once: the stages of a
+            pipeline. Above 1 a sequence is not planned while a token of it is on its way, and a step draws for at most
+            its share of the sequences, so that the others fill the other stages.
     """
 
     max_batch_size: int = 256
@@ -32,6 +36,7 @@ class SchedulerConfig:
     max_chunk_tokens: int | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    groups: int = 1
 
 
 @strict_options(ConfigError)
@@ -69,7 +74,8 @@ class EngineConfig:
             it needs a C++ compiler). Neither it nor FlashInfer keeps schedule invariance.
         enable_prefix_caching: let a new sequence start from blocks that an earlier one computed.
         enable_chunked_prefill: let a prompt be computed over several steps.
-        lookahead: steps planned before the last one's tokens are known: 0 or 1. None: 0 on a CPU, 1 on CUDA.
+        lookahead: steps planned before the last one's tokens are known: 0 or 1. None: 0 on a CPU, 1 on CUDA; with
+            stages as many as there are other stages, and nothing else is possible.
         batch_invariant: a token's bits depend on the weights and the tokens before it alone, never on what else runs.
             True: refuse what does not keep this; on CUDA products then run on kernels of our own instead of cuBLAS's,
             which is slower. None: where it is free (the CPU kernels, the reference backend on a CPU).
@@ -78,6 +84,15 @@ class EngineConfig:
         num_threads: threads of the CPU kernels and of torch's CPU operations; None: the physical cores. For torch's
             it holds for the whole process.
         seed: where fresh request seeds come from; None: the operating system's entropy.
+        tensor_parallel: ranks that share every layer, a process each (the engine's own is the first): 1, 2, 4, 8 ….
+        pipeline_parallel: stages, each with layers of its own. As many groups of sequences take turns in them, so fewer
+            sequences than stages leave some of them waiting.
+        context_parallel: ranks that share the keys and values of every sequence: 1, 2, 4 …. Of every block each stores
+            its part, so `block_size` must be a multiple of 512 tokens a rank; long prompts are computed by all of them.
+            For `backend="cpu"` and `"reference"`.
+        expert_parallel: over how many ranks the experts of a mixture are spread: 1, or as many as `tensor_parallel`.
+            With one tensor rank: engines in lockstep, of which this is one; only a fleet starts those.
+        rank_timeout: seconds that a rank may take for what others wait for, before the engine ends for it.
     """
 
     model_path: str
@@ -102,11 +117,18 @@ class EngineConfig:
     cuda_graphs: bool = True
     num_threads: int | None = None
     seed: int | None = None
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    rank_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         _check_text(self)
         _check_choices(self)
         _check_numbers(self)
+        _check_ranks(self)
+        _check_context(self)
         owner = ATTENTION_OF.get(self.attention)
         if owner is not None and self.backend not in ("auto", owner):
             raise ConfigError(f"attention={self.attention!r} belongs to backend={owner!r}, not to {self.backend!r}.")
@@ -127,6 +149,7 @@ class EngineConfig:
             max_chunk_tokens=self.max_chunk_tokens,
             enable_prefix_caching=self.enable_prefix_caching,
             enable_chunked_prefill=self.enable_chunked_prefill,
+            groups=self.pipeline_parallel,
         )
 
 
@@ -149,7 +172,8 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "batch_invariant": (None, True, False),
     "cuda_graphs": (True, False),
 }
-_COUNTS = ("block_size", "max_batch_size", "max_tokens_per_batch")
+_PARALLEL = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+_COUNTS = ("block_size", "max_batch_size", "max_tokens_per_batch", *_PARALLEL)
 _OPTIONAL_COUNTS = ("max_chunk_tokens", "max_model_len", "kv_cache_memory", "num_threads")
 
 
@@ -180,6 +204,40 @@ def _check_numbers(config: EngineConfig) -> None:
         raise ConfigError(f"gpu_memory_utilization={share!r} must be a number in (0, 1].")
     if config.seed is not None and not _is_seed(config.seed):
         raise ConfigError(f"seed={config.seed!r} must be an integer in [0, 2**64).")
+
+
+def _check_ranks(config: EngineConfig) -> None:
+    seconds: Any = config.rank_timeout
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds <= 86400:
+        raise ConfigError(f"rank_timeout={seconds!r} must be a number of seconds, above 0 and at most 86400.")
+    for name in ("tensor_parallel", "context_parallel"):
+        ranks = getattr(config, name)
+        if ranks & (ranks - 1):
+            raise ConfigError(f"{name}={ranks} must be 1, 2, 4, 8 or another power of two.")
+    others = config.pipeline_parallel - 1
+    if others and config.lookahead not in (None, others):
+        raise ConfigError(
+            f"lookahead={config.lookahead} is not possible with pipeline_parallel={config.pipeline_parallel}: as many "
+            "steps are planned ahead as there are other stages; leave it out."
+        )
+    if config.expert_parallel not in (1, config.tensor_parallel) and config.tensor_parallel != 1:
+        raise ConfigError(
+            f"expert_parallel={config.expert_parallel} must be 1 or tensor_parallel={config.tensor_parallel}."
+        )
+
+
+def _check_context(config: EngineConfig) -> None:
+    ranks, unit = config.context_parallel, SEGMENT * config.context_parallel
+    if ranks == 1:
+        return
+    if config.block_size % unit:
+        raise ConfigError(
+            f"context_parallel={ranks} shares each block out at multiples of {SEGMENT} tokens, so block_size="
+            f"{config.block_size} must be a multiple of {unit}; use block_size={-(-config.block_size // unit) * unit}."
+        )
+    if config.backend == "cuda" or config.attention in ("flex", "triton", "flashinfer"):
+        choice = "backend='cuda'" if config.backend == "cuda" else f"attention={config.attention!r}"
+        raise ConfigError(f"context_parallel={ranks} is not possible with {choice}; use backend='cpu' or 'reference'.")
 
 
 def _is_seed(value: Any) -> bool:

@@ -52,3 +52,7 @@ class EngineDead(NanoInferenceError):
     def __init__(self, message: str, public: str = "") -> None:
         super().__init__(message)
         self.public = public
+
+
+class RankLost(NanoInferenceError):
+    """A rank of a model that is shared by several did not answer in time, or is gone."""

@@ -278,6 +278,7 @@ class Delta:
         cached_tokens: prompt tokens that the prefix cache provided.
         queued: seconds from when the request was handed in until its first chunk was planned, or until it ended.
         log_kept_mass: of `token_ids`, as in `TrainingSample`; None where no filter can cut.
+        weight_version: of the weights that sampled `token_ids`; 0 where there are none.
     """
 
     request_id: int
@@ -291,6 +292,7 @@ class Delta:
     cached_tokens: int = 0
     queued: float = field(default=0.0, compare=False)
     log_kept_mass: tuple[float, ...] | None = None
+    weight_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +316,8 @@ class EngineStats:
         tokens_per_second: completion tokens by time spent in steps.
         step_microseconds: host time of an average step, by phase: what the loop did in it, and in `wait` for the
             device. A CPU is its own device: there `forward` and `sample` hold the work itself.
+        ranks_busy, ranks_waiting: seconds of each rank in steps: with its own part, and waiting for other stages of the
+            pipeline (rank 0: for samples). As the host sees it, which on a GPU is only ahead of the work.
     """
 
     num_waiting: int
@@ -334,6 +338,8 @@ class EngineStats:
     completion_tokens: int
     tokens_per_second: float
     step_microseconds: Mapping[str, float]
+    ranks_busy: tuple[float, ...]
+    ranks_waiting: tuple[float, ...]
 
 
 def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:

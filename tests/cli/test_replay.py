@@ -55,8 +55,8 @@ Change = Callable[[TrainingSample], dict[str, Any]]
 CHANGES: dict[str, tuple[Change, str]] = {
     "logprob": (lambda s: {"logprobs": one_up(s.logprobs, 1)}, "completion token 1: logprobs is "),
     "token": (
-        lambda s: {"completion_tokens": (s.completion_tokens[0], 77, *s.completion_tokens[2:])},
-        "completion token 1: completion_tokens is 77, replayed ",
+        lambda s: {"completion_tokens": (s.completion_tokens[0], 79, *s.completion_tokens[2:])},
+        "completion token 1: completion_tokens is 79, replayed ",
     ),
     "seed": (lambda s: {"seed": s.seed + 1}, "completion token 0: "),
     "top": (lambda s: {"top_logprobs": (s.top_logprobs or ())[::-1]}, "completion token 0: top_logprobs is "),
@@ -95,8 +95,8 @@ def test_an_operation_that_breaks_the_law_is_named(
         build(self, config)
         plain, down = self.model.ops.linear, self.model.params["layers.1.down"]
 
-        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            out = plain(x, weight, bias)
+        def linear(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+            out = plain(x, weight, *rest)
             return out.nextafter(torch.tensor(9.0)) if weight is down and len(x) == 1 else out
 
         self.model.ops = replace(self.model.ops, linear=linear)

@@ -43,6 +43,8 @@ def other(value: Any, kind: str) -> Any:
 
 CHOICES = {"cache_type": "radix", "dtype": "float32", "backend": "reference", "device": "cpu"}
 CHOICES |= {"attention": "reference", "batch_invariant": True, "lookahead": 1, "gpu_memory_utilization": 0.5}
+CHOICES |= {"tensor_parallel": 4, "pipeline_parallel": 2, "context_parallel": 2, "expert_parallel": 4}
+CHOICES |= {"block_size": 1024}
 CHOICES |= {"admin_key": "third"}  # a user's key is refused
 CHOICES |= {"log_level": "error", "log_format": "json", "tool_format": "llama", "reasoning_format": "none"}
 CHOICES |= {"weight_update_group_init_method": "tcp://10.0.0.1:9000", "actor_llm_idx": 0}
@@ -99,6 +101,7 @@ def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
         (("--max-samples", "0"), "max_samples=0 must be"),
         (("--max-batch-size", "0"), "max_batch_size=0 must be"),
         (("--rl", "--host", "0.0.0.0"), "whoever reaches it could change the weights"),
+        (("--ray-address", "10.0.0.1:6379"), "means nothing without --ray"),
         (("--rl-open",), "rl_open=True means nothing without rl=True"),
         (
             ("--rl", "--actor-llm-idx", "0"),
@@ -123,4 +126,13 @@ def test_what_is_not_installed_is_named(started: Configs, monkeypatch: pytest.Mo
     assert result.exit_code == 1
     assert "needs zmq" in result.stderr
     assert "pip install 'nano-inference[server]'" in result.stderr
+    assert not started
+
+
+def test_ray_has_to_be_installed(started: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == "ray" else found(name))
+    result = run("serve", "smollm2-135m", "--ray")
+    assert result.exit_code == 1
+    assert "pip install 'nano-inference[ray]'" in result.stderr
     assert not started

@@ -11,8 +11,8 @@ import torch
 import nano_inference
 
 ROOT = Path(__file__).parents[2]
-# Their blocks need a server, or others' packages: test_server.py, test_rl_frameworks.py.
-ELSEWHERE = {"docs/server.md", "docs/rl-frameworks.md"}
+# Their blocks need a server, or others' packages: test_server.py, test_rl_frameworks.py, ../ray_fleet/test_ray.py.
+ELSEWHERE = {"docs/server.md", "docs/rl-frameworks.md", "docs/ray.md"}
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 

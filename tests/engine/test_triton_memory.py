@@ -15,6 +15,7 @@ from nano_inference.engine.assembly import assemble, plan_engine
 from nano_inference.engine.memory import Claims, MemoryBudget, plan_memory
 from nano_inference.engine.memory_profile import measure, run_largest_steps
 from nano_inference.models.loading import load_spec
+from nano_inference.models.part import part_of
 from nano_inference.models.spec import ModelSpec
 from nano_inference.scheduling.sequence import POLICY
 from tests.engine.card import Card
@@ -40,7 +41,7 @@ def config(**options: Any) -> EngineConfig:
 
 
 def planned(spec: ModelSpec, claims: Claims, **options: Any) -> MemoryBudget:
-    return plan_memory(config(**options), [spec], claims, torch.bfloat16, CUDA)
+    return plan_memory(config(**options), [part_of(spec)], claims, torch.bfloat16, CUDA)
 
 
 @settings(max_examples=60, deadline=None)

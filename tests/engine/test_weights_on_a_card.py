@@ -146,7 +146,7 @@ def test_an_update_takes_no_more_of_the_card_than_there_is(tmp_path: Path) -> No
     weights = {name: torch.zeros(slot.shape) for name, slot in slots(table).items()}
     sizes = [2 * tensor.numel() for tensor in weights.values()]
     room = sum(sizes) // 2
-    session = WeightSession(slots(table), params, complete=True, check_finite=False, room=room)
+    session = WeightSession(slots(table), slots(table), params, complete=True, check_finite=False, room=room)
     session.add(weights, Hold.COPY)
     placed = {"meta": 0, "cpu": 0}
     for change in session.changes:

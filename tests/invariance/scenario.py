@@ -1,7 +1,7 @@
 """Requests under a schedule, on a real (tiny) model, with everything that nobody may read filled with NaN."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -97,10 +97,16 @@ def poison(engine: InferenceEngine) -> None:
 
 
 def run(
-    model: Path, dtype: str, requests: list[Request], schedule: Schedule, bytes_per_token: int
+    model: Path,
+    dtype: str,
+    requests: list[Request],
+    schedule: Schedule,
+    bytes_per_token: int,
+    make: Callable[[EngineConfig], AbstractContextManager[InferenceEngine]] = InferenceEngine,
+    poison: Callable[[InferenceEngine], None] = poison,
 ) -> tuple[dict[tuple[int, int], TrainingSample], int]:
     """Run requests under a schedule; returns samples by (place in `requests`, sample index), and preemptions."""
-    with threads_restored(), InferenceEngine(schedule.config(model, dtype, bytes_per_token)) as engine:
+    with threads_restored(), make(schedule.config(model, dtype, bytes_per_token)) as engine:
         ids: dict[int, int] = {}
         samples: list[TrainingSample] = []
         last = max([0] + [r.arrives for r in requests] + [r.aborted or 0 for r in requests])

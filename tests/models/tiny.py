@@ -181,12 +181,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "logits_scaling": 1.7,
     },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
+    },
+}
+
+# A family of which the tests of every family know enough; tests/parity/test_experts.py has it.
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [1],
+        "decoder_sparse_step": 1,
+    },
 }
 
 
 def tiny_model(folder: Path, family: str, *, seed: int = 0, std: float = 0.2, **changes: Any) -> Path:
     """Write a tiny random model of a family into `folder` and return the folder."""
-    config = llama_config() | FAMILIES[family] | changes
+    config = llama_config() | (FAMILIES | MORE_FAMILIES)[family] | changes
     config = {name: value for name, value in config.items() if value is not None}
     return write_model(folder, config, family_weights(config, seed, std))
 

@@ -35,7 +35,11 @@ CATCHES = {
     "triton_linear_splits_k_by_rows": "tests/ops/test_triton_matmul.py -k beside",
     "triton_attention_tiles_from_the_chunk": f"{ON_CUDA} chosen",
     "triton_noise_by_the_first_sample": f"{ON_CUDA} memory_is_short",
+    "segments_merged_in_order_of_arrival": "tests/parallel/test_tensor_parallel.py -k wide",
+    "vocabulary_tie_to_the_later_rank": "tests/parallel/test_head.py -k lower",
     "prefix_match_one_too_long": INVARIANCE,
+    "planned_while_on_its_way": "tests/simulation/test_stages.py -k random",
+    "residual_sent_before_the_addition": "tests/parallel/test_stages.py -k stages_change",
     "readmitted_while_in_flight": SCHEDULE,
     "fork_writes_shared_block": SIMULATION,
     "old_weights_match": SIMULATION,
@@ -55,9 +59,13 @@ CATCHES = {
     "previous_weights_change": POLICIES,
     "group_ends_one_late": "tests/engine/test_groups.py",
     "shortage_is_shared_by_groups": "tests/simulation/test_groups.py -k alone",
+    "experts_add_up_as_they_arrive": "tests/ops/test_moe.py -k where_an_expert",
+    "experts_products_by_the_number_of_rows": "tests/ops/test_moe.py -k bits_know",
+    "lockstep_updates_alone": "tests/engine/test_lockstep.py -k serve_in_the_same",
     "triton_attention_reads_the_tail": f"{ON_CUDA} memory_is_short",
     "triton_attention_walks_whole_rows_at_once": PAGED,
     "triton_attention_tiles_from_the_window": PAGED,
+    "context_merged_as_it_arrives": "tests/parallel/test_context_parallel.py -k to_the_bit",
 }
 SECONDS = 400  # for one fault; a run that does not end is red too
 RED = 1  # pytest's exit code for failed tests; others mean that the tests did not run

@@ -10,6 +10,7 @@
 
 #include "head.h"
 #include "linear.h"
+#include "noise.h"
 #include "program.h"
 
 extern "C" {
@@ -17,6 +18,8 @@ void* nano_program_new(const nano::ProgramSpec* spec);
 void nano_program_free(void* program);
 int nano_program_run(void* program, const nano::Step* step);
 }
+
+void experts_round();  // experts.cpp
 
 namespace {
 
@@ -107,7 +110,7 @@ class Model {
       std::vector<void*> buffers;
       for (int64_t bytes : row_bytes) memory.emplace_back(size_t(bytes * n)), buffers.push_back(memory.back().data());
       Step step{{n, copies, at.data(), slots.data(), row_chunks.data(), starts.data(), lens.data(), tables.data(), blocks_of_one},
-                tokens.data(), buffers.data(), row_bytes.data(), threads, nullptr};
+                tokens.data(), buffers.data(), row_bytes.data(), threads, 0, int64_t(ops.size()), nullptr};
       if (int problem = nano_program_run(program, &step)) std::printf("problem %d\n", problem), std::exit(1);
       result.hidden.insert(result.hidden.end(), memory[1].begin(), memory[1].begin() + row_bytes[1] * length);
       draw(memory[1].data(), n, length - 1, threads, start + length, result);
@@ -131,6 +134,10 @@ class Model {
     auto product = [&](const std::vector<T>& w, int64_t rows, int64_t columns, int32_t in, int32_t out, Finish finish) {
       Op& op = add(Kind::LINEAR, in, out);
       op.weight = w.data(), op.rows = rows, op.columns = columns, op.finish = finish;
+      if (finish != Finish::ADD) return;
+      op.segments.count = Segments::MOST;
+      for (int64_t i = 0; i <= Segments::MOST; i++) op.segments.bounds[i] = columns / 2 * i / Segments::MOST * 2;
+      op.segments.bounds[Segments::MOST] = columns;
     };
     auto normed = [&](bool read_once) {
       Op& op = add(Kind::NORM, -1, 1, 0);
@@ -176,6 +183,42 @@ class Model {
     for (int64_t token : tokens)
       if (token < 0 || token >= s.vocab) std::printf("token %ld\n", long(token)), std::exit(1);
     result.tokens = tokens, result.logprobs = logprobs;
+    if (s.vocab > head::VOCAB_BLOCK) draw_by_parts(input, batch);
+  }
+
+  // The first block of the vocabulary on one rank, the rest on another: plain draws have the bits of one rank.
+  void draw_by_parts(HeadInput input, DrawBatch batch) const {
+    const size_t R = size_t(batch.num_samples);
+    std::vector<int64_t> top_k(R, 0), tokens(R), other_tokens(R);
+    std::vector<float> top_p(R, 1.f), logprobs(R), other_logprobs(R), unused(2 * R);
+    batch.top_k = top_k.data(), batch.top_p = top_p.data(), batch.kept = nullptr, batch.num_top = 0;
+    batch.raw_logprobs = unused.data(), batch.log_kept_mass = unused.data() + R;
+    batch.token_ids = tokens.data(), batch.logprobs = logprobs.data();
+    if (nano_draw(&input, &batch)) std::exit(1);
+    const int64_t blocks = (s.vocab + head::VOCAB_BLOCK - 1) / head::VOCAB_BLOCK;
+    std::vector<head::Best> best(2 * R);
+    std::vector<float> all[2] = {std::vector<float>(2 * R * size_t(blocks)), std::vector<float>(2 * R * size_t(blocks))};
+    head::HeadPart found{};
+    for (int64_t p = 0, at = 0; p < 2; p++) {
+      const int64_t own = p ? blocks - 1 : 1;
+      HeadInput part = input;
+      part.first = p * head::VOCAB_BLOCK, part.vocab = p ? s.vocab - head::VOCAB_BLOCK : head::VOCAB_BLOCK, part.whole = s.vocab;
+      const Matrix<T> whole{embedding.data(), s.vocab, s.hidden};
+      part.weight = whole.panel(part.first / LANES);
+      std::vector<float> maxima(2 * R * size_t(own)), sums(maxima.size());
+      found = {maxima.data(), sums.data(), best.data() + size_t(p) * R, 0};
+      if (nano_draw_part(&part, &batch, &found)) std::exit(1);
+      for (int64_t v = 0; v < found.num_views; v++)
+        for (int64_t b = 0; b < own; b++)
+          all[0][size_t(v * blocks + at + b)] = maxima[size_t(v * own + b)], all[1][size_t(v * blocks + at + b)] = sums[size_t(v * own + b)];
+      at += own;
+    }
+    HeadInput together{};
+    together.num_rows = input.num_rows, together.vocab = s.vocab, together.num_threads = 1;
+    batch.token_ids = other_tokens.data(), batch.logprobs = other_logprobs.data();
+    const head::HeadPart parts{all[0].data(), all[1].data(), best.data(), found.num_views};
+    if (nano_draw_whole(&together, &batch, &parts, 2)) std::exit(1);
+    if (tokens != other_tokens || logprobs != other_logprobs) std::printf("parts of the vocabulary: other bits\n"), std::exit(1);
   }
 
   std::vector<T> embedding, norm, head_norm;
@@ -217,6 +260,7 @@ int main(int argc, char** argv) {
   for (int i = 0; i < rounds; i++) {
     round<bf16>();
     round<float>();
+    experts_round();
   }
   std::printf("%d rounds of both dtypes: the same bits under every schedule\n", rounds);
 }

@@ -58,6 +58,9 @@ def smollm2() -> Path:
     return resolve_model("smollm2-135m")
 
 
+_tokenizer = cache(load_tokenizer)  # half a second each
+
+
 def logprob(place: int) -> float:
     """Of the token at this place of any sample, and of any prompt."""
     return -0.25 - place % 4
@@ -88,7 +91,7 @@ class ScriptedClient(EngineClient):
         super().__init__(max_backlog)
         self.script: Script | Callable[[Generate, int], Script] = script if script is not None else Script()
         self.folder: Path | None = tokenizer_folder if tokenizer_folder is not None else smollm2()
-        self.tokenizer: Tokenizer = load_tokenizer(tokenizer_folder or smollm2())
+        self.tokenizer: Tokenizer = _tokenizer(tokenizer_folder or smollm2())
         self.max_model_len = max_model_len
         self.requests: list[Generate] = []
         self.aborted: list[int] = []

@@ -116,5 +116,6 @@ def test_requests_arrive_as_they_were(prompt: list[int], params: SamplingParams)
 
 
 def test_statistics_arrive_as_they_were() -> None:
-    stats = EngineStats(**dict.fromkeys(EngineStats.__dataclass_fields__, 1) | {"step_microseconds": {"wait": 0.5}})
+    others = {"step_microseconds": {"wait": 0.5}, "ranks_busy": (1.5,), "ranks_waiting": (0.25,)}
+    stats = EngineStats(**dict.fromkeys(EngineStats.__dataclass_fields__, 1) | others)
     assert there_and_back(Heartbeat(stats, 7, True), FromEngine) == Heartbeat(stats, 7, True)

@@ -20,7 +20,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.errors import EngineDead
 from nano_inference.serving import client as client_module
 from nano_inference.serving import engine_child, process_client
-from nano_inference.serving.engine_process import _encoded
+from nano_inference.serving.encoding import encoded
 from nano_inference.serving.errors import ApiError, EngineReplaced, api_error_of
 from nano_inference.serving.messages import FromEngine, Outputs, Refused
 from nano_inference.serving.process_client import ProcessClient
@@ -355,8 +355,8 @@ def test_an_idle_engine_that_hangs_is_seen_too(model: Path, monkeypatch: pytest.
 
 def test_what_cannot_be_told_fails_its_own_request(caplog: pytest.LogCaptureFixture) -> None:
     good, bad = (Delta(0, 0, (1,), (-0.5,), text) for text in ("fine", "\ud800"))
-    encoded = _encoded(msgspec.msgpack.Encoder(), Outputs([good, bad], [4, 7]))
-    told = [msgspec.msgpack.decode(data, type=FromEngine) for data in encoded]
+    data_of_each = encoded(msgspec.msgpack.Encoder(), Outputs([good, bad], [4, 7]))
+    told = [msgspec.msgpack.decode(data, type=FromEngine) for data in data_of_each]
     assert told[0] == Outputs([good], [4])
     assert isinstance(told[1], Refused)
     assert told[1].request_id == 7

@@ -111,8 +111,9 @@ Key = tuple[int, str, int, int]  # prefix hash, weight set, version, which of th
 class FakeRunner:
     """Implements the loop's `Runner`. Logits are prefix hashes."""
 
-    def __init__(self, num_slots: int, block_size: int, units: UnitPool | None = None) -> None:
+    def __init__(self, num_slots: int, block_size: int, units: UnitPool | None = None, relays: bool = True) -> None:
         self.kv: list[Key | None] = [None] * num_slots
+        self.relays = relays  # False: between the stages of a pipeline no token is handed on
         self.block_size = block_size
         self.units, self.layout = units, units.layout if units is not None else UNIFORM
         self.versions = {POLICY: 0, REFERENCE: 0}
@@ -165,6 +166,7 @@ class FakeRunner:
         ids = batch.input_ids.tolist()
         for row, source in zip(batch.relay_rows.tolist(), batch.relay_sources.tolist(), strict=True):
             assert previous is not None
+            assert self.relays, "a row waits for a token that is on its way"
             ids[row] = previous.tokens[source]
         bounds, tables = batch.cu_seqlens_q.tolist(), batch.block_tables.numpy()
         ends: dict[int, int] = {}

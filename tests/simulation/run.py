@@ -6,20 +6,23 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
-from tests.simulation.workload import Outcome, random_workload, run
+from tests.simulation.workload import Outcome, random_workload, run, with_groups
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workloads", type=int, default=3000)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--groups", type=int, default=1, help="of sequences that take turns in a pipeline")
     parser.add_argument("--log", type=Path, default=None, help="where to write the summary")
     arguments = parser.parse_args()
     began, total = time.perf_counter(), Outcome()
     lookahead_one = radix = 0
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.workloads):
         workload = random_workload(seed)
-        lookahead_one += workload.lookahead
+        if arguments.groups > 1:
+            workload = with_groups(workload, arguments.groups)
+        lookahead_one += workload.lookahead == 1
         radix += workload.cache_type == "radix"
         try:
             outcome = run(workload)
@@ -30,6 +33,7 @@ def main() -> None:
     summary = {
         "workloads": arguments.workloads,
         "first_seed": arguments.first_seed,
+        "groups": arguments.groups,
         "with_lookahead_1": lookahead_one,
         "with_radix": radix,
         "failures": 0,

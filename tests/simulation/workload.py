@@ -116,6 +116,11 @@ def random_workload(seed: int) -> Workload:
     return workload if r.random() < 0.4 else _windowed(workload, longest, r)
 
 
+def with_groups(workload: Workload, groups: int) -> Workload:
+    """The same for an engine whose steps are on their way through so many stages."""
+    return replace(workload, config=replace(workload.config, groups=groups), lookahead=groups - 1)
+
+
 def _limited(ask: Ask, num_updates: int, r: random.Random) -> Ask:
     """Not all of its samples are wanted, or it is for one version."""
     if ask.num_samples > 1 and r.random() < 0.4:
@@ -147,7 +152,7 @@ def run(
     config = workload.config
     kind = CACHES[workload.cache_type]
     cache = kind(workload.num_blocks, config.block_size, layout=workload.layout, num_units=workload.num_units)
-    runner = FakeRunner(cache.num_units * config.block_size, config.block_size, cache.units)
+    runner = FakeRunner(cache.num_units * config.block_size, config.block_size, cache.units, config.groups == 1)
     runner.one_version_only = "keep" not in workload.updates.values()
     loop = EngineLoop(cache, runner, config, workload.lookahead, "fake")
     if workload.judged:
@@ -168,6 +173,7 @@ def run(
         for sample in came:
             on_sample(sample, step)
         loop.check()
+        _check_flights(loop)
     else:
         raise AssertionError("livelock: requests are left after many steps")
     _check_end(workload, loop, runner, samples)
@@ -181,6 +187,15 @@ def run(
     outcome.belated = sum(sample.stop_reason == VERSION_GONE for sample in samples)
     outcome.aborted = sum(sample.finish_reason == "abort" for sample in samples)
     return outcome
+
+
+def _check_flights(loop: EngineLoop) -> None:
+    """Through a pipeline no sequence is on its way twice, and nobody takes more than a share of it."""
+    groups = loop.config.groups
+    assert len(loop.in_flight) <= loop.lookahead
+    if groups > 1:
+        drawn = [seq.seq_id for flight in loop.in_flight for seq in flight.sampled]
+        assert len(drawn) == len(set(drawn)), "a sequence was planned again while its token was on its way"
 
 
 def _post_messages(loop: EngineLoop, runner: FakeRunner, workload: Workload, step: int) -> None:

@@ -85,6 +85,11 @@ def generate(
     kv_cache_memory: options.KVCacheMemory = None,
     max_model_len: options.MaxModelLen = None,
     threads: options.Threads = None,
+    tensor_parallel: options.TensorParallel = 1,
+    pipeline_parallel: options.PipelineParallel = 1,
+    context_parallel: options.ContextParallel = 1,
+    expert_parallel: options.ExpertParallel = 1,
+    rank_timeout: options.RankTimeout = 60.0,
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> None:
@@ -123,6 +128,11 @@ def generate(
         kv_cache_memory=kv_cache_memory,
         max_model_len=max_model_len,
         num_threads=threads,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        context_parallel=context_parallel,
+        expert_parallel=expert_parallel,
+        rank_timeout=rank_timeout,
     )
     with load_engine(config) as engine:
         if chat if chat is not None else _has_chat_template(engine):

@@ -136,7 +136,7 @@ def _architecture(plan: "EnginePlan") -> Rows:
         ("dtype", f"{dtype} ({source})"),
         ("layers", f"{spec.num_layers}"),
         ("hidden size", f"{spec.hidden_size:,}"),
-        ("MLP", f"{spec.intermediate_size:,}, {spec.activation}"),
+        ("MLP", _mlp(spec)),
         ("heads", f"{spec.num_heads} of queries, {spec.num_kv_heads} of keys and values, {spec.head_dim} wide"),
         ("windows", _windows(spec.windows)),
         ("rope", _rope(spec.rope)),
@@ -150,6 +150,16 @@ def _architecture(plan: "EnginePlan") -> Rows:
         ("context", f"{spec.max_position:,} tokens"),
         ("ends with", ", ".join(f"token {token_id}" for token_id in spec.eos_token_ids) or "no token of its own"),
     ]
+
+
+def _mlp(spec: "ModelSpec") -> str:
+    moe = spec.moe
+    if moe is None:
+        return f"{spec.intermediate_size:,}, {spec.activation}"
+    experts = f"{moe.num_experts} experts of {moe.intermediate_size:,}, {moe.experts_per_token} a token"
+    dense = moe.layers.count(False)
+    where = f"; in {dense} of {spec.num_layers} layers {spec.intermediate_size:,} and no experts" if dense else ""
+    return f"{experts}, {spec.activation}{where}"
 
 
 def _windows(windows: tuple[int, ...]) -> str:

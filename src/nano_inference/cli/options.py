@@ -106,6 +106,23 @@ Threads = Annotated[
     int | None, _option(_ENGINE, "--threads", help="Threads of the CPU operations. Default: the physical cores.")
 ]
 
+_RANKS = "Several processes"
+TensorParallel = Annotated[
+    int, _option(_RANKS, "--tensor-parallel", help="Processes that share every layer of the model: 1, 2, 4, 8 …")
+]
+PipelineParallel = Annotated[
+    int, _option(_RANKS, "--pipeline-parallel", help="Stages, each a process with layers of its own.")
+]
+ContextParallel = Annotated[
+    int, _option(_RANKS, "--context-parallel", help="Processes that share the KV cache of every sequence: 1, 2, 4 …")
+]
+ExpertParallel = Annotated[
+    int, _option(_RANKS, "--expert-parallel", help="Processes over which a mixture's experts are spread.")
+]
+RankTimeout = Annotated[
+    float, _option(_RANKS, "--rank-timeout", help="Seconds that one of them may take for what others wait for.")
+]
+
 _SAMPLING = "Sampling"
 Temperature = Annotated[
     float, _option(_SAMPLING, "--temperature", "-t", help="0 always takes the most likely token; 1 samples as trained.")

@@ -2,14 +2,17 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from nano_inference.cli import options
 from nano_inference.cli.options import parse_size, read_keys
-from nano_inference.config import Attention, Backend
+from nano_inference.config import Attention, Backend, EngineConfig
 from nano_inference.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nano_inference.serving.config import ServerConfig
 
 _SERVER, _KEYS, _LIMITS, _ENGINE, _LOGS = "The server", "Keys and pages", "Limits", "The engine", "Logs"
 _RL = "Training"
@@ -35,6 +38,26 @@ def serve(
     restart_engine: Annotated[
         bool, _option(_SERVER, "--restart-engine", help="Start a new engine when the old one has died.")
     ] = False,
+    replicas: Annotated[
+        int, _option(_SERVER, "--replicas", help="Engines; when one dies, another goes on with its requests.")
+    ] = 1,
+    prefill_replicas: Annotated[
+        int,
+        _option(_SERVER, "--prefill-replicas", help="So many of them compute prompts, the others go on from there."),
+    ] = 0,
+    on_ray: Annotated[bool, _option(_SERVER, "--ray", help="Run the engines on the nodes of a Ray cluster.")] = False,
+    ray_address: Annotated[
+        str | None,
+        _option(
+            _SERVER, "--ray-address", metavar="HOST:PORT", help="Of the cluster. Default: RAY_ADDRESS, or a new one."
+        ),
+    ] = None,
+    share_prefixes: Annotated[
+        bool, _option(_SERVER, "--share-prefixes", help="Fetch cached prefixes from other replicas where it is faster.")
+    ] = False,
+    stall_timeout: Annotated[
+        float, _option(_SERVER, "--stall-timeout", help="Seconds until one of them that gets nowhere is killed.")
+    ] = 60.0,
     tool_format: Annotated[
         str | None, _option(_SERVER, "--tool-format", help="How the model writes tool calls. Default: by its template.")
     ] = None,
@@ -176,6 +199,11 @@ def serve(
     kv_cache_memory: options.KVCacheMemory = None,
     max_model_len: options.MaxModelLen = None,
     threads: options.Threads = None,
+    tensor_parallel: options.TensorParallel = 1,
+    pipeline_parallel: options.PipelineParallel = 1,
+    context_parallel: options.ContextParallel = 1,
+    expert_parallel: options.ExpertParallel = 1,
+    rank_timeout: options.RankTimeout = 60.0,
     seed: Annotated[
         int | None, _option(_ENGINE, "--seed", help="Where seeds of requests without one come from.")
     ] = None,
@@ -227,6 +255,11 @@ def serve(
         enable_prefix_caching=prefix_caching,
         enable_chunked_prefill=chunked_prefill,
         num_threads=threads,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        context_parallel=context_parallel,
+        expert_parallel=expert_parallel,
+        rank_timeout=rank_timeout,
         seed=seed,
     )
     config = ServerConfig(
@@ -237,6 +270,10 @@ def serve(
         admin_key=_one_key(admin_key, admin_key_file),
         in_process=in_process,
         restart_engine=restart_engine,
+        replicas=replicas,
+        prefill_replicas=prefill_replicas,
+        share_prefixes=share_prefixes,
+        stall_timeout=stall_timeout,
         max_queued_samples=cast(int, max_queued_samples),
         max_samples=cast(int, max_samples),
         max_logprobs=cast(int, max_logprobs),
@@ -270,7 +307,22 @@ def serve(
         actor_llm_idx=actor_llm_idx,
         disable_weight_updates=disable_weight_updates,
     )
+    if on_ray:
+        _serve_on_ray(engine, config, ray_address)
+        return
+    if ray_address is not None:
+        raise ConfigError(f"--ray-address={ray_address} means nothing without --ray.")
     run(engine, config)
+
+
+def _serve_on_ray(engine: EngineConfig, config: "ServerConfig", address: str | None) -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "--ray needs Ray, which this installation lacks; pip install 'nano-inference[ray]' brings it."
+        )
+    from nano_inference.ray.serving import serve_on_ray
+
+    serve_on_ray(engine, config, address)
 
 
 def _one_key(key: str | None, file: Path | None) -> str | None:

@@ -1,7 +1,7 @@
 """From a config to the parts of an engine: models by weight set, KV tensors, memory budget, numerics."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,10 +35,14 @@ from nano_inference.errors import ConfigError
 from nano_inference.kv_cache.paged import PagedKVCache
 from nano_inference.kv_cache.radix import RadixKVCache
 from nano_inference.models.decoder import Decoder
+from nano_inference.models.joints import Joints
 from nano_inference.models.loading import load_params, load_spec, resolve_dtype, resolve_model
+from nano_inference.models.part import ModelPart, part_of
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import num_bytes, param_table
 from nano_inference.ops.backend import Numerics, Ops
+from nano_inference.parallel.collectives import Group
+from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.scheduling.sequence import POLICY, REFERENCE
 
 logger = logging.getLogger("nano_inference")
@@ -48,12 +52,46 @@ CACHES: dict[CacheType, type[PagedKVCache | RadixKVCache]] = {"paged": PagedKVCa
 
 
 @dataclass(frozen=True)
+class Rank:
+    """One of the ranks that share an engine's models, and how it gets on with the others.
+
+    Attributes:
+        place: where it stands.
+        ranks_here: how many of them share this machine, its memory and its cores.
+        joints: what it exchanges with the others, for a part of a model; None: it has all of it.
+        agree: from the KV cache that this rank can have to the one that all have.
+        engines: which one its engine is of how many in lockstep.
+    """
+
+    place: Place
+    ranks_here: int = 1
+    joints: Callable[[ModelPart], Joints | None] = lambda _: None
+    agree: Callable[[MemoryBudget], MemoryBudget] = lambda budget: budget
+    engines: tuple[int, int] = (0, 1)
+
+
+def mesh_of(config: EngineConfig) -> Mesh:
+    """The ranks that an engine of this config has."""
+    return Mesh(config.tensor_parallel, config.pipeline_parallel, config.context_parallel)
+
+
+def rank_in_lockstep(config: EngineConfig, engines: Group) -> Rank:
+    """The place of an engine, which is one rank, among those that have the experts in common with it."""
+    if mesh_of(config).world_size > 1:
+        raise ConfigError("engines in lockstep have one rank each; use expert_parallel with tensor_parallel instead.")
+    place = engines.rank, engines.size
+    return Rank(Place(), joints=lambda part: Joints(part, engines=engines), engines=place)
+
+
+@dataclass(frozen=True)
 class EnginePlan:
-    """What an engine of some config is made of, before any weight is read."""
+    """What one rank of an engine of some config is made of, before any weight is read."""
 
     config: EngineConfig
+    rank: Rank
     folders: Mapping[str, Path]  # by weight set
-    specs: Mapping[str, ModelSpec]  # by weight set
+    specs: Mapping[str, ModelSpec]  # by weight set: of the whole model
+    parts: Mapping[str, ModelPart]  # by weight set: what this rank holds
     dtype: torch.dtype
     device: torch.device
     ops: Ops
@@ -72,7 +110,9 @@ class Parts:
     numerics: Numerics
 
 
-def plan_engine(config: EngineConfig, memory: DeviceMemory | None = None, *, try_kernels: bool = False) -> EnginePlan:
+def plan_engine(
+    config: EngineConfig, memory: DeviceMemory | None = None, *, try_kernels: bool = False, rank: Rank | None = None
+) -> EnginePlan:
     """Read the configurations of a config's models and decide all that follows from them.
 
     It reads no weights and changes nothing of the process.
@@ -81,9 +121,11 @@ def plan_engine(config: EngineConfig, memory: DeviceMemory | None = None, *, try
         config: of the engine.
         memory: of the card; None: as CUDA tells, or none on a CPU.
         try_kernels: run those of a GPU once, and plan with the reference if they fail.
+        rank: whose plan it is; None: rank 0's.
 
     Raises `ConfigError` or `ModelLoadError`.
     """
+    rank = rank or Rank(Place(mesh_of(config)))
     device = choose_device(config.device)
     folder = resolve_model(config.model_path)
     folders = {POLICY: folder}
@@ -92,15 +134,19 @@ def plan_engine(config: EngineConfig, memory: DeviceMemory | None = None, *, try
         folders[REFERENCE] = folder if same else resolve_model(config.ref_model_path)
     specs = {name: load_spec(each) for name, each in folders.items()}
     _require_same_vocabulary(specs, config)
+    _require_lockstep(config, specs, rank)
+    parts = {name: part_of(spec, rank.place, rank.engines) for name, spec in specs.items()}
     dtype = resolve_dtype(config.dtype, specs[POLICY])
     make_ops = choose_ops(config, specs, dtype, device, try_kernels=try_kernels)
-    claims = _guessed_claims(config, specs, dtype, memory or _memory_of(device), kernels=make_ops(1).name == "cuda")
-    budget = plan_memory(config, list(specs.values()), claims, dtype, device)
+    claims = _guessed_claims(config, parts, dtype, memory or _memory_of(device), kernels=make_ops(1).name == "cuda")
+    budget = plan_memory(config, list(parts.values()), claims, dtype, device, rank.ranks_here)
     ops = make_ops(budget.num_blocks)
     return EnginePlan(
         config=config,
+        rank=rank,
         folders=folders,
         specs=specs,
+        parts=parts,
         dtype=dtype,
         device=device,
         ops=ops,
@@ -110,7 +156,10 @@ def plan_engine(config: EngineConfig, memory: DeviceMemory | None = None, *, try
 
 
 def assemble(
-    config: EngineConfig, memory: DeviceMemory | None = None, graph_memory: GraphMemory | None = None
+    config: EngineConfig,
+    memory: DeviceMemory | None = None,
+    graph_memory: GraphMemory | None = None,
+    rank: Rank | None = None,
 ) -> Parts:
     """Load everything that a config names.
 
@@ -118,16 +167,19 @@ def assemble(
         config: of the engine.
         memory: of the card, as in `plan_engine`.
         graph_memory: measures what CUDA graphs take (`measure`); None: by capturing them, where there are any.
+        rank: whose parts these are, where several share the models; None: there is one.
 
     Raises `ConfigError` or `ModelLoadError`.
     """
     device = choose_device(config.device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels of Triton go to the current
-        return _assemble(config, memory, graph_memory)
+        return _assemble(config, memory, graph_memory, rank)
 
 
-def _assemble(config: EngineConfig, memory: DeviceMemory | None, graph_memory: GraphMemory | None) -> Parts:
-    plan = plan_engine(config, memory, try_kernels=True)
+def _assemble(
+    config: EngineConfig, memory: DeviceMemory | None, graph_memory: GraphMemory | None, rank: Rank | None
+) -> Parts:
+    plan = plan_engine(config, memory, try_kernels=True, rank=rank)
     device = plan.device
     graph_memory = graph_memory or _graph_memory(plan)
     torch.set_num_threads(num_threads(config))
@@ -137,8 +189,9 @@ def _assemble(config: EngineConfig, memory: DeviceMemory | None, graph_memory: G
     models = _load(plan)
     if memory is not None and plan.ops.name == "cuda":
         claims = measure(config, models, plan.memory_budget.weights, memory, graph_memory)
-        budget = plan_memory(config, list(plan.specs.values()), claims, plan.dtype, device)
+        budget = plan_memory(config, list(plan.parts.values()), claims, plan.dtype, device, plan.rank.ranks_here)
         plan = replace(plan, memory_budget=budget)
+    plan = replace(plan, memory_budget=plan.rank.agree(plan.memory_budget))
     _tell_of_memory(plan, memory)
     return _with_cache(plan, models)
 
@@ -149,19 +202,20 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
         budget.num_blocks, config.block_size, layout=budget.layout, num_units=budget.num_units
     )
     units = UnitMap(cache.units, device) if cache.units is not None else None
+    specs = {name: part.spec for name, part in plan.parts.items()}
     try:
         by_key = {
             storage_key(spec, budget.layout): KVStorage(
-                spec, budget.num_blocks, config.block_size, plan.dtype, device, units
+                spec, budget.num_blocks, config.block_size // config.context_parallel, plan.dtype, device, units
             )
-            for spec in plan.specs.values()
+            for spec in specs.values()
         }
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"the KV cache of {gibibytes(budget.kv_cache)} does not fit on {device} any more: somebody else has taken "
             f"memory meanwhile; lower gpu_memory_utilization={config.gpu_memory_utilization:g}, or start again."
         ) from None
-    storages = {name: by_key[storage_key(spec, budget.layout)] for name, spec in plan.specs.items()}
+    storages = {name: by_key[storage_key(spec, budget.layout)] for name, spec in specs.items()}
     return Parts(
         folder=plan.folders[POLICY],
         runner=_runner(plan, models, storages),
@@ -183,9 +237,12 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
             params[name] = (
                 {key: param.clone() for key, param in params[POLICY].items()}
                 if frozen_copy
-                else load_params(each, plan.specs[name], plan.dtype, plan.device, plan.ops.allocate)
+                else load_params(each, plan.specs[name], plan.dtype, plan.device, plan.ops.allocate, plan.parts[name])
             )
-        return {name: Decoder(plan.specs[name], params[name], plan.ops, positions) for name in plan.folders}
+        return {
+            name: Decoder(part.spec, params[name], plan.ops, positions, plan.rank.joints(part))
+            for name, part in plan.parts.items()
+        }
     except torch.OutOfMemoryError:
         params.clear()
         memory = _memory_of(plan.device)
@@ -200,15 +257,20 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
 
 
 def _guessed_claims(
-    config: EngineConfig, specs: Mapping[str, ModelSpec], dtype: torch.dtype, memory: DeviceMemory | None, kernels: bool
+    config: EngineConfig, parts: Mapping[str, ModelPart], dtype: torch.dtype, memory: DeviceMemory | None, kernels: bool
 ) -> Claims:
     """What the memory is for beside the KV cache, before anything runs."""
-    weights = sum(num_bytes(param_table(spec), dtype) for spec in specs.values())
+    weights = sum(num_bytes(param_table(part.whole, part), dtype) for part in parts.values())
     if memory is None:
         return Claims(weights)
     reading = memory.read()
-    workspace = guess(config, specs.values(), dtype, kernels)
+    workspace = guess(config, _local(parts), dtype, kernels)
     return Claims(weights, workspace, others=reading.used, total=reading.total, estimated=True)
+
+
+def _local(parts: Mapping[str, ModelPart]) -> list[ModelSpec]:
+    """The models as this rank runs them."""
+    return [part.spec for part in parts.values()]
 
 
 def _memory_of(device: torch.device) -> DeviceMemory | None:
@@ -239,6 +301,18 @@ def _require_same_vocabulary(specs: Mapping[str, ModelSpec], config: EngineConfi
         raise ConfigError(
             f"ref_model_path={config.ref_model_path!r} has a vocabulary of {sizes[REFERENCE]} tokens, the policy "
             f"one of {sizes[POLICY]}; a reference model must have the policy's."
+        )
+
+
+def _require_lockstep(config: EngineConfig, specs: Mapping[str, ModelSpec], rank: Rank) -> None:
+    """Raise `ConfigError` unless the experts are spread as the config says."""
+    asked, engines = config.expert_parallel, rank.engines[1]
+    if asked > 1 and all(spec.moe is None for spec in specs.values()):
+        raise ConfigError(f"expert_parallel={asked} is not possible for {config.model_path!r}: it has no experts.")
+    if engines != (asked if config.tensor_parallel == 1 else 1):
+        raise ConfigError(
+            f"expert_parallel={asked} with tensor_parallel=1 is {asked} engines in lockstep, which are started "
+            f"together; this one is one of {engines}."
         )
 
 

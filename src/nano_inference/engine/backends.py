@@ -16,6 +16,7 @@ from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import KernelsUnavailable
 from nano_inference.ops.cuda import availability
 from nano_inference.ops.reference import reference_ops
+from nano_inference.parallel.segments import SEGMENTS
 
 logger = logging.getLogger("nano_inference")
 
@@ -58,7 +59,7 @@ def choose_ops(
         from nano_inference.ops.flex import flex_ops  # brings in torch's compiler
 
         return functools.partial(flex_ops, reference_ops())
-    best: Backend = "cuda" if device.type == "cuda" else "cpu"
+    best = _best_backend(config, device)
     asked = config.backend if config.backend != "auto" else ATTENTION_OF.get(config.attention, "auto")
     backend = best if asked == "auto" else asked
     ops, problem = reference_ops(), None
@@ -85,6 +86,12 @@ def choose_ops(
     return lambda num_blocks: ops
 
 
+def _best_backend(config: EngineConfig, device: torch.device) -> Backend:
+    if device.type == "cpu":
+        return "cpu"
+    return "cuda" if config.context_parallel == 1 else "reference"  # no kernel there computes attention in part
+
+
 def keeps_invariance(ops: Ops, device: torch.device) -> bool:
     """Whether a row's bits depend on its own context alone."""
     # The reference's products are the library's: on a GPU it chooses a kernel by the shape of a whole batch.
@@ -92,8 +99,10 @@ def keeps_invariance(ops: Ops, device: torch.device) -> bool:
 
 
 def captures_graphs(config: EngineConfig) -> bool:
-    """Whether decode steps are captured on a GPU. FlashInfer plans every step on the host: no graph can hold that."""
-    return config.cuda_graphs and config.attention != "flashinfer"
+    """Whether decode steps are captured on a GPU. FlashInfer plans every step on the host, and ranks that exchange rows
+    with experts find out there how many go where: no graph can hold that.
+    """
+    return config.cuda_graphs and config.attention != "flashinfer" and config.expert_parallel == 1
 
 
 def numerics_of(config: EngineConfig, ops: Ops, dtype: torch.dtype, device: torch.device) -> Numerics:
@@ -110,6 +119,7 @@ def numerics_of(config: EngineConfig, ops: Ops, dtype: torch.dtype, device: torc
         device=kind,
         torch=torch.__version__,
         schedule_invariant=invariant,
+        tensor_parallel=1 if ops.in_segments and config.tensor_parallel <= SEGMENTS else config.tensor_parallel,
     )
 
 
@@ -138,6 +148,13 @@ def try_attention(
             HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale) for spec in specs.values()
         ]
         require_flex(shapes, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, device=device)
+
+
+def lookahead_of(config: EngineConfig, device: torch.device) -> int:
+    """Steps that are planned before the last one's tokens are known."""
+    if config.pipeline_parallel > 1:
+        return config.pipeline_parallel - 1
+    return config.lookahead if config.lookahead is not None else int(device.type == "cuda")
 
 
 def num_threads(config: EngineConfig) -> int:
@@ -189,4 +206,8 @@ def _no_kernels_for(
     for head_dim in head_dims:
         if head_dim % 16 or head_dim > 256:
             return f"head_dim={head_dim} has no CPU kernels; multiples of 16 up to 256 have."
+    for spec in specs.values():
+        if spec.moe is not None and (spec.hidden_size % 16 or spec.moe.intermediate_size % 16):
+            sizes = f"{spec.hidden_size} x {spec.moe.intermediate_size}"
+            return f"experts of {sizes} have no CPU kernels; multiples of 16 have."
     return None

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nano_inference.errors import NanoInferenceError
+from nano_inference.errors import NanoInferenceError, RankLost
 
 DEADLINE = 300.0  # seconds for which a step may keep the device busy
 NAP = 20e-6  # seconds between two looks at an event; a look holds Python's lock for a microsecond, a nap does not
@@ -101,8 +101,10 @@ class DeviceQueue(Protocol):
 
 
 def is_device_failure(problem: BaseException) -> bool:
-    """Whether what was raised is the device's own, and no single request's: memory out, a CUDA error, no answer."""
-    if isinstance(problem, DeviceHangs | torch.OutOfMemoryError | torch.AcceleratorError):
+    """Whether what was raised is the device's own, or another rank's, and no single request's: memory out, a CUDA
+    error, no answer.
+    """
+    if isinstance(problem, DeviceHangs | RankLost | torch.OutOfMemoryError | torch.AcceleratorError):
         return True
     return isinstance(problem, RuntimeError) and any(sign in str(problem) for sign in _SIGNS)
 

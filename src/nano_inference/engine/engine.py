@@ -6,57 +6,67 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine import faults, generation
-from nano_inference.engine.assembly import assemble
+from nano_inference.engine.backends import lookahead_of
+from nano_inference.engine.block_exchange import BlockExchange
 from nano_inference.engine.delivery import Sink
 from nano_inference.engine.intake import Intake
+from nano_inference.engine.launch import Launcher, assemble_all
+from nano_inference.engine.lockstep import Lockstep
 from nano_inference.engine.loop import Abort, EngineLoop
 from nano_inference.engine.progress import Progress
-from nano_inference.engine.requests import RequestChecks, many_prompts, params_for
+from nano_inference.engine.requests import Params, RequestChecks
 from nano_inference.engine.shared_loop import SharedLoop
-from nano_inference.engine.sleeping import give_back
 from nano_inference.engine.statistics import collect
 from nano_inference.engine.transports import WeightTransport
 from nano_inference.engine.updates import Updates
 from nano_inference.engine.weight_update import WeightUpdate
 from nano_inference.errors import InvalidRequest
-from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
+from nano_inference.scheduling.sequence import POLICY, REFERENCE
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import Delta, EngineStats, KvPolicy, Limits, Memory, PauseMode, SamplingParams, TrainingSample
 
 if TYPE_CHECKING:
     from nano_inference.engine.async_engine import AsyncInferenceEngine
 
-Params = SamplingParams | Iterable[SamplingParams]
-
 
 class InferenceEngine:
     """Token ids in; tokens, logprobs and weight versions out. A context manager.
 
-    One thread steps at a time; any thread may generate, add, abort or update. A request's failure is its own: what
-    cannot be served is refused with a typed error before anything changes.
+    One thread steps at a time; any may generate, add, abort or update. A request's failure is its own: what cannot be
+    served is refused with a typed error before anything changes.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, launcher: Launcher | None = None, *, lockstep: Lockstep | None = None
+    ) -> None:
+        """Build an engine.
+
+        Args:
+            config: of the engine.
+            launcher: who starts the other ranks, where there are several (docs/parallelism.md); None: this process.
+            lockstep: with the engines that have the experts in common; None: it has them to itself.
+        """
         self.config = config
-        parts = assemble(config)
-        self.runner = parts.runner
-        self.model = self.runner.models[POLICY]
-        self.spec = self.model.spec
-        self.numerics = parts.numerics
-        self.memory_budget = parts.memory_budget
-        self.model_folder = parts.folder
+        parts = assemble_all(config, launcher, lockstep)
+        self.runner, self.model = parts.runner, parts.runner.models[POLICY]
+        self.spec = self.model.part.whole
+        self.numerics, self.memory_budget = parts.numerics, parts.memory_budget
+        self.model_folder, self.cache = parts.folder, parts.cache
         self.max_model_len = self.memory_budget.max_model_len
-        self.cache = parts.cache
-        device = self.model.device
-        lookahead = config.lookahead if config.lookahead is not None else int(device.type == "cuda")
+        lookahead = lookahead_of(config, self.model.device)
         self.loop = EngineLoop(self.cache, self.runner, config.scheduler, lookahead, self.numerics.fingerprint)
         if REFERENCE in self.runner.models:
             self.loop.sequences.versions[REFERENCE] = 0
         checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
         self.intake = Intake(checks, self.loop.sequences, self.numerics.fingerprint, config.seed)
-        self.shared = SharedLoop(self.loop, partial(faults.why, config=config))
+        self.shared = SharedLoop(self.loop, partial(faults.why, config=config, loop=self.loop))
+        self.blocks = BlockExchange(self.shared, self.cache, self.runner, enabled=config.enable_prefix_caching)
+        if lockstep is not None:
+            self.shared.join(lockstep, self.model.device)
+            self.runner.lockstep = lockstep
         self._updates = Updates(self.model, self.runner, self.shared, self.memory_budget.workspace)
         self.weight_sync = self._updates.manager
+        self.runner.watch(self.shared)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -112,11 +122,10 @@ class InferenceEngine:
         Samples of requests that others added are kept, and returned by the next `step()`. Raises `InvalidRequest` or
         `RequestTooLarge` before anything is added, and `EngineDead`.
         """
-        requests = self._requests(prompts, sampling_params, num_samples_per_prompt, stream, num_wanted)
+        self.shared.require_alive()
+        requests = self.intake.sequences(prompts, sampling_params, num_samples_per_prompt, stream, num_wanted)
         deltas = generation.run(self.shared, requests, progress)
-        if stream:
-            return deltas
-        return generation.in_order(deltas, [request.request_id for request in requests])
+        return deltas if stream else generation.in_order(deltas, [request.request_id for request in requests])
 
     def generate_text(
         self, prompt: str | list[str], sampling_params: SamplingParams | None = None, *, stream: bool = False
@@ -126,7 +135,8 @@ class InferenceEngine:
         if not isinstance(prompt, str) and not all(isinstance(each, str) for each in prompt):
             raise InvalidRequest("generate_text takes a string or a list of strings; generate takes all other prompts.")
         if stream:
-            pieces = generation.texts(self.shared, self._requests(prompt, params, 1, stream=True))
+            self.shared.require_alive()
+            pieces = generation.texts(self.shared, self.intake.sequences(prompt, params, 1, True))
             return (text for _, text in pieces) if isinstance(prompt, str) else pieces
         texts = [sample.text for sample in self.generate(prompt, params)]
         return texts[0] if isinstance(prompt, str) else texts
@@ -298,18 +308,20 @@ class InferenceEngine:
 
         Raises `WeightUpdateError` if a weight session is open.
         """
-        options = {"version": version, "complete": complete, "check_finite": check_finite, "timeout": timeout}
-        return self._updates.receive(transport, kv_policy, **options)
+        options = {"version": version, "complete": complete, "check_finite": check_finite}
+        return self._updates.receive(transport, kv_policy, timeout=timeout, **options)
 
     def weights_checksum(self) -> dict[str, str]:
-        """SHA-256 of every tensor as it serves now, by its checkpoint name: of its bytes, row by row, in the engine's
-        dtype.
-        """
+        """SHA-256 of every tensor as it serves now, by checkpoint name: its bytes, row by row, as it is held."""
         return self._updates.checksum()
 
     def get_weight_version(self) -> int:
         """The version that serves now."""
         return self.weight_sync.version
+
+    def weight_set_of(self, version: int) -> str:
+        """The weight set of this version. Raises `InvalidRequest`. For engines around this one; with the lock."""
+        return self._updates.weight_set_of(version)
 
     def flush_cache(self) -> None:
         """Forget every cached prefix. Never needed for correctness: a block's name holds its weight version."""
@@ -344,9 +356,9 @@ class InferenceEngine:
         """
         if memory is None and self.shared.asleep():
             raise InvalidRequest("the engine is asleep already; wake() it first.")
-        parts: Iterable[Memory] = ("kv_cache", "weights") if weights else ("kv_cache",)
-        held = self.runner.storages.values(), self.runner.models.values()
-        self.shared.sleep(set(memory if memory is not None else parts), lambda part: give_back(part, *held))
+        if memory is None:
+            memory = ("kv_cache", "weights") if weights else ("kv_cache",)
+        self.shared.sleep(set(memory), self.runner.give_back)
 
     def wake(self, *, memory: Iterable[Memory] | None = None) -> None:
         """Take the memory again and go on. Without a sleep nothing happens.
@@ -371,8 +383,8 @@ class InferenceEngine:
         if "_async_engine" in self.__dict__:
             self._async_engine.stop()
         with self.shared.lock:
-            self.shared.end("the engine was shut down")
             self.runner.close()
+            self.shared.end("the engine was shut down")
 
     def __enter__(self) -> "InferenceEngine":
         return self
@@ -385,13 +397,3 @@ class InferenceEngine:
         from nano_inference.engine.async_engine import AsyncInferenceEngine
 
         return AsyncInferenceEngine(self)
-
-    def _requests(
-        self, prompts: Any, sampling_params: Params, num_samples: int, stream: bool, num_wanted: int | None = None
-    ) -> list[Sequence]:
-        """One checked request a prompt; none is added."""
-        self.shared.require_alive()
-        many = many_prompts(prompts)
-        pairs = zip(many, params_for(sampling_params, len(many)), strict=True)
-        sequence = self.intake.sequence
-        return [sequence(prompt, each, num_samples, stream=stream, num_wanted=num_wanted) for prompt, each in pairs]

@@ -6,6 +6,8 @@ import torch
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine.device import is_device_failure
+from nano_inference.engine.loop import Add, EngineLoop
+from nano_inference.errors import RankLost
 
 
 class Why(NamedTuple):
@@ -15,8 +17,15 @@ class Why(NamedTuple):
     public: str
 
 
-def why(problem: Exception, config: EngineConfig) -> Why:
-    """Why an engine has died of what a step raised; out of memory, which settings to change and to what."""
+def why(problem: Exception, config: EngineConfig, loop: EngineLoop | None = None) -> Why:
+    """Why an engine has died of what a step raised; out of memory, which settings to change and to what; of a rank
+    that was lost, which requests are.
+    """
+    if isinstance(problem, RankLost) and loop is not None:
+        added = [message.sequence.request_id for message in loop.inbox if isinstance(message, Add)]
+        lost = sorted({*added, *(seq.request_id for seq in loop.sequences.by_id.values())})
+        told = f"requests lost: {', '.join(map(str, lost))}" if lost else "no request is lost"
+        return Why(f"{problem}; {told}", f"a rank of the engine is lost; {told}")
     if isinstance(problem, torch.OutOfMemoryError):
         share, tokens = config.gpu_memory_utilization, config.max_tokens_per_batch
         advice = [f"gpu_memory_utilization from {share:g} to {max(share - 0.05, share / 2):.2f}"]

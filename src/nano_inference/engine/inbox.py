@@ -36,6 +36,7 @@ class ChangeWeights:
     kv_policy: KvPolicy = "recompute"
     version: int | None = None
     set_aside: Callable[[], bool] | None = None  # keep the old weights as `previous`; False: the update failed
+    is_void: Callable[[], bool] = lambda: False  # whether it has failed, so that `write` will do nothing
 
 
 Message = Add | Abort | ChangeWeights

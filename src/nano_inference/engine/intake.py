@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Unpack
 
-from nano_inference.engine.requests import RequestChecks, checked_ids, is_text
+from nano_inference.engine.requests import Params, RequestChecks, checked_ids, is_text, many_prompts, params_for
 from nano_inference.errors import InvalidRequest, VersionGone
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.scheduling.sequence import POLICY, Group, Sequence, Sequences
@@ -48,6 +48,14 @@ class Intake:
             if not isinstance(each, int) or not 0 <= each < self._num_requests:
                 raise InvalidRequest(f"{each!r} is not the id of a request; {self._num_requests} were made, from 0 on.")
         return ids
+
+    def sequences(
+        self, prompts: Any, sampling_params: Params, num_samples: int, stream: bool, num_wanted: int | None = None
+    ) -> list[Sequence]:
+        """One request a prompt; raises as `sequence` does."""
+        many, one = many_prompts(prompts), self.sequence
+        pairs = zip(many, params_for(sampling_params, len(many)), strict=True)
+        return [one(prompt, each, num_samples, stream=stream, num_wanted=num_wanted) for prompt, each in pairs]
 
     def sequence(
         self,

@@ -28,7 +28,7 @@ VOCABULARY = 4096  # rows of the head at most
 LENGTHS = (19, 1, 37)  # rows of the chunks, of which the second is a decode
 CONTEXTS = (19, 90, 100)
 TOLERANCE = 0.05  # of the norm of a result: kernels round where the reference does not
-COMPARED = ("embed", "linear", "rms_norm", "rope_and_store", "attention", "gate", "logits", "gather_logprobs")
+COMPARED = ("embed", "linear", "rms_norm", "rope_and_store", "attention", "gate", "moe", "logits", "gather_logprobs")
 DRAWS = (SamplingParams(temperature=0.8), SamplingParams(temperature=0), SamplingParams(top_p=0.9, top_k=30))
 
 
@@ -60,10 +60,22 @@ def probe(ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, b
 
 
 def _tiny(spec: ModelSpec) -> ModelSpec:
-    """The same widths in a layer of each window, with few tokens."""
-    windows = tuple(sorted(set(spec.windows)))
+    """The same widths in a layer of each kind, with few tokens and few experts."""
+    moe = spec.moe
+    mixed = moe.layers if moe is not None else (False,) * spec.num_layers
+    kinds = sorted(set(zip(spec.windows, mixed, strict=True)))
+    few = moe and replace(
+        moe,
+        num_experts=min(moe.num_experts, 2 * moe.experts_per_token),
+        layers=tuple(has_experts for _, has_experts in kinds),
+    )
     return replace(
-        spec, num_layers=len(windows), windows=windows, vocab_size=min(spec.vocab_size, VOCABULARY), max_position=256
+        spec,
+        num_layers=len(kinds),
+        windows=tuple(window for window, _ in kinds),
+        vocab_size=min(spec.vocab_size, VOCABULARY),
+        max_position=256,
+        moe=few,
     )
 
 

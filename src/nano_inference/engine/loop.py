@@ -13,6 +13,7 @@ from nano_inference.engine.delivery import next_delta
 from nano_inference.engine.device import is_device_failure
 from nano_inference.engine.inbox import Abort, Add, ChangeWeights, Message
 from nano_inference.engine.isolation import Known, draw_without_the_failing
+from nano_inference.engine.lockstep import Lockstep
 from nano_inference.engine.stats import StepClock
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.sampling.sampling_batch import SamplingBatch
@@ -63,6 +64,10 @@ class Runner(Protocol):
         """Launch the draw."""
         ...
 
+    def idle(self) -> None:
+        """Take part in a round of engines in lockstep without a forward of one's own."""
+        ...
+
     def drop(self, weight_set: str) -> None:
         """Let go of a weight set that nothing will name again."""
         ...
@@ -93,6 +98,7 @@ class EngineLoop:
         self.in_flight: deque[Flight] = deque()
         self.inbox: deque[Message] = deque()
         self.updates: deque[ChangeWeights] = deque()  # in order; the first may wait for sequences to end
+        self.lockstep: Lockstep | None = None  # with other engines; None: it is alone
         self.paused = False  # nothing is launched
         self.writable = True  # False: updates wait, because the weights are put aside
         self.admitting = True  # False: newcomers are held until the engine is resumed
@@ -111,6 +117,8 @@ class EngineLoop:
         """Whether a step would do anything: not for sequences that are held or, while it is paused, any."""
         if self.inbox or self.in_flight or (self.updates and self._may_change(self.updates[0])):
             return True
+        if self.lockstep is not None and self.lockstep.is_due():
+            return True
         return not self.paused and self.is_busy()
 
     def is_busy(self) -> bool:
@@ -123,16 +131,18 @@ class EngineLoop:
         finished = self.handle()
         lap("handle")
         if self.paused:
+            self._accompany()
             return finished + self._retire(keep=0)
         live, pending = self.sequences, self._pending()
-        decision = schedule(live.waiting, live.running, self.cache, self.config, pending)
+        decision = schedule(live.waiting, live.running, self.cache, self.config, pending, len(self.in_flight))
         lap("schedule")
         self.num_preemptions += len(decision.preempted_seqs)
         self._count_admitted(decision)  # before a group is forked
         applied = apply(decision, live, self.cache)  # also a decision that only preempts
         lap("apply")
         if not decision.seq_ids:
-            return finished + self._retire(keep=0)
+            self._accompany()  # until the oldest is back, whose sequences can go on
+            return finished + self._retire(keep=len(self.in_flight) - 1)
         self.num_steps += 1
         chunks = self.batches.chunks(decision, applied.sampled, live)
         batches = self.batches.forward_batches(chunks, self._sampling_now())
@@ -152,6 +162,11 @@ class EngineLoop:
         scored = tuple(scored for batch in batches for scored in batch.scored)
         self.in_flight.append(Flight(tuple(chunks.sampled), scored, tokens))
         return finished + self._retire(keep=self.lookahead)
+
+    def _accompany(self) -> None:
+        """Compute nothing, where other engines may be computing."""
+        if self.lockstep is not None and self.lockstep.is_due():
+            self.runner.idle()
 
     def _draw(self, result: Any, chunks: Chunks) -> Pending:
         sampling = self.batches.sampling_batch(chunks)
@@ -265,10 +280,21 @@ class EngineLoop:
 
     def would_wait(self, kv_policy: KvPolicy) -> bool:
         """Whether an update of this policy could not be applied now."""
-        return not self._may_change(ChangeWeights(POLICY, lambda: None, kv_policy))
+        return not self._is_ready(ChangeWeights(POLICY, lambda: None, kv_policy))
+
+    def ready_update(self) -> int | None:
+        """Version of the update that nothing here keeps waiting; None: there is none."""
+        ready = self.updates and not self.updates[0].is_void() and self._is_ready(self.updates[0])
+        return self.updates[0].version if ready else None
 
     def _may_change(self, update: ChangeWeights) -> bool:
-        """Whether an update need not wait."""
+        """Whether an update need not wait, for anybody."""
+        if self.lockstep is not None and not update.is_void() and not self.lockstep.allows(update.version):
+            return False
+        return self._is_ready(update)
+
+    def _is_ready(self, update: ChangeWeights) -> bool:
+        """Whether nothing here keeps an update waiting."""
         if not self.writable:
             return False
         if update.kv_policy == "wait":

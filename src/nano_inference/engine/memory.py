@@ -11,6 +11,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine.storage import common_layout, layers_of_a_unit, storage_key
 from nano_inference.errors import ConfigError
 from nano_inference.kv_cache.units import UNIFORM, BlockLayout
+from nano_inference.models.part import ModelPart
 from nano_inference.models.spec import ModelSpec
 
 CPU_SHARE = 0.25  # of the available memory
@@ -47,7 +48,7 @@ class MemoryBudget:
     """Where the engine's memory goes. Sizes in bytes.
 
     Attributes:
-        bytes_per_token: of a token that all layers can see.
+        bytes_per_token: of a token that all layers can see; where ranks share a sequence's tokens, this one's share.
         num_blocks: block ids. With sliding-window layers the memory is that of units, and ids are plenty.
         num_units: pieces of memory; see `layout`. Without sliding-window layers a block is one.
         layout: what a block costs.
@@ -114,20 +115,30 @@ def longest_asked(config: EngineConfig, specs: Sequence[ModelSpec]) -> int:
 
 
 def plan_memory(
-    config: EngineConfig, specs: Sequence[ModelSpec], claims: Claims, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    parts: Sequence[ModelPart],
+    claims: Claims,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks_here: int = 1,
 ) -> MemoryBudget:
-    """How many blocks the KV cache gets. Raises `ConfigError` where not even one token fits.
+    """How many blocks the KV cache gets on one rank. Raises `ConfigError` where not even one token fits.
 
-    Every block has room for every model: blocks belong to whichever weight set takes them.
+    Every block has room for every model: blocks belong to whichever weight set takes them. A rank keeps the layers and
+    KV heads that it computes; what a block costs in units is the same on every rank. Of several ranks that share a
+    CPU's memory each plans for its part.
     """
+    specs, held = [part.whole for part in parts], [part.spec for part in parts]
     asked_len = longest_asked(config, specs)
     # These walk the KV tensors by themselves and know blocks only.
-    layout = common_layout(specs, asked_len) if config.attention not in ("flex", "flashinfer") else UNIFORM
+    knows_units = config.attention not in ("flex", "flashinfer")
+    layout = common_layout(specs, asked_len, parts[0].place.mesh.pipeline) if knows_units else UNIFORM
     shapes = {
-        storage_key(spec, layout): (layers_of_a_unit(spec, layout), spec.num_kv_heads, spec.head_dim) for spec in specs
+        storage_key(spec, layout): (layers_of_a_unit(spec, layout), spec.num_kv_heads, spec.head_dim) for spec in held
     }
-    unit_bytes = sum(2 * math.prod(shape) * dtype.itemsize for shape in shapes.values()) * config.block_size
-    memory = _for_the_cache(config, claims, device, smallest=unit_bytes * layout.num_units)
+    stored = config.block_size // config.context_parallel  # tokens of a block that this rank stores
+    unit_bytes = sum(2 * math.prod(shape) * dtype.itemsize for shape in shapes.values()) * stored
+    memory = _for_the_cache(config, claims, device, unit_bytes * layout.num_units, ranks_here)
     chunk = min(config.max_tokens_per_batch, config.max_chunk_tokens or asked_len, asked_len)
     useful = config.max_batch_size * layout.most_units(
         asked_len, chunk if config.enable_chunked_prefill else asked_len, config.block_size
@@ -151,7 +162,7 @@ def plan_memory(
     )
 
 
-def _for_the_cache(config: EngineConfig, claims: Claims, device: torch.device, smallest: int) -> int:
+def _for_the_cache(config: EngineConfig, claims: Claims, device: torch.device, smallest: int, ranks_here: int) -> int:
     """Bytes for the KV cache, at least `smallest`: those of one block. Raises `ConfigError`."""
     asked = config.kv_cache_memory
     if asked is not None and asked < smallest:
@@ -160,11 +171,12 @@ def _for_the_cache(config: EngineConfig, claims: Claims, device: torch.device, s
             f"{smallest:,} bytes."
         )
     if not claims.total:
-        memory = asked or int(psutil.virtual_memory().available * CPU_SHARE)
+        memory = asked or int(psutil.virtual_memory().available * CPU_SHARE / ranks_here)
         if memory < smallest:
+            shared = f", shared by {ranks_here} ranks" if ranks_here > 1 else ""
             raise ConfigError(
-                f"a quarter of the free memory, {gibibytes(memory)}, holds no block of {config.block_size} tokens; "
-                f"kv_cache_memory of at least {smallest:,} bytes would."
+                f"a quarter of the free memory{shared}, {gibibytes(memory)}, holds no block of {config.block_size} "
+                f"tokens; kv_cache_memory of at least {smallest:,} bytes would."
             )
         return memory
     require_weights_fit(claims, device)

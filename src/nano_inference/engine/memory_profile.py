@@ -197,6 +197,8 @@ def guess(config: EngineConfig, specs: Iterable[ModelSpec], dtype: torch.dtype, 
     for spec in specs:
         heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         a_row = 3 * 4 * spec.hidden_size + size * (heads + 3 * spec.intermediate_size)
+        if spec.moe is not None:  # all of a row's products, as they are sorted and as they are added up
+            a_row += spec.moe.experts_per_token * (8 * spec.hidden_size + 3 * size * spec.moe.intermediate_size)
         if not kernels:
             a_row += 9 * longest_asked(config, specs)  # a slot and a flag for each key
         logits = 2 * 4 * spec.vocab_size * max(config.max_batch_size, min(rows, TILE_ROWS))

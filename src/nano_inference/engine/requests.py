@@ -17,6 +17,7 @@ from nano_inference.types import SamplingParams
 
 # Token ids, text, or a conversation: a list of messages, each {"role": ..., "content": ...}.
 Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
+Params = SamplingParams | Iterable[SamplingParams]  # one for all prompts, or one for each
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def many_prompts(prompts: Any) -> list[Any]:
     return [many] if single else many
 
 
-def params_for(sampling_params: SamplingParams | Iterable[SamplingParams], num_prompts: int) -> list[SamplingParams]:
+def params_for(sampling_params: Params, num_prompts: int) -> list[SamplingParams]:
     """One `SamplingParams` a prompt. Raises `InvalidRequest`."""
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts

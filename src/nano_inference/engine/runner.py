@@ -2,19 +2,26 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
+from nano_inference.engine.lockstep import Lockstep
 from nano_inference.engine.loop import Pending
+from nano_inference.engine.sleeping import Sleep, give_back
 from nano_inference.engine.storage import KVStorage
+from nano_inference.engine.weight_update import Shares, WeightUpdate
 from nano_inference.models.decoder import BestTokens, Decoder, ForwardResult
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import SampledTokens
-from nano_inference.scheduling.sequence import POLICY
+from nano_inference.scheduling.sequence import POLICY, PREVIOUS
+from nano_inference.types import Memory
+
+if TYPE_CHECKING:
+    from nano_inference.engine.shared_loop import SharedLoop
 
 
 class Sampled:
@@ -55,14 +62,26 @@ class StepResult(NamedTuple):
 
 
 class ModelRunner:
-    """Owns the models and the KV tensors by weight set. Counts what goes through the forward."""
+    """Owns the models and the KV tensors by weight set. Counts what goes through the forward.
+
+    Attributes:
+        shares: the other ranks' parts of weight updates; None: there are no other ranks.
+    """
+
+    shares: Shares | None = None
 
     def __init__(self, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]) -> None:
         self.models = dict(models)
         self.storages = dict(storages)  # sets whose KV tensors have one shape may share them: a block belongs to one
         self.device = self.storage.keys.device
+        self.lockstep: Lockstep | None = None  # with other engines
+        self.clock = self.models[POLICY].joints.clock
         self.tokens_computed = 0
         self.prompt_tokens_computed = 0  # of the policy
+
+    def rank_times(self) -> list[tuple[int, int]]:
+        """Nanoseconds that each rank was busy in steps, and that it waited in them for another stage."""
+        return [(self.clock.busy, self.clock.waiting)]
 
     @property
     def storage(self) -> KVStorage:
@@ -76,8 +95,15 @@ class ModelRunner:
         previous: Any,
     ) -> StepResult:
         """Copy blocks, then compute every batch; returns what samples are drawn from, and the scores of all."""
+        mark = self.clock.begin()
         self._copy_blocks(block_copies)
-        return self._compute([to_device(batch, self.device) for batch in batches], previous)
+        result = self._compute([to_device(batch, self.device) for batch in batches], previous)
+        self.clock.end(mark)
+        return result
+
+    def idle(self) -> None:
+        """Serve the other engines in lockstep, without a batch of one's own."""
+        self._forward_all((), None)
 
     def set_aside(self, weight_set: str, name: str, changing: Collection[str]) -> None:
         """Keep a weight set as it is now under another name, or go on keeping it: what is about to change is copied."""
@@ -89,6 +115,14 @@ class ModelRunner:
             self.models[name] = model.twin(params)
             self.storages[name] = self.storages[weight_set]
 
+    def set_aside_for(self, update: WeightUpdate) -> None:
+        """Keep the policy as it is as the previous weights: the update is about to be written."""
+        self.set_aside(POLICY, PREVIOUS, update.params)
+
+    def give_back(self, memory: Memory) -> Sleep:
+        """Give the weights or the KV cache back. Raises `OSError`, with nothing given back."""
+        return give_back(memory, self.storages.values(), self.models.values())
+
     def drop(self, weight_set: str) -> None:
         """Let go of a weight set. What is in flight may still hold it."""
         del self.models[weight_set], self.storages[weight_set]
@@ -96,7 +130,26 @@ class ModelRunner:
     @torch.inference_mode()
     def sample(self, result: StepResult, batch: SamplingBatch) -> Pending:
         """Draw the samples of a step."""
-        return Sampled(self._draw(result, batch.to(self.device)), result.scores, result.best)
+        mark = self.clock.begin()
+        sampled = Sampled(self._draw(result, batch.to(self.device)), result.scores, result.best)
+        self.clock.end(mark)
+        return sampled
+
+    def watch(self, shared: "SharedLoop") -> None:
+        """From now on end what it runs when a rank is lost. There is no other rank here."""
+
+    def block_shapes(self) -> list[tuple[int, ...]]:
+        """Of what `read_blocks` gives of one block, by rank (`KVStorage.block_shape`)."""
+        return [self.storage.block_shape]
+
+    def read_blocks(self, block_ids: Sequence[int]) -> list[Tensor]:
+        """Copies of the policy's blocks on the host, by rank: each uint8 [blocks, bytes]. Nothing may be in flight."""
+        return [self.storage.read_blocks(block_ids)]
+
+    def write_blocks(self, block_ids: Sequence[int], parts: Sequence[Tensor]) -> None:
+        """Put back what `read_blocks` gave, into blocks that nothing reads now."""
+        (own,) = parts
+        self.storage.write_blocks(block_ids, own)
 
     def close(self) -> None:
         """Let go of weights and KV tensors."""
@@ -111,7 +164,7 @@ class ModelRunner:
 
     def _compute(self, batches: Sequence[ForwardBatch], previous: Any) -> StepResult:
         """Compute batches of the device, and put their results together."""
-        results = [self._forward_one(batch, previous) for batch in batches]
+        results = self._forward_all(batches, previous)
         drawn = [
             (self.models[batch.weight_set], result.hidden)
             for batch, result in zip(batches, results, strict=True)
@@ -119,6 +172,18 @@ class ModelRunner:
         ]
         scores = results[0].scores if len(results) == 1 else torch.cat([result.scores for result in results])
         return StepResult(drawn, scores, [result.best for result in results if result.best is not None])
+
+    def _forward_all(self, batches: Sequence[ForwardBatch], previous: Any) -> list[ForwardResult]:
+        if self.lockstep is None:
+            return [self._forward_one(batch, previous) for batch in batches]
+        own = {batch.weight_set: batch for batch in batches}
+        found: dict[str, ForwardResult] = {}
+        for name in self.lockstep.begin(own):
+            if name in own:
+                found[name] = self._forward_one(own[name], previous)
+            else:
+                self.models[name].serve_others()
+        return [found[batch.weight_set] for batch in batches]
 
     def _count(self, batch: ForwardBatch) -> None:
         self.tokens_computed += len(batch.input_ids)

@@ -12,10 +12,11 @@ from nano_inference.engine.delivery import Delivery, Sink
 from nano_inference.engine.fair_lock import FairLock
 from nano_inference.engine.faults import Why, failed
 from nano_inference.engine.interrupts import HeldInterrupts
+from nano_inference.engine.lockstep import Lockstep, Member
 from nano_inference.engine.loop import Abort, Add, EngineLoop, Message
 from nano_inference.engine.sleeping import Sleep
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
-from nano_inference.scheduling.sequence import Sequence
+from nano_inference.scheduling.sequence import POLICY, Sequence
 from nano_inference.types import Memory, PauseMode, TrainingSample
 
 
@@ -46,6 +47,17 @@ class SharedLoop:
         self._asleep: dict[Memory, Sleep] = {}
         self._dead: Why | None = None
         self.when_dead: Callable[[str], None] = lambda _: None
+
+    def join(self, lockstep: Lockstep, device: torch.device) -> None:
+        """Go in lockstep with other engines from now on; what they say to each other lies on `device`."""
+        loop = self.loop
+
+        def say() -> Member:
+            busy = not loop.paused and loop.is_busy()
+            return Member(busy, loop.sequences.versions[POLICY], loop.ready_update())
+
+        lockstep.attach(say, self.work_arrived.set, device)
+        loop.lockstep = lockstep
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
@@ -84,6 +96,8 @@ class SharedLoop:
         """
         with self.lock:
             self.require_weights()
+            if self.loop.lockstep is not None:
+                raise InvalidRequest("weights beside the policy's are not possible for engines in lockstep.")
             self.handle()
             self._deliver(self._guarded(lambda: self.loop.change_now(weight_set, change)))
 
@@ -217,6 +231,8 @@ class SharedLoop:
         self.require_alive()
         if unknown := sorted(set(memory) - set(get_args(Memory))):
             raise InvalidRequest(f"memory holds {unknown[0]!r}; its parts are {', '.join(get_args(Memory))}.")
+        if "weights" in memory and self.loop.lockstep is not None:
+            raise InvalidRequest("an engine in lockstep keeps its weights: the others need its experts.")
         with self.lock:
             parts: list[Memory] = [each for each in get_args(Memory) if each in memory and each not in self._asleep]
             if not parts:
@@ -290,6 +306,12 @@ class SharedLoop:
             if self._dead is None:
                 self._die(Why(why, why))
 
+    def lose(self, problem: Exception) -> None:
+        """End for something that happened outside of a step. Waits for the step that goes on."""
+        with self.lock:
+            if self._dead is None:
+                self._die(self._explain(problem))
+
     def require_alive(self) -> None:
         """Raise `EngineDead` if it is."""
         if self._dead is not None:
@@ -302,6 +324,8 @@ class SharedLoop:
 
     def _die(self, why: Why) -> None:
         self._dead = why
+        if self.loop.lockstep is not None:
+            self.loop.lockstep.close()
         self._running.set()
         self.work_arrived.set()
         for part in self._asleep.values():

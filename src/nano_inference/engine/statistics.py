@@ -9,6 +9,8 @@ def collect(loop: EngineLoop, runner: ModelRunner) -> EngineStats:
     """Counters since the engine was built, and its state now."""
     cache, sequences = loop.cache, loop.sequences
     seconds = loop.clock.seconds
+    times = [(busy / 1e9, waiting / 1e9) for busy, waiting in runner.rank_times()]
+    for_samples = loop.clock.nanoseconds["wait"] / 1e9  # that rank 0 waited
     return EngineStats(
         num_waiting=len(sequences.waiting),
         num_running=len(sequences.running),
@@ -28,4 +30,6 @@ def collect(loop: EngineLoop, runner: ModelRunner) -> EngineStats:
         completion_tokens=loop.num_completion_tokens,
         tokens_per_second=loop.num_completion_tokens / seconds if seconds else 0.0,
         step_microseconds=loop.clock.microseconds(loop.num_steps),
+        ranks_busy=tuple(busy for busy, _ in times),
+        ranks_waiting=tuple(waiting + for_samples * (rank == 0) for rank, (_, waiting) in enumerate(times)),
     )

@@ -1,5 +1,6 @@
 """The KV tensors, and how layers and blocks find their place in them."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.kv_cache.units import UNIFORM, BlockLayout, UnitPool
+from nano_inference.models.part import split_layers
 from nano_inference.models.spec import ModelSpec
 from nano_inference.ops.cpu.memory import advise_huge_pages
 
@@ -21,28 +23,37 @@ def storage_key(spec: ModelSpec, layout: BlockLayout) -> tuple[object, ...]:
     return (*kv_shape(spec), spec.windows if layout.num_sliding else ())
 
 
-def common_layout(specs: Sequence[ModelSpec], max_len: int) -> BlockLayout:
-    """What a block costs if every model is to find its place in it.
+def common_layout(specs: Sequence[ModelSpec], max_len: int, stages: int = 1) -> BlockLayout:
+    """What a block costs if every model, and every stage of a pipeline, is to find its place in it.
 
-    A unit holds as many layers as divide both those with a window and those without. Block ids are shared, so models
-    whose layouts differ all keep everything, as if no layer had a window.
+    A unit holds as many layers as divide both those with a window and those without, in every stage; a stage that has
+    fewer of them than another leaves some of its units empty. Block ids are shared, so models whose layouts differ all
+    keep everything, as if no layer had a window.
     """
-    layouts = {_layout(spec, max_len) for spec in specs}
+    layouts = {_layout(spec, max_len, stages) for spec in specs}
     return layouts.pop() if len(layouts) == 1 else UNIFORM
 
 
-def _layout(spec: ModelSpec, max_len: int) -> BlockLayout:
-    windows = [window for window in spec.windows if 0 < window < max_len]  # one that no sequence outgrows is none
-    if not windows:
+def _layout(spec: ModelSpec, max_len: int, stages: int) -> BlockLayout:
+    windows = [window if window < max_len else 0 for window in spec.windows]  # one that no sequence outgrows is none
+    if not any(windows):
         return UNIFORM
-    num_full = spec.num_layers - len(windows)
-    layers = math.gcd(num_full, len(windows))
-    return BlockLayout(num_full // layers, len(windows) // layers, max(windows))
+    held = [[windows[layer] for layer in layers] for layers in split_layers(spec, stages)]
+    num_full, num_sliding = [each.count(0) for each in held], [len(each) - each.count(0) for each in held]
+    layers = math.gcd(*num_full, *num_sliding)
+    return BlockLayout(max(num_full) // layers, max(num_sliding) // layers, max(windows))
 
 
 def layers_of_a_unit(spec: ModelSpec, layout: BlockLayout) -> int:
-    """How many layers' keys and values one unit holds."""
-    return spec.num_layers // layout.num_units
+    """How many layers' keys and values one unit holds, of a model or of a stage's part of it."""
+    num_sliding = sum(_slides(spec, layout))
+    kinds = ((spec.num_layers - num_sliding, layout.num_full), (num_sliding, layout.num_sliding))
+    return max(-(-layers // units) for layers, units in kinds if units)
+
+
+def _slides(spec: ModelSpec, layout: BlockLayout) -> list[bool]:
+    """For each layer: whether it lies in units of sliding layers."""
+    return [0 < window <= layout.window for window in spec.windows]
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -92,10 +103,8 @@ class KVStorage:
         self.num_blocks = num_blocks
         self.unit_map = units
         # For each layer: which of a block's units it lies in, and where in there. Full layers stand before others.
-        sliding = [0 < window <= layout.window for window in spec.windows]
-        order = sorted(range(spec.num_layers), key=sliding.__getitem__)
-        ranks = {layer: rank for rank, layer in enumerate(order)}
-        self.places = [divmod(ranks[layer], layers) for layer in range(spec.num_layers)]
+        seen = {False: itertools.count(), True: itertools.count(layout.num_full * layers)}
+        self.places = [divmod(next(seen[slides]), layers) for slides in _slides(spec, layout)]
         # Not initialised: no slot is read before it is written (tests fill them with NaN), and touching gigabytes that
         # may never be used takes seconds.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
@@ -113,6 +122,36 @@ class KVStorage:
             sources, targets = units[:, sources].flatten(), units[:, targets].flatten()
         for cache in (self.keys, self.values):
             cache[:, :, targets] = cache[:, :, sources]
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Of one block in `read_blocks`: [2, layers, kv heads, block_size, head_dim], keys first."""
+        return 2, len(self.places), self.keys.shape[1], self.block_size, self.keys.shape[-1]
+
+    def read_blocks(self, block_ids: Sequence[int]) -> Tensor:
+        """Copies of whole blocks on the host: uint8 [blocks, bytes of a block]."""
+        blocks = torch.tensor(block_ids, device=self.keys.device)
+        parts: list[Tensor] = []
+        for layer in range(len(self.places)):
+            place, where = self._find_blocks(layer, blocks)
+            parts.append(torch.stack([self.keys[place][:, where], self.values[place][:, where]]))
+        # [layers, 2, kv heads, blocks, block_size, head_dim]
+        whole = torch.stack(parts).permute(3, 1, 0, 2, 4, 5).to("cpu").contiguous()
+        return whole.view(len(block_ids), -1).view(torch.uint8)
+
+    def write_blocks(self, block_ids: Sequence[int], data: Tensor) -> None:
+        """Put back what `read_blocks` gave, of any storage of the same shape, into blocks that nothing reads now."""
+        blocks = torch.tensor(block_ids, device=self.keys.device)
+        values = data.contiguous().view(self.keys.dtype).view(len(block_ids), *self.block_shape).to(self.keys.device)
+        for layer in range(len(self.places)):
+            place, where = self._find_blocks(layer, blocks)
+            self.keys[place][:, where] = values[:, 0, layer].transpose(0, 1)
+            self.values[place][:, where] = values[:, 1, layer].transpose(0, 1)
+
+    def _find_blocks(self, layer: int, blocks: Tensor) -> tuple[int, Tensor]:
+        """Where a layer of these blocks lies: the place in its units, and the units."""
+        unit, place = self.places[layer]
+        return place, blocks if self.unit_map is None else self.unit_map.units()[unit][blocks]
 
     def bind(self, page_table: Tensor, total_len: Tensor) -> "BoundKVStorage":
         """The storage seen through block tables [S, blocks] and context lengths [S]."""

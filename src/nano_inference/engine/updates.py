@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any, get_args
 
 from nano_inference.engine.generation import PATIENCE
-from nano_inference.engine.loop import ChangeWeights
+from nano_inference.engine.loop import ChangeWeights, EngineLoop
 from nano_inference.engine.memory_profile import staging_room
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.shared_loop import SharedLoop
@@ -21,7 +21,8 @@ class Updates:
     """Updates of the policy. `manager` checks and writes them, the loop says when."""
 
     def __init__(self, model: Decoder, runner: ModelRunner, shared: SharedLoop, workspace: int) -> None:
-        self.manager = WeightSyncManager(model, self._announce, partial(staging_room, model.device, workspace))
+        room = partial(staging_room, model.device, workspace)
+        self.manager = WeightSyncManager(model, self._announce, room, runner.shares)
         self._runner = runner
         self._shared = shared
         shared.when_dead = self.manager.close
@@ -60,7 +61,8 @@ class Updates:
     def _wait_for(self, update: WeightUpdate) -> None:
         try:
             while not update.done():
-                self._shared.advance_or_wait(PATIENCE)
+                if not self._shared.advance_or_wait(PATIENCE):
+                    update.wait(0.01)  # for engines in lockstep that do not have it yet
         finally:  # Ctrl-C
             self.manager.keep(update)
         update.result(0)
@@ -96,9 +98,8 @@ class Updates:
     def _policy(self, kv_policy: KvPolicy | None, blocking: bool) -> KvPolicy:
         default: KvPolicy = "recompute" if blocking else "keep"
         policy = default if kv_policy is None else kv_policy
-        if policy not in get_args(KvPolicy):
-            raise WeightUpdateError(f"kv_policy={kv_policy!r} is not one of {', '.join(get_args(KvPolicy))}.")
         loop = self._shared.loop
+        require_policy(loop, policy)
         if blocking and self._shared.is_paused_by_me() and loop.would_wait(policy):
             what = "requests that are paused" if loop.writable else "weights that are asleep"
             raise WeightUpdateError(
@@ -114,11 +115,23 @@ class Updates:
             if update.error is not None:  # one before it failed; nothing will be written
                 return True
             try:
-                self._runner.set_aside(POLICY, PREVIOUS, update.params)
+                self._runner.set_aside_for(update)
             except (MemoryError, RuntimeError) as problem:  # torch's way to say that memory is out
                 self.manager.refuse(f"there is no memory to keep the old weights aside: {problem}")
                 return False
             return True
 
         policy: KvPolicy = update.kv_policy if update.kv_policy is not None else "keep"
-        self._shared.post(ChangeWeights(POLICY, self.manager.finish, policy, update.version, set_aside))
+        write, is_void = self.manager.finish, lambda: update.error is not None
+        self._shared.post(ChangeWeights(POLICY, write, policy, update.version, set_aside, is_void))
+
+
+def require_policy(loop: EngineLoop, kv_policy: KvPolicy) -> None:
+    """Raise `WeightUpdateError` for what is not possible here."""
+    if kv_policy not in get_args(KvPolicy):
+        raise WeightUpdateError(f"kv_policy={kv_policy!r} is not one of {', '.join(get_args(KvPolicy))}.")
+    if kv_policy == "finish_old" and loop.lockstep is not None:
+        raise WeightUpdateError(
+            "kv_policy='finish_old' is not possible for engines in lockstep: each would have to keep the old "
+            "experts for the others; use another one."
+        )

@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nano_inference.engine.weight_update import Bucket, Change, WeightPatch, WeightUpdate
+from nano_inference.engine.weight_update import Bucket, Change, Shares, WeightPatch, WeightUpdate
 from nano_inference.errors import WeightUpdateError
-from nano_inference.models.weights import TIED, Slot
+from nano_inference.models.weights import TIED, Slot, unfused
 
 EMPTY = "weights must be a non-empty state dict (checkpoint names to tensors), a path, or buckets of them."
 
@@ -27,44 +27,59 @@ class WeightSession:
     """Tensors and patches on their way into one update.
 
     Args:
-        slots: where each checkpoint tensor goes.
-        params: the model's parameters.
+        slots: all checkpoint tensors of the model.
+        own: where each goes of which this rank holds a part.
+        params: the parameters that it holds.
         complete: every tensor must come, whole or as a patch.
         check_finite: refuse NaN and infinite values, as they are in the model's dtype.
         room: bytes that may be put aside on the model's device; what is beyond goes to the CPU.
+        shares: the other ranks, if there are any.
     """
 
     def __init__(
         self,
         slots: Mapping[str, Slot],
+        own: Mapping[str, Slot],
         params: Mapping[str, Any],
         *,
         complete: bool,
         check_finite: bool,
         room: float = math.inf,
+        shares: Shares | None = None,
     ) -> None:
         self._room = room
+        self._own = own
+        self._shares = shares
+        self._device = next(iter(params.values())).device
         self.update = WeightUpdate()
+        self.update.shares = shares
         self.complete, self.check_finite = complete, check_finite
         self.changes: list[Change] = []
         self.heads: dict[str, list[Change]] = {}  # of tied heads, by name: compared at the end, never written
         self.staged_bytes = 0
         self._slots, self._params = slots, params
-        self._whole: set[str] = set()
+        self.whole: set[str] = set()
         self._indices: dict[str, Tensor] = {}  # of patches, by name; rising
 
     def add(self, bucket: Bucket, hold: Hold) -> None:
         """Check a bucket and put it aside. Raises `WeightUpdateError`; the session is then useless."""
         if isinstance(bucket, Mapping):
-            for name, tensor in cast(Mapping[str, Tensor], bucket).items():
-                self._add(name, self._whole_tensor(name, tensor, hold), hold)
+            for given, whole in cast(Mapping[str, Tensor], bucket).items():
+                for name, tensor in unfused(self._slots, given, whole):
+                    self._check_tensor(name, tensor)
+                    self._add(name, tensor, None, hold)
         else:
             for name, indices, values in _patches(bucket):
-                self._add(name, self._patch(name, indices, values, hold), hold)
+                self._add(name, values, self._checked_places(name, indices, values, hold), hold)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has come."""
+        return not self.whole and not self._indices
 
     def missing(self) -> list[str]:
         """The tensors that did not come."""
-        return sorted(self._slots.keys() - self._whole - self._indices.keys())
+        return sorted(self._slots.keys() - self.whole - self._indices.keys())
 
     def settle(self) -> None:
         """Wait until what was put aside on a device is there: whoever writes it may do so on another stream."""
@@ -72,29 +87,41 @@ class WeightSession:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
-    def _add(self, name: str, change: Change, hold: Hold) -> None:
+    def _add(self, name: str, values: Tensor, indices: Tensor | None, hold: Hold) -> None:
+        """Hand a checked tensor or patch to the other ranks, and put this rank's part of it aside."""
+        tied = self._is_tied(name)
+        place = TIED[name] if tied else name
         if self.check_finite:
-            self._require_finite(name, change)
-        if self._is_tied(name):
+            _require_finite(name, values, self._dtype(place))
+        if self._shares is not None:
+            self._shares.give(self.update, name, values, indices)
+        slot = self._own.get(place)
+        if slot is None:  # other ranks' alone
+            return
+        if indices is None:
+            values = slot.take(values)
+        else:
+            indices, values = slot.take_places(indices, values)
+        change = Change(slot, self._hold(name, slot, values, hold), indices)
+        if tied:
             self.heads.setdefault(name, []).append(change)
             return
         self.changes.append(change)
         if hold is not Hold.BORROW:
             self.staged_bytes += sum(part.nbytes for part in (change.values, change.indices) if part is not None)
 
-    def _whole_tensor(self, name: str, tensor: Tensor, hold: Hold) -> Change:
+    def _check_tensor(self, name: str, tensor: Tensor) -> None:
         slot = self._slot(name)
         _require_floating(name, tensor)
         if tuple(tensor.shape) != slot.shape:
             raise WeightUpdateError(f"{name!r} has shape {tuple(tensor.shape)}, expected {slot.shape}.")
-        if name in self._whole or name in self._indices:
+        if name in self.whole or name in self._indices:
             raise WeightUpdateError(f"{name!r} came twice in one update.")
-        self._whole.add(name)
-        return Change(slot, self._hold(name, slot, tensor, hold))
+        self.whole.add(name)
 
-    def _patch(self, name: str, indices: Tensor, values: Tensor, hold: Hold) -> Change:
+    def _checked_places(self, name: str, indices: Tensor, values: Tensor, hold: Hold) -> Tensor:
         slot = self._slot(name)
-        if name in self._whole:
+        if name in self.whole:
             raise WeightUpdateError(f"{name!r} came twice in one update: whole, and as a patch.")
         _require_floating(name, values)
         integers = (torch.int64, torch.int32)
@@ -104,9 +131,9 @@ class WeightSession:
         if indices.dim() != 1 or values.shape != indices.shape:
             shapes = f"indices of shape {tuple(indices.shape)} and values of shape {tuple(values.shape)}"
             raise WeightUpdateError(f"the patch of {name!r} has {shapes}; both must be [n].")
-        indices = indices.detach().to(self._params[slot.param].device, torch.int64, copy=hold is Hold.COPY)
+        indices = indices.detach().to(self._device, torch.int64, copy=hold is Hold.COPY)
         self._require_places(name, indices, torch.Size(slot.shape).numel())
-        return Change(slot, self._hold(name, slot, values, hold), indices)
+        return indices
 
     def _require_places(self, name: str, indices: Tensor, size: int) -> None:
         earlier = self._indices.get(name)
@@ -143,10 +170,17 @@ class WeightSession:
         except RuntimeError as problem:  # out of memory
             raise WeightUpdateError(f"{name!r} could not be put aside: {problem}") from problem
 
-    def _require_finite(self, name: str, change: Change) -> None:
-        values = change.values.to(self._params[change.slot.param].dtype)
-        if values.numel() and not all(bool(torch.isfinite(end)) for end in values.aminmax()):
-            raise WeightUpdateError(f"{name!r} holds NaN or infinite values in {values.dtype}.")
+    def _dtype(self, name: str) -> torch.dtype:
+        """Of the parameter that a checkpoint tensor goes into."""
+        if self._shares is not None:
+            return self._shares.dtype_of(name)
+        return self._params[self._own[name].param].dtype
+
+
+def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> None:
+    cast_values = values.detach().to(dtype)
+    if cast_values.numel() and not all(bool(torch.isfinite(end)) for end in cast_values.aminmax()):
+        raise WeightUpdateError(f"{name!r} holds NaN or infinite values in {dtype}.")
 
 
 def _require_floating(name: str, tensor: Any) -> None:

@@ -4,26 +4,28 @@ import hashlib
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from os import PathLike
-from pathlib import Path
-from typing import cast
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from nano_inference.engine.weight_session import EMPTY, Hold, WeightSession
-from nano_inference.engine.weight_update import Bucket, Change, WeightPatch, WeightUpdate, cut_into_buckets
-from nano_inference.errors import ModelLoadError, WeightUpdateConflict, WeightUpdateError
+from nano_inference.engine.weight_sources import Weights, fill
+from nano_inference.engine.weight_update import (
+    Bucket,
+    Change,
+    Shares,
+    WeightPatch,
+    WeightUpdate,
+    cut_into_buckets,
+    value_of,
+)
+from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.loading import read_tensors
-from nano_inference.models.weights import TIED, Slot, param_table, read, slots
+from nano_inference.models.weights import TIED, param_table, read, slots
 from nano_inference.types import KvPolicy
 
 __all__ = ["Bucket", "WeightPatch", "WeightSyncManager", "WeightUpdate", "Weights", "cut_into_buckets"]
-
-# All that an update may be given as.
-Weights = Mapping[str, Tensor] | str | PathLike[str] | Iterable[Bucket]
 
 
 class WeightSyncManager:
@@ -36,6 +38,7 @@ class WeightSyncManager:
         model: whose parameters are written.
         announce: called with each update that `end` queues, by the thread that ends it and under `lock`.
         room: bytes that an update which begins now may take of the model's device; what is beyond waits on the CPU.
+        shares: the other ranks that hold parts of the model, if there are any.
 
     Attributes:
         version: the version that serves.
@@ -48,15 +51,18 @@ class WeightSyncManager:
         model: Decoder,
         announce: Callable[[WeightUpdate], None] | None = None,
         room: Callable[[], float] = lambda: math.inf,
+        shares: Shares | None = None,
     ) -> None:
         self.model = model
         self._room = room
         self.version = 0
         self.pending: deque[WeightUpdate] = deque()
         self.lock = threading.RLock()
-        self.shapes = {name: slot.shape for name, slot in slots(param_table(model.spec)).items()}
         self._announce = announce
-        self._slots = slots(param_table(model.spec))
+        self._shares = shares
+        self._slots = slots(param_table(model.part.whole))
+        self._own = slots(param_table(model.part.whole, model.part))  # of what this rank holds a part
+        self.shapes = {name: slot.shape for name, slot in self._slots.items()}
         self._newest = 0
         self._open: WeightSession | None = None
         self._version: int | None = None  # that the open session asked for
@@ -95,22 +101,17 @@ class WeightSyncManager:
         """
         self.check_version(version)
         session = self._new_session(complete, check_finite)
-        hold = Hold.COPY if copy else Hold.BORROW
-        if isinstance(weights, Mapping):
-            session.add(cast(Bucket, weights), hold)
-        elif isinstance(weights, str | PathLike):
-            for bucket in read_folder(Path(weights)):
-                session.add(bucket, hold)
-        elif isinstance(weights, Iterable) and not isinstance(weights, Tensor):
-            for bucket in _listen(weights):
-                session.add(bucket, Hold.COPY)
-        else:
-            raise WeightUpdateError(EMPTY)
-        with self.lock:
-            update = self._queue(session, version)
-            if announce is not None:
-                announce(update)
-            return update
+        try:
+            fill(session, weights, Hold.COPY if copy else Hold.BORROW)
+            with self.lock:
+                update = self._queue(session, version)
+                if announce is not None:
+                    announce(update)
+                return update
+        except Exception as problem:
+            if session.update not in self.pending:  # other ranks may have parts of it
+                session.update.fail(_as_refusal(problem))
+            raise
 
     def keep(self, update: WeightUpdate) -> None:
         """Copy what an update borrowed, if it still waits: its owner gets control back before it is written."""
@@ -185,6 +186,19 @@ class WeightSyncManager:
                 raise
             return update
 
+    def check(self, *, version: int | None = None, of: WeightUpdate | None = None) -> None:
+        """Check what `end` would, and leave the session open: then `end` of the same refuses nothing.
+
+        Raises `WeightUpdateError`; the session is then closed.
+        """
+        with self.lock:
+            session = self._require_open(of)
+            try:
+                self._require_whole(session, self._version if version is None else version)
+            except WeightUpdateError as problem:
+                self._close(session, problem)
+                raise
+
     def cancel(self, reason: str = "the weight session was cancelled.", *, of: WeightUpdate | None = None) -> None:
         """Forget the open session, if there is one; with `of` only if it is the one that makes this update."""
         with self.lock:
@@ -246,7 +260,12 @@ class WeightSyncManager:
     def checksum(self) -> dict[str, str]:
         """SHA-256 of each checkpoint tensor that serves: its bytes row by row, in the dtype that the engine holds."""
         with self.lock:
-            return {name: _sha256(read(self.model.params, slot)) for name, slot in self._slots.items()}
+            return {name: _sha256(self._served(name)) for name in self._slots if self._holds(name)}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that serves, by checkpoint name: views, or copies where weights are packed."""
+        with self.lock:
+            return {name: self._served(name) for name in self._slots}
 
     def start_sync(self, new_weights: Weights) -> None:
         """Stage an update; it is applied by a later `maybe_finish_sync`, or by the next step of the engine."""
@@ -269,13 +288,22 @@ class WeightSyncManager:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
+    def _holds(self, name: str) -> bool:
+        """Whether this engine has any of a tensor: of engines in lockstep each has some of the experts."""
+        return self._shares is not None or math.prod(self._own[name].local_shape) > 0
+
+    def _served(self, name: str) -> Tensor:
+        return self._shares.whole(name) if self._shares is not None else read(self.model.params, self._own[name])
+
     def _require_own(self) -> None:
         if self._announce is not None:  # its cache and its samples would not know of the new version
             raise WeightUpdateError("these weights are an engine's; call its update_weights.")
 
     def _new_session(self, complete: bool, check_finite: bool) -> WeightSession:
         options = {"complete": complete, "check_finite": check_finite}
-        return WeightSession(self._slots, self.model.params, room=self._room(), **options)
+        return WeightSession(
+            self._slots, self._own, self.model.params, room=self._room(), shares=self._shares, **options
+        )
 
     def _require_open(self, of: WeightUpdate | None) -> WeightSession:
         session = self._open
@@ -295,7 +323,7 @@ class WeightSyncManager:
         failed, *behind = updates
         failed.fail(reason)
         for update in behind:
-            if update.is_whole(self._slots.values()):
+            if update.is_whole(self._slots):
                 break
             update.fail(WeightUpdateError(f"weight version {failed.version} failed, and this one builds on it."))
         self._newest = max([self.version, *(each.version for each in self.pending if each.error is None)])
@@ -304,21 +332,27 @@ class WeightSyncManager:
         if self._closed is not None:
             raise WeightUpdateError(f"{self._closed}: there is nothing to update.")
 
+    def _require_whole(self, session: WeightSession, version: int | None) -> None:
+        self._require_not_closed()
+        if session.is_empty:
+            raise WeightUpdateError(EMPTY)
+        missing = session.missing() if session.complete else []
+        if missing:
+            count = f"{len(missing)} of {len(self._slots)}"
+            raise WeightUpdateError(f"{missing[0]!r} is missing ({count} are); complete=True asks for every one.")
+        session.settle()
+        for name, changes in session.heads.items():
+            self._require_tied(name, changes, session.changes)
+        self.check_version(version)
+
     def _queue(self, session: WeightSession, version: int | None) -> WeightUpdate:
         with self.lock:
-            self._require_not_closed()
-            if not session.changes and not session.heads:
-                raise WeightUpdateError(EMPTY)
-            missing = session.missing() if session.complete else []
-            if missing:
-                count = f"{len(missing)} of {len(self._slots)}"
-                raise WeightUpdateError(f"{missing[0]!r} is missing ({count} are); complete=True asks for every one.")
-            session.settle()
-            for name, changes in session.heads.items():
-                self._require_tied(name, changes, session.changes)
-            self.check_version(version)
+            self._require_whole(session, version)
             update = session.update
-            update.stage(self._newest + 1 if version is None else version, session.changes, session.staged_bytes)
+            if self._shares is not None:
+                self._shares.settle(update)
+            number = self._newest + 1 if version is None else version
+            update.stage(number, session.changes, session.staged_bytes, session.whole)
             self._newest = update.version
             self.pending.append(update)
             return update
@@ -334,47 +368,12 @@ class WeightSyncManager:
 
     def _require_tied(self, name: str, head: list[Change], changes: list[Change]) -> None:
         """A tied head has no place of its own: it must become what its tensor becomes."""
-        slot = self._slots[TIED[name]]
+        slot = self._own[TIED[name]]
         tied = [change for change in changes if change.slot == slot]
         pending = [change for update in self.pending for change in update.changes_of(slot)]
-        if not torch.equal(self._value(slot, [*pending, *head]), self._value(slot, [*pending, *tied])):
+        params = self.model.params
+        if not torch.equal(value_of(params, slot, [*pending, *head]), value_of(params, slot, [*pending, *tied])):
             raise WeightUpdateError(f"{name!r} is tied to {TIED[name]!r} in this model and differs from it.")
-
-    def _value(self, slot: Slot, changes: list[Change]) -> Tensor:
-        """What a checkpoint tensor is after some changes, in the model's dtype."""
-        dtype, device = self.model.params[slot.param].dtype, self.model.params[slot.param].device
-        whole = max((place for place, change in enumerate(changes) if change.indices is None), default=-1)
-        value = (read(self.model.params, slot) if whole < 0 else changes[whole].values).to(device, dtype)
-        if whole + 1 < len(changes):
-            value = value.clone(memory_format=torch.contiguous_format)
-        for change in changes[whole + 1 :]:
-            assert change.indices is not None
-            value.view(-1).index_copy_(0, change.indices.to(device), change.values.to(device, dtype))
-        return value
-
-
-def read_folder(path: Path) -> Iterator[Bucket]:
-    """The tensors of a safetensors file or a folder of them, one a bucket. Raises `WeightUpdateError`."""
-    if not path.exists():
-        raise WeightUpdateError(f"there are no weights at {path}: no such file or folder.")
-    try:
-        for name, tensor in read_tensors(path):
-            yield {name: tensor}
-    except ModelLoadError as problem:
-        raise WeightUpdateError(str(problem)) from problem
-
-
-def _listen(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-    """The buckets; what goes wrong where they come from is an error of the update."""
-    count = 0
-    try:
-        for bucket in buckets:
-            yield bucket
-            count += 1
-    except WeightUpdateError:
-        raise
-    except Exception as problem:
-        raise WeightUpdateError(f"the weights ended after {count} buckets: {problem!r}") from problem
 
 
 def _as_refusal(problem: Exception) -> WeightUpdateError:

@@ -3,13 +3,13 @@
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from nano_inference.errors import WeightUpdateError
-from nano_inference.models.weights import Slot, patch, write
+from nano_inference.models.weights import Slot, patch, read, write
 from nano_inference.types import KvPolicy
 
 BUCKET_BYTES = 2**26
@@ -49,6 +49,37 @@ class Change:
             patch(params, self.slot, self.indices, self.values)
 
 
+class Shares(Protocol):
+    """The other ranks' parts of updates: what is given is sent on, and written on all ranks or on none.
+
+    What is raised is a `WeightUpdateError`, or `RankLost`.
+    """
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Of the parameter that a checkpoint tensor goes into, on whichever rank."""
+        ...
+
+    def give(self, update: "WeightUpdate", name: str, values: Tensor, indices: Tensor | None) -> None:
+        """Send all other ranks their parts of a checked tensor, or of single numbers of one."""
+        ...
+
+    def settle(self, update: "WeightUpdate") -> None:
+        """All was given. Returns when every rank has its part and can write it."""
+        ...
+
+    def apply(self, update: "WeightUpdate") -> None:
+        """Let all ranks write it, at this place between steps."""
+        ...
+
+    def discard(self, update: "WeightUpdate") -> None:
+        """Let all ranks forget it. Raises nothing."""
+        ...
+
+    def whole(self, name: str) -> Tensor:
+        """A checkpoint tensor as all ranks together hold it."""
+        ...
+
+
 class WeightUpdate:
     """A weight update on its way: being received, then waiting between two steps, then serving. Or it failed.
 
@@ -66,6 +97,8 @@ class WeightUpdate:
         self.error: WeightUpdateError | None = None
         self._version: int | None = None
         self._changes: list[Change] = []
+        self._whole: frozenset[str] = frozenset()
+        self.shares: Shares | None = None  # the other ranks, if there are any
         self._ended = threading.Event()
 
     @property
@@ -98,21 +131,24 @@ class WeightUpdate:
 
     # What follows is the manager's.
 
-    def stage(self, version: int, changes: list[Change], staged_bytes: int) -> None:
-        """Everything was received and checked."""
+    def stage(self, version: int, changes: list[Change], staged_bytes: int, whole: Iterable[str]) -> None:
+        """Everything was received and checked. `whole`: checkpoint names of the tensors that it gives as a whole."""
         self._version, self._changes, self.staged_bytes = version, changes, staged_bytes
+        self._whole = frozenset(whole)
         self.params = frozenset(change.slot.param for change in changes)
 
     def changes_of(self, slot: Slot) -> list[Change]:
         """What it will do to one checkpoint tensor, in order."""
         return [change for change in self._changes if change.slot == slot]
 
-    def is_whole(self, slots: Iterable[Slot]) -> bool:
+    def is_whole(self, names: Iterable[str]) -> bool:
         """Whether it gives every one of these checkpoint tensors, so that nothing before it matters."""
-        return {change.slot for change in self._changes if change.indices is None} >= set(slots)
+        return self._whole >= set(names)
 
     def write_to(self, params: dict[str, Any]) -> None:
         """Write every change into its place and let go of it."""
+        if self.shares is not None:
+            self.shares.apply(self)
         for change in self._changes:
             change.apply(params)
         for device in {params[name].device for name in self.params}:
@@ -140,6 +176,21 @@ class WeightUpdate:
         if not self._ended.is_set():
             self.error, self._changes = error, []
             self._ended.set()
+            if self.shares is not None:
+                self.shares.discard(self)
+
+
+def value_of(params: dict[str, Any], slot: Slot, changes: list[Change]) -> Tensor:
+    """What a rank's part of a checkpoint tensor is after some changes of it, in the model's dtype."""
+    dtype, device = params[slot.param].dtype, params[slot.param].device
+    whole = max((place for place, change in enumerate(changes) if change.indices is None), default=-1)
+    value = (read(params, slot) if whole < 0 else changes[whole].values).to(device, dtype)
+    if whole + 1 < len(changes):
+        value = value.clone(memory_format=torch.contiguous_format)
+    for change in changes[whole + 1 :]:
+        assert change.indices is not None
+        value.view(-1).index_copy_(0, change.indices.to(device), change.values.to(device, dtype))
+    return value
 
 
 def cut_into_buckets(weights: Mapping[str, Tensor], max_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, Tensor]]:

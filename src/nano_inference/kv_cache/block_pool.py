@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace
+from nano_inference.kv_cache.news import BlockNews
 
 _NONE = -1  # not in the ring
 
@@ -49,11 +50,17 @@ class BlockPool:
     First those without a name; then named ones, the longest unused first, none before a block below it; last those
     that are pinned: something below them is in use, so their reuse would cost more than one block's contents.
     `emptied` is called with a block that is free and has no name (any more).
+
+    Attributes:
+        names: of every named block: its name, and its id.
+        news: is told of names that come and go; None: nobody wants to know.
     """
 
     def __init__(self, num_blocks: int, emptied: Callable[[Block], None] | None = None) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.num_free = num_blocks
+        self.names: dict[int, int] = {}
+        self.news: BlockNews | None = None
         self._emptied = emptied
         # Three elements of the ring are no blocks: the head, the gate before the named ones, the bar before the pinned.
         self._head, self._gate, self._bar = range(num_blocks, num_blocks + 3)
@@ -102,6 +109,13 @@ class BlockPool:
             else:
                 release(block)
 
+    def give_name(self, block: Block, name: int, namespace: Namespace | None) -> None:
+        """From now on the contents of this block are known under a name, which another block may have had so far."""
+        if self.news is not None and name not in self.names:
+            self.news.published(name)
+        block.hash, block.namespace = name, namespace
+        self.names[name] = block.block_id
+
     def put_below(self, block: Block, above: Block | None) -> None:
         """From now on `above` is not reused before `block`, which is held."""
         block.above = above
@@ -120,6 +134,10 @@ class BlockPool:
     def forget(self, block: Block) -> None:
         """Drop the name of a block that has nothing below it. If it is free, it is reused first."""
         above = block.above
+        if self.names.get(block.hash) == block.block_id:
+            del self.names[block.hash]
+            if self.news is not None:
+                self.news.dropped(block.hash)
         block.forget()
         if block.ref_count:
             self._unpin(above)

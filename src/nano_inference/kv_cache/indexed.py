@@ -3,12 +3,21 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace, PrefixKeys
 from nano_inference.kv_cache.block_pool import Block, BlockPool
 from nano_inference.kv_cache.manager import CacheAllocation
+from nano_inference.kv_cache.news import BlockNews
 from nano_inference.kv_cache.units import UNIFORM, BlockLayout, UnitPool
+
+
+class Found(NamedTuple):
+    """Named blocks of a chain: what they depend on, where they are, what they hold."""
+
+    namespace: Namespace
+    block_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
 
 
 class PrefixIndex(Protocol):
@@ -20,6 +29,10 @@ class PrefixIndex(Protocol):
 
     def publish(self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range) -> None:
         """Name these full blocks, unless their contents have a block already that is not stripped."""
+        ...
+
+    def contents(self, block_ids: Sequence[int]) -> list[int]:
+        """Token ids of named blocks."""
         ...
 
     def forget(self, block: Block) -> None:
@@ -172,6 +185,54 @@ class IndexedKVCache:
         """Forget every prefix. Blocks in use stay in use."""
         self._index.flush()
 
+    # -- between engines ----------------------------------------------------------------------------------------------
+
+    def find(self, names: Sequence[int]) -> Found:
+        """The blocks of these names, which are a chain from the head of a sequence, as far as they are here.
+
+        No writes. They are whole: what lacks its units of sliding layers, and all behind it, is not found.
+        """
+        block_ids: list[int] = []
+        for name in names:
+            block_id = self._pool.names.get(name)
+            if block_id is None or self.blocks[block_id].stripped:
+                break
+            block_ids.append(block_id)
+        namespace = self.blocks[block_ids[0]].namespace if block_ids else None
+        if namespace is None:
+            return Found(Namespace(), (), ())
+        prefix, token_ids = PrefixKeys(namespace), self._index.contents(block_ids)
+        prefix.extend(token_ids, self.block_size)
+        ours = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prefix.hashes, names, strict=False))
+        count = sum(1 for _ in ours)
+        return Found(namespace, tuple(block_ids[:count]), tuple(token_ids[: count * self.block_size]))
+
+    def count(self, names: Sequence[int]) -> int:
+        """How many blocks at the head of this chain are here, whole. Token ids are not compared."""
+        blocks, ids = self.blocks, map(self._pool.names.get, names)
+        return sum(1 for _ in itertools.takewhile(lambda at: at is not None and not blocks[at].stripped, ids))
+
+    def reserve(self, token_ids: Sequence[int], prefix: PrefixKeys, start: int, end: int) -> tuple[list[int], int]:
+        """A table for blocks [0, end) of a sequence, and how many of them are cached: the rest are to be written.
+
+        The table is empty where block `start` would not follow what is cached, and shorter than `end` where too few
+        blocks are free. Who called it writes the fresh blocks, publishes them and lets go of the table.
+        """
+        found = self.match(token_ids, prefix, end * self.block_size).block_ids
+        table = list(itertools.takewhile(lambda block_id: not self.blocks[block_id].stripped, found))
+        cached = len(table)
+        if cached < start:
+            return [], 0
+        self.adopt(table)
+        room = min(self._pool.num_free, self.num_free_units() // self.layout.num_units)
+        self.extend(table, cached * self.block_size, min(end, cached + room) * self.block_size)
+        return table, cached
+
+    def observe(self, news: BlockNews | None) -> list[int]:
+        """Tell `news` (None: nobody) from now on of names that come and go; returns those that are here."""
+        self._pool.news = news
+        return list(self._pool.names)
+
     def check(self, tables: Iterable[Sequence[int]], num_slid: Iterable[int] | None = None) -> None:
         """Assert every invariant of pool, index, units and tables. For tests and debugging; O(blocks)."""
         tables = list(tables)
@@ -181,6 +242,8 @@ class IndexedKVCache:
             assert block.ref_count == held[block.block_id], f"block {block.block_id}: count and tables disagree"
             nameless = block == Block(block.block_id, block.ref_count) and block.above is None
             assert nameless or block.hash != NO_PREFIX, "a block without a name has contents, or a place in a path"
+        named = {block.hash: block.block_id for block in self.blocks if block.hash != NO_PREFIX}
+        assert self._pool.names == named, "names and blocks disagree"
         self._index.check(tables)
         if self.units is not None:
             outside = [0] * len(tables) if num_slid is None else num_slid

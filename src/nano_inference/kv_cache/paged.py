@@ -12,7 +12,7 @@ class HashIndex:
     """Full blocks by the hash of everything up to their end. Implements `PrefixIndex`."""
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
-        self.hash_to_block: dict[int, int] = {}
+        self.hash_to_block = pool.names
         self._pool = pool
         self._block_size = block_size
 
@@ -35,13 +35,16 @@ class HashIndex:
                 self.forget(self._pool.blocks[other])
             if block.hash == NO_PREFIX and name not in self.hash_to_block:
                 start = index * self._block_size
-                block.hash, block.parent, block.namespace = name, prefix.parent(index), prefix.namespace
+                block.parent = prefix.parent(index)
                 block.token_ids = tuple(token_ids[start : start + self._block_size])
-                self.hash_to_block[name] = block.block_id
+                self._pool.give_name(block, name, prefix.namespace)
+
+    def contents(self, block_ids: Sequence[int]) -> list[int]:
+        """Token ids of named blocks."""
+        return [token_id for block_id in block_ids for token_id in self._pool.blocks[block_id].token_ids]
 
     def forget(self, block: Block) -> None:
         """Drop a block."""
-        del self.hash_to_block[block.hash]
         self._pool.forget(block)
 
     def drop_version(self, weight_set: str, version: int) -> None:

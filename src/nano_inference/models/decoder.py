@@ -7,9 +7,14 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
+from nano_inference.models.context import SharedContext
+from nano_inference.models.joints import AddBias, Joints
+from nano_inference.models.part import part_of
 from nano_inference.models.rope import rope_table
-from nano_inference.models.spec import ModelSpec
+from nano_inference.models.spec import ModelSpec, MoeSpec
 from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
+from nano_inference.ops.moe import Experts
+from nano_inference.parallel.head import ShardedHead
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch, greedy_batch
 
@@ -40,14 +45,28 @@ class ForwardResult(NamedTuple):
 
 
 class Decoder:
-    """Weights, rotary tables and operations of one model. It never asks which device it is on."""
+    """Weights, rotary tables and operations of one model. It never asks which device it is on.
 
-    def __init__(self, spec: ModelSpec, params: dict[str, Any], ops: Ops, num_positions: int) -> None:
+    Args:
+        spec: of the part of the model that is here (`ModelPart.spec`).
+        params: of that part.
+        ops: of the backend.
+        num_positions: rows of the rotary tables.
+        joints: the other ranks that share the model; None: all of it is here.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, params: dict[str, Any], ops: Ops, num_positions: int, joints: Joints | None = None
+    ) -> None:
         self.spec = spec
         self.params = params
         self.ops = ops
-        self.device = params["embed"].device
-        self.dtype = params["embed"].dtype
+        self.joints = joints if joints is not None else Joints(part_of(spec))
+        self.part = self.joints.part
+        self.context = self._shared_context()
+        matrix = params["layers.0.qkv"]
+        self.device = matrix.device
+        self.dtype = matrix.dtype
         # Layers with a window may turn at other frequencies. One table where they do not.
         self.ropes = {False: rope_table(spec.rope, spec.head_dim, num_positions, self.device)}
         same = spec.sliding_rope == spec.rope or not any(spec.windows)
@@ -62,14 +81,41 @@ class Decoder:
         """The weight that logits are made with."""
         return self.params["embed" if self.spec.tie_word_embeddings else "head"]
 
+    @property
+    def _end(self) -> Ops | ShardedHead:
+        """What turns hidden rows into logits, draws and scores."""
+        group = self.joints.tensor
+        return self.ops if group is None else ShardedHead(self.ops, group, self.part.vocab_bounds)
+
     def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
         """Compute the rows of a batch and store their keys and values."""
-        hidden = self._hidden(batch, cache.bind(batch.block_tables, batch.seq_lens))
+        view = cache.bind(batch.block_tables, batch.seq_lens)
+        if self.context is not None:
+            return self._forward_own(batch, view, self.context)
+        return self._forward(batch, view)
+
+    def _forward_own(self, batch: ForwardBatch, view: KvcacheView, context: SharedContext) -> ForwardResult:
+        """Compute this rank's rows of a batch; what is wanted of any row comes from whoever computed it."""
+        own = context.own_rows(batch, view.block_size)
+        hidden, scores, best = self._forward(own, view)
+        if not self.part.place.is_last_stage:
+            return ForwardResult(hidden, scores)
+        step = own.context
+        return ForwardResult(
+            context.rejoin(step.logits, hidden) if len(batch.logits_indices) else hidden,
+            context.rejoin(step.scores, scores) if len(batch.score_rows) else scores,
+            None if best is None else BestTokens(*(context.rejoin(step.best, each) for each in best)),
+        )
+
+    def _forward(self, batch: ForwardBatch, view: KvcacheView) -> ForwardResult:
+        hidden = self._hidden(batch, view)
+        if not self.part.place.is_last_stage:
+            return ForwardResult(hidden[:0], torch.empty(0, device=self.device))
         divisor = self.spec.logits_divisor
         if len(batch.score_rows):
             rows = hidden[batch.score_rows]
             targets, temperatures = batch.score_targets, batch.score_temperatures
-            scores = self.ops.gather_logprobs(rows, self.head, divisor, targets, temperatures)
+            scores = self._end.gather_logprobs(rows, self.head, divisor, targets, temperatures)
         else:
             scores = torch.empty(0, device=self.device)
         best = self.best_tokens(hidden[batch.best_rows], batch.num_best) if batch.num_best else None
@@ -78,16 +124,30 @@ class Decoder:
 
     def draw(self, hidden: Tensor, batch: SamplingBatch) -> Draw:
         """Draw samples from the logits of rows [L, H] that a forward pass gave."""
-        return self.ops.sample(hidden, self.head, self.spec.logits_divisor, batch)
+        return self._end.sample(hidden, self.head, self.spec.logits_divisor, batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits of rows [L, H] that a forward pass gave: float32 [L, V]."""
-        return self.ops.logits(hidden, self.head, self.spec.logits_divisor)
+        return self._end.logits(hidden, self.head, self.spec.logits_divisor)
 
     def best_tokens(self, hidden: Tensor, num_best: int) -> BestTokens:
         """The most probable tokens after rows [T, H] that a forward pass gave: what greedy draws report there."""
+        if not len(hidden):
+            nothing = torch.empty((0, num_best), device=self.device)
+            return BestTokens(nothing.long(), nothing)
         draws = [self.draw(rows, greedy_batch(len(rows), num_best).to(self.device)) for rows in hidden.split(BEST_TILE)]
         return BestTokens(torch.cat([draw.top_ids for draw in draws]), torch.cat([d.top_logprobs for d in draws]))
+
+    @torch.inference_mode()
+    def serve_others(self) -> None:
+        """A forward of no rows: what the ranks that share this one's experts need of it while they make one."""
+        moe = self.spec.moe
+        if moe is None or self.joints.exchange is None:
+            return
+        nothing = torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
+        for layer in range(self.spec.num_layers):
+            if moe.layers[layer]:
+                self.ops.moe(nothing, self._experts(f"layers.{layer}.", moe), self.joints.exchange)
 
     def forget_recorded(self) -> None:
         """Record anew what the backend records: weights or KV tensors have moved."""
@@ -99,12 +159,17 @@ class Decoder:
         other.params = self.params if params is None else params
         other.ops = self.ops if ops is None else ops
         other.recorded = {}
+        other.context = other._shared_context()
         return other
 
     def close(self) -> None:
         """Let go of the weights. Nothing may be called afterwards."""
         self.params.clear()
         self.recorded.clear()
+
+    def _shared_context(self) -> SharedContext | None:
+        group = self.joints.context
+        return None if group is None else SharedContext(group, self.ops, self.spec)
 
     def _hidden(self, batch: ForwardBatch, view: KvcacheView) -> Tensor:
         """All rows after the last norm, [N, H]; good until the next call."""
@@ -116,18 +181,21 @@ class Decoder:
 
     def trunk(self, ops: Operations, batch: ForwardBatch, view: KvcacheView) -> Tensor:
         """Everything but the head, by calls of `ops` alone: a backend may record them once and replay them."""
-        spec, params = self.spec, self.params
-        plans = {window: ops.plan_attention(batch, view.block_size, window) for window in set(spec.windows)}
-        residual = ops.embed(batch.input_ids, params["embed"], self.embed_scale)  # [N, H]
+        spec = self.spec
+        whole = self.context is None  # the keys of a sequence are all here
+        plans = {w: ops.plan_attention(batch, view.block_size, w) for w in set(spec.windows)} if whole else {}
+        residual = self._enter(ops, batch)  # [N, H]
         x: Tensor | None = None
         for layer, window in enumerate(spec.windows):
             name = f"layers.{layer}."
             normed, residual = ops.rms_norm(x, residual, self._norm(name + "attn_norm"), spec.residual_scale)
-            x = self._attention(ops, normed, name, layer, batch, view, plans[window])
+            x = self._attention(ops, normed, name, layer, batch, view, plans.get(window))
             x = self._after(ops, x, name + "attn_out_norm")
             normed, residual = ops.rms_norm(x, residual, self._norm(name + "mlp_norm"), spec.residual_scale)
-            gated = ops.gate(ops.linear(normed, params[name + "gate_up"], None), spec.activation)
-            x = self._after(ops, ops.linear(gated, params[name + "down"], None), name + "mlp_out_norm")
+            x = self._after(ops, self._mlp(ops, batch, normed, name, layer), name + "mlp_out_norm")
+        if not self.part.place.is_last_stage:
+            _, residual = ops.rms_norm(x, residual, Norm(None, 0.0, 0.0, torch.float32), spec.residual_scale)
+            return ops.call(batch, self.joints.send, (residual,), spec.hidden_size, torch.float32)
         return ops.rms_norm(x, residual, self._norm("norm"), spec.residual_scale)[0]
 
     def _attention(
@@ -154,8 +222,48 @@ class Decoder:
             spec.num_kv_heads,
             (self._norm(name + "q_norm"), self._norm(name + "k_norm")) if spec.qk_norm else None,
         )
-        attended = ops.attention(q, view, layer, plan, spec.attention_scale)
-        return ops.linear(attended, params[name + "o"], params.get(name + "o_bias"))
+        if self.context is None:
+            attended = ops.attention(q, view, layer, plan, spec.attention_scale)
+        else:
+            attend = self.context.attention(view, layer, spec.windows[layer], spec.attention_scale)
+            attended = ops.call(batch, attend, (q,), spec.num_heads * spec.head_dim, self.dtype)
+        start, stop = self.part.own_columns
+        if stop - start < spec.num_heads * spec.head_dim:
+            attended = ops.columns(attended, start, stop)
+        return self._row_parallel(ops, batch, attended, name + "o", self.part.head_segments)
+
+    def _enter(self, ops: Operations, batch: ForwardBatch) -> Tensor:
+        """The residual stream before the first layer that is here."""
+        joints, hidden = self.joints, self.spec.hidden_size
+        if not self.part.place.is_first_stage:
+            return ops.call(batch, joints.receive, (), hidden, torch.float32)
+        weight = self.params["embed"]
+        if joints.tensor is None:
+            return ops.embed(batch.input_ids, weight, self.embed_scale)
+        part = (self.part.vocab.start, self.part.whole.vocab_size)
+        rows = ops.embed(batch.input_ids, weight, self.embed_scale, part)
+        return ops.call(batch, joints.add_up, (rows,), hidden, torch.float32)
+
+    def _row_parallel(
+        self, ops: Operations, batch: ForwardBatch, x: Tensor, name: str, segments: tuple[int, ...] | None
+    ) -> Tensor:
+        """A product whose input columns are spread over ranks: each adds up its own, then all of them."""
+        weight, bias, joints = self.params[name], self.params.get(name + "_bias"), self.joints
+        if joints.tensor is None:
+            return ops.linear(x, weight, bias, segments if self.ops.in_segments else None)
+        segments = segments if segments is not None else (0, weight.shape[1])
+        add_up = joints.add_up if bias is None else AddBias(joints, bias)
+        return ops.call(batch, add_up, (ops.linear(x, weight, None, segments),), self.spec.hidden_size, torch.float32)
+
+    def _mlp(self, ops: Operations, batch: ForwardBatch, normed: Tensor, name: str, layer: int) -> Tensor:
+        if self.spec.moe is not None and self.spec.moe.layers[layer]:
+            return ops.moe(normed, self._experts(name, self.spec.moe), self.joints.exchange)
+        gated = ops.gate(ops.linear(normed, self.params[name + "gate_up"], None), self.spec.activation)
+        return self._row_parallel(ops, batch, gated, name + "down", self.part.inner_segments)
+
+    def _experts(self, name: str, moe: MoeSpec) -> Experts:
+        router, gate_up, down = (self.params[name + part] for part in ("router", "experts_gate_up", "experts_down"))
+        return Experts(router, gate_up, down, moe.experts_per_token, moe.renormalized, self.spec.activation)
 
     def _after(self, ops: Operations, x: Tensor, name: str) -> Tensor:
         """What a block adds to the residual stream: normalised where the model has a norm there, and not rounded."""

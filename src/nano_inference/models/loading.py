@@ -12,6 +12,7 @@ from torch import Tensor
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
 from nano_inference.models.gguf import convert_gguf
+from nano_inference.models.part import ModelPart
 from nano_inference.models.spec import ModelSpec, spec_from_config
 from nano_inference.models.weights import TIED, Allocate, allocate, param_table, read, slots, write
 from nano_inference.ops import reference
@@ -53,27 +54,44 @@ def resolve_dtype(asked: str, spec: ModelSpec) -> torch.dtype:
 
 
 def load_params(
-    folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, matrix: Allocate = reference.allocate
+    folder: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    matrix: Allocate = reference.allocate,
+    part: ModelPart | None = None,
 ) -> dict[str, Any]:
-    """All parameters of a model, streamed from its safetensors files. Memory: the parameters and one tensor, both on
-    the device.
+    """All parameters of a model, or of a rank's part of it, streamed from its safetensors files. Of other ranks' parts
+    nothing is read. Memory: the parameters and one tensor, both on the device.
 
     Raises `ModelLoadError` naming the first unknown, misshapen or missing tensor.
     """
-    table = param_table(spec)
+    table = param_table(spec, part)
     places = slots(table)
+    known = places if part is None else slots(param_table(spec))
     params = allocate(table, dtype, device, matrix)
     missing = set(places)
-    for name, tensor in read_tensors(folder, device):
-        if name in TIED and name not in places:
-            _check_tied(name, tensor, params, places)
-            continue
-        if name not in places:
+    for name, file, opened in _tensors_of(folder, device):
+        tied = name in TIED and name not in known
+        if not tied and name not in known:
             raise ModelLoadError(f"{folder}: tensor {name!r} is not part of {spec.architecture}.")
-        expected = places[name].shape
-        if tuple(tensor.shape) != expected:
-            raise ModelLoadError(f"{folder}: tensor {name!r} has shape {tuple(tensor.shape)}, expected {expected}.")
-        write(params, places[name], tensor)
+        slot = places.get(TIED[name] if tied else name)
+        if slot is None:  # another rank's
+            continue
+        try:
+            stored = opened.get_slice(name)
+            shape = tuple(stored.get_shape())
+            if shape != slot.shape:
+                if tied:
+                    raise _untied(name)
+                raise ModelLoadError(f"{folder}: tensor {name!r} has shape {shape}, expected {slot.shape}.")
+            tensor = slot.take(stored)
+        except (SafetensorError, OSError) as problem:
+            raise ModelLoadError(f"tensor {name!r} of {file} cannot be read: {problem}") from problem
+        if tied:
+            _check_tied(name, tensor, read(params, slot))
+            continue
+        write(params, slot, tensor)
         missing.discard(name)
     if missing:
         first = min(missing)
@@ -87,6 +105,16 @@ def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str,
     They are on `device`; on CUDA each goes there straight from the file's pages. Raises `ModelLoadError` naming the
     file that is missing, cut short or something else.
     """
+    for name, file, opened in _tensors_of(path, device):
+        try:
+            tensor = opened.get_tensor(name)
+        except (SafetensorError, OSError) as problem:
+            raise ModelLoadError(f"tensor {name!r} of {file} cannot be read: {problem}") from problem
+        yield name, tensor
+
+
+def _tensors_of(path: Path, device: torch.device) -> Iterator[tuple[str, Path, Any]]:
+    """(checkpoint name, file, the open file) of each tensor; a head that may be tied last."""
     handles: list[tuple[str, Path, Any]] = []
     for file in _weight_files(path) if path.is_dir() else [path]:
         try:
@@ -95,13 +123,8 @@ def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str,
             raise ModelLoadError(f"{file} cannot be read as safetensors: {problem}") from problem
         handles += [(name, file, opened) for name in opened.keys()]  # noqa: SIM118 (not a dict)
     for name, file, opened in sorted(handles, key=lambda item: item[0] in TIED):
-        if name.endswith(_IGNORED_SUFFIXES):
-            continue
-        try:
-            tensor = opened.get_tensor(name)
-        except (SafetensorError, OSError) as problem:
-            raise ModelLoadError(f"tensor {name!r} of {file} cannot be read: {problem}") from problem
-        yield name, tensor
+        if not name.endswith(_IGNORED_SUFFIXES):
+            yield name, file, opened
 
 
 def _named(device: torch.device) -> str:
@@ -126,10 +149,13 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _check_tied(name: str, tensor: Tensor, params: dict[str, Any], places: dict[str, Any]) -> None:
-    own = read(params, places[TIED[name]])
+def _check_tied(name: str, tensor: Tensor, own: Tensor) -> None:
     if tuple(tensor.shape) != tuple(own.shape) or not torch.equal(tensor.to(own.device, own.dtype), own):
-        raise ModelLoadError(f"tensor {name!r} is tied to {TIED[name]!r} by config.json and differs from it.")
+        raise _untied(name)
+
+
+def _untied(name: str) -> ModelLoadError:
+    return ModelLoadError(f"tensor {name!r} is tied to {TIED[name]!r} by config.json and differs from it.")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

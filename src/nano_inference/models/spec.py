@@ -14,6 +14,29 @@ QkNorm = Literal["head", "full"]
 
 
 @dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """The layers whose MLP is a choice of experts.
+
+    Attributes:
+        num_experts: of a layer.
+        experts_per_token: how many of them each token goes through.
+        intermediate_size: of one expert.
+        renormalized: the weights of a token's experts add up to 1; else they are what the softmax over all gave.
+        layers: one entry a layer: whether it has experts, or an MLP of the model's own intermediate size.
+        module: the checkpoint's name of such a layer's MLP.
+        projections: its names of an expert's gate, up and down.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    renormalized: bool
+    layers: tuple[bool, ...]
+    module: str = "mlp"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Everything that the decoder must know of a model; no tensors.
 
@@ -37,6 +60,7 @@ class ModelSpec:
         embed_scale, residual_scale, logits_divisor: embeddings are multiplied, what a block adds to the residual stream
             is multiplied, logits are divided by it.
         fused_projections: the checkpoint stores q, k, v in one tensor, and gate and up in one.
+        moe: its layers of experts; None: it has none.
     """
 
     architecture: str
@@ -67,6 +91,7 @@ class ModelSpec:
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
     fused_projections: bool = False
+    moe: MoeSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +107,7 @@ class _Family:
     tied_by_default: bool = False
     windows: Callable[[Config, int], tuple[int, ...]] | None = None  # (config, layers); None: the family has none
     scales: Callable[[Config], dict[str, float]] = lambda _: {}
+    moe: Callable[[Config, int], MoeSpec | None] = lambda _, __: None  # (config, layers)
 
 
 def spec_from_config(config: Config, generation_config: Config | None = None) -> ModelSpec:
@@ -139,6 +165,7 @@ def _read(architecture: str, family: _Family, config: Config, generation_config:
         norm_offset=family.norm_offset,
         activation=_activation(config, family.activation_key),
         fused_projections=family.fused_projections,
+        moe=family.moe(config, num_layers),
         **scales,
     )
 
@@ -146,6 +173,11 @@ def _read(architecture: str, family: _Family, config: Config, generation_config:
 def _uniform_window(config: Config, num_layers: int) -> tuple[int, ...]:
     """The same `sliding_window` in every layer, unless `layer_types` says otherwise."""
     return _windows(config, ["sliding_attention"] * num_layers)
+
+
+def _switched_window(config: Config, num_layers: int) -> tuple[int, ...]:
+    """The same window in every layer where `use_sliding_window` says that there is one."""
+    return _uniform_window(config, num_layers) if config.get("use_sliding_window", False) else (0,) * num_layers
 
 
 def _upper_windows(config: Config, num_layers: int) -> tuple[int, ...]:
@@ -174,6 +206,34 @@ def _windows(config: Config, default_types: list[str]) -> tuple[int, ...]:
         )
     window = int(config.get("sliding_window") or 0)
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+
+
+def _qwen_experts(config: Config, num_layers: int) -> MoeSpec | None:
+    """Every `decoder_sparse_step`-th layer, but for `mlp_only_layers`."""
+    step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
+    layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
+    inner, renormalized = int(config["moe_intermediate_size"]), bool(config.get("norm_topk_prob", False))
+    return _with_experts(MoeSpec(*_expert_counts(config), inner, renormalized, layers))
+
+
+def _mixtral_experts(config: Config, num_layers: int) -> MoeSpec | None:
+    inner, counts = int(config["intermediate_size"]), _expert_counts(config)
+    names = ("w1", "w3", "w2")
+    return _with_experts(MoeSpec(*counts, inner, True, (True,) * num_layers, "block_sparse_moe", names))
+
+
+def _expert_counts(config: Config) -> tuple[int, int]:
+    """How many there are, which transformers has written under two names, and how many a token goes through."""
+    name = "num_experts" if "num_experts" in config else "num_local_experts"
+    return int(config[name]), int(config["num_experts_per_tok"])
+
+
+def _with_experts(found: MoeSpec) -> MoeSpec | None:
+    if found.num_experts == 0 or not any(found.layers):
+        return None
+    if not 1 <= found.experts_per_token <= found.num_experts:
+        raise ModelLoadError(f"{found.experts_per_token} experts a token cannot be chosen of {found.num_experts}.")
+    return found
 
 
 def _gemma_scales(config: Config) -> dict[str, float]:
@@ -209,6 +269,8 @@ _ARCHITECTURES: dict[str, _Family] = {
     "Phi3ForCausalLM": _Family(fused_projections=True, windows=_uniform_window),
     "Olmo2ForCausalLM": _Family(qk_norm="full", norms="post"),
     "GraniteForCausalLM": _Family(scales=_granite_scales),
+    "Qwen3MoeForCausalLM": _Family(qk_norm="head", windows=_switched_window, moe=_qwen_experts),
+    "MixtralForCausalLM": _Family(windows=_uniform_window, moe=_mixtral_experts),
 }
 
 _UNSUPPORTED = ("mlp_bias", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")

@@ -1,45 +1,116 @@
 """`ParamSpec`: one table a model that names every parameter, what it is fused from, and how it may be split.
 
-The table drives allocation, loading from disk and weight updates now; sharding reads its axes later.
+The table drives allocation, loading from disk, weight updates and sharding: a rank's table says which part of each
+checkpoint tensor is its own.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nano_inference.models.spec import ModelSpec
+from nano_inference.models.part import ModelPart, part_of
+from nano_inference.models.spec import ModelSpec, MoeSpec
 from nano_inference.ops import reference
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint tensor, and what of it goes into a parameter.
+
+    Attributes:
+        name: in the checkpoint.
+        shape: in the checkpoint.
+        axis: along which parts of it are taken.
+        parts: these, in order, as [start, stop); None: all of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int = 0
+    parts: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what is taken."""
+        if self.parts is None:
+            return self.shape
+        size = sum(stop - start for start, stop in self.parts)
+        return (*self.shape[: self.axis], size, *self.shape[self.axis + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter of the decoder.
+    """One parameter of the decoder, as one rank holds it.
 
     Attributes:
         name: the decoder's name for it.
-        shape: whole shape, all sources together.
-        sources: checkpoint names that are stacked along axis 0 to make it, with their numbers of rows.
-        shard_axis: axis along which tensor parallelism splits it; None: every rank holds all of it.
+        shape: all sources together.
+        sources: what is stacked along axis 0 to make it.
         keep_float32: held in float32 whatever dtype the model has.
     """
 
     name: str
     shape: tuple[int, ...]
-    sources: tuple[tuple[str, int], ...]
-    shard_axis: int | None = None
+    sources: tuple[Source, ...]
     keep_float32: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one checkpoint tensor goes: rows [start, start + shape[0]) of a parameter."""
+    """Where one checkpoint tensor goes: what `take` gives becomes rows [start, start + n) of a parameter.
+
+    `shape` is the checkpoint's. `axis` and `parts` are those of `Source`.
+    """
 
     param: str
     start: int
     shape: tuple[int, ...]
+    axis: int = 0
+    parts: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what is taken."""
+        return Source("", self.shape, self.axis, self.parts).local_shape
+
+    def take(self, tensor: Any) -> Tensor:
+        """This rank's part of a checkpoint tensor, or of what safetensors reads by slices; a view where it can be."""
+        if self.parts is None:
+            return tensor[:]
+        rows = (slice(None),) * self.axis
+        cut = [tensor[(*rows, slice(*part))] for part in self.parts]
+        return cut[0] if len(cut) == 1 else torch.cat(cut, dim=self.axis)
+
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        """The inverse of `take`: write this rank's part into a checkpoint tensor."""
+        if self.parts is None:
+            whole.copy_(part)
+            return
+        start = 0
+        for first, last in self.parts:
+            whole.narrow(self.axis, first, last - first).copy_(part.narrow(self.axis, start, last - first))
+            start += last - first
+
+    def take_places(self, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Of numbers of a checkpoint tensor, by flat row-major place: this rank's, by place in what `take` gives."""
+        if self.parts is None:
+            return indices, values
+        inner = torch.Size(self.shape[self.axis + 1 :]).numel()
+        size, own_size = self.shape[self.axis], self.local_shape[self.axis]
+        along = indices // inner % size
+        found: list[tuple[Tensor, Tensor]] = []
+        start = 0
+        for first, last in self.parts:
+            mine = (along >= first) & (along < last)
+            places = indices[mine]
+            outer, rest = places // (inner * size), places % inner
+            found.append(((outer * own_size + along[mine] - first + start) * inner + rest, values[mine]))
+            start += last - first
+        return torch.cat([places for places, _ in found]), torch.cat([numbers for _, numbers in found])
 
 
 Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Any]  # `Ops.allocate`
@@ -58,50 +129,99 @@ _NORMS = {
 }
 
 
-def param_table(spec: ModelSpec) -> tuple[ParamSpec, ...]:
-    """Every parameter of a model."""
-    hidden = spec.hidden_size
-    table = [_plain("embed", "model.embed_tokens.weight", (spec.vocab_size, hidden), shard_axis=0)]
-    for i in range(spec.num_layers):
-        table += _attention(spec, f"layers.{i}", f"model.layers.{i}.self_attn")
-        table += _mlp(spec, f"layers.{i}", f"model.layers.{i}.mlp")
+def param_table(spec: ModelSpec, part: ModelPart | None = None) -> tuple[ParamSpec, ...]:
+    """Every parameter of a model, or of a rank's part of it.
+
+    Args:
+        spec: of the whole model.
+        part: what the rank holds; None: all of it.
+    """
+    part = part if part is not None else part_of(spec)
+    hidden, vocab = spec.hidden_size, spec.vocab_size
+    table: list[ParamSpec] = []
+    if part.has_embedding:
+        table.append(_plain("embed", Source("model.embed_tokens.weight", (vocab, hidden), 0, _of(part.vocab, vocab))))
+    for place, i in enumerate(part.layers):
+        table += _attention(part, f"layers.{place}", f"model.layers.{i}.self_attn")
+        if spec.moe is not None and spec.moe.layers[i]:
+            table += _experts(part, spec.moe, f"layers.{place}", f"model.layers.{i}.{spec.moe.module}")
+        else:
+            table += _mlp(part, f"layers.{place}", f"model.layers.{i}.mlp")
         table += [
-            _norm(spec, f"layers.{i}.{own}", f"model.layers.{i}.{hf}.weight", hidden) for own, hf in _NORMS[spec.norms]
+            _norm(spec, f"layers.{place}.{own}", f"model.layers.{i}.{hf}.weight", hidden)
+            for own, hf in _NORMS[spec.norms]
         ]
-    table.append(_norm(spec, "norm", "model.norm.weight", hidden))
-    if not spec.tie_word_embeddings:
-        table.append(_plain("head", "lm_head.weight", (spec.vocab_size, hidden), shard_axis=0))
+    if part.place.is_last_stage:
+        table.append(_norm(spec, "norm", "model.norm.weight", hidden))
+    if part.has_head:
+        table.append(_plain("head", Source("lm_head.weight", (vocab, hidden), 0, _of(part.vocab, vocab))))
     return tuple(table)
 
 
-def _attention(spec: ModelSpec, own: str, hf: str) -> list[ParamSpec]:
-    hidden, q_rows, kv_rows = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+def _attention(part: ModelPart, own: str, hf: str) -> list[ParamSpec]:
+    spec, size = part.whole, part.whole.head_dim
+    hidden, q_rows, kv_rows = spec.hidden_size, spec.num_heads * size, spec.num_kv_heads * size
+    group = spec.num_heads // spec.num_kv_heads
+    kv = range(part.kv_heads.start * size, part.kv_heads.stop * size)
+    q = range(kv.start * group, kv.stop * group)  # of all query heads that its KV heads serve
+    rows = {"q_proj": (q_rows, (q,)), "k_proj": (kv_rows, (kv,)), "v_proj": (kv_rows, (kv,))}
     if spec.fused_projections:
-        rows = {"qkv_proj": q_rows + 2 * kv_rows}
+        after, value = q_rows, q_rows + kv_rows
+        parts = (q, range(after + kv.start, after + kv.stop), range(value + kv.start, value + kv.stop))
+        rows = {"qkv_proj": (q_rows + 2 * kv_rows, parts)}
+    columns = range(part.heads.start * size, part.heads.stop * size)
     params = [
         _stacked(f"{own}.qkv", hf, "weight", rows, (hidden,)),
-        _plain(f"{own}.o", f"{hf}.o_proj.weight", (hidden, q_rows), shard_axis=1),
+        _plain(f"{own}.o", Source(f"{hf}.o_proj.weight", (hidden, q_rows), 1, _of(columns, q_rows))),
     ]
     if spec.qkv_bias:
         params.append(_stacked(f"{own}.qkv_bias", hf, "bias", rows, ()))
     if spec.o_bias:
-        params.append(_plain(f"{own}.o_bias", f"{hf}.o_proj.bias", (hidden,)))
+        params.append(_plain(f"{own}.o_bias", Source(f"{hf}.o_proj.bias", (hidden,))))
     if spec.qk_norm:
-        widths = (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else (q_rows, kv_rows)
+        widths = (size, size) if spec.qk_norm == "head" else (q_rows, kv_rows)
         params += [
-            _norm(spec, f"{own}.{part}_norm", f"{hf}.{part}_norm.weight", width)
-            for part, width in zip("qk", widths, strict=True)
+            _norm(spec, f"{own}.{which}_norm", f"{hf}.{which}_norm.weight", width)
+            for which, width in zip("qk", widths, strict=True)
         ]
     return params
 
 
-def _mlp(spec: ModelSpec, own: str, hf: str) -> list[ParamSpec]:
+def _mlp(part: ModelPart, own: str, hf: str) -> list[ParamSpec]:
+    spec = part.whole
     hidden, inner = spec.hidden_size, spec.intermediate_size
-    rows = {"gate_up_proj": 2 * inner} if spec.fused_projections else {"gate_proj": inner, "up_proj": inner}
+    rows = {"gate_proj": (inner, (part.inner,)), "up_proj": (inner, (part.inner,))}
+    if spec.fused_projections:
+        parts = (part.inner, range(inner + part.inner.start, inner + part.inner.stop))
+        rows = {"gate_up_proj": (2 * inner, parts)}
     return [
         _stacked(f"{own}.gate_up", hf, "weight", rows, (hidden,)),
-        _plain(f"{own}.down", f"{hf}.down_proj.weight", (hidden, inner), shard_axis=1),
+        _plain(f"{own}.down", Source(f"{hf}.down_proj.weight", (hidden, inner), 1, _of(part.inner, inner))),
+    ]
+
+
+def _experts(part: ModelPart, moe: MoeSpec, own: str, hf: str) -> list[ParamSpec]:
+    """The router, and the experts' matrices one below the other: the gate and up rows of each expert together.
+
+    Of experts that other ranks hold there are no rows here.
+    """
+    hidden, inner = part.whole.hidden_size, moe.intermediate_size
+    gate, up, down = moe.projections
+
+    def source(expert: int, projection: str, shape: tuple[int, int]) -> Source:
+        name = f"{hf}.experts.{expert}.{projection}.weight"
+        return Source(name, shape, 0, None if expert in part.experts else ((0, 0),))
+
+    every = range(moe.num_experts)
+    gate_up = tuple(source(expert, name, (inner, hidden)) for expert in every for name in (gate, up))
+    return [
+        _plain(f"{own}.router", Source(f"{hf}.gate.weight", (moe.num_experts, hidden))),
+        ParamSpec(f"{own}.experts_gate_up", (len(part.experts) * 2 * inner, hidden), gate_up),
+        ParamSpec(
+            f"{own}.experts_down",
+            (len(part.experts) * hidden, inner),
+            tuple(source(expert, down, (hidden, inner)) for expert in every),
+        ),
     ]
 
 
@@ -109,14 +229,49 @@ def _mlp(spec: ModelSpec, own: str, hf: str) -> list[ParamSpec]:
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
+# Where a checkpoint has the experts of a layer, and its names of gate, up and down.
+_EXPERTS = (("mlp", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe", ("w1", "w3", "w2")))
+_FUSED = re.compile(r"(.*)\.mlp\.(experts\.gate_up_proj|experts\.down_proj|gate\.weight)")
+
+
+def unfused(places: Container[str], name: Any, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """A tensor by the names of its checkpoint: transformers keeps all experts of a layer in one, and saves each.
+
+    Args:
+        places: of the model's tensors.
+        name: any; what is not all experts of a layer comes back as it is.
+        tensor: of that name.
+    """
+    found = None if name in places or not isinstance(name, str) else _FUSED.fullmatch(name)
+    if found is None:
+        return [(name, tensor)]
+    layer, kind = found.groups()
+    for module, (gate, up, down) in _EXPERTS:
+        own = f"{layer}.{module}"
+        if kind == "gate.weight" and f"{own}.gate.weight" in places:
+            return [(f"{own}.gate.weight", tensor)]
+        count = sum(f"{own}.experts.{expert}.{down}.weight" in places for expert in range(len(tensor)))
+        if count == 0 or tensor.dim() != 3 or f"{own}.experts.{count}.{down}.weight" in places or count < len(tensor):
+            continue
+        if kind == "experts.down_proj":
+            return [(f"{own}.experts.{expert}.{down}.weight", each) for expert, each in enumerate(tensor)]
+        halves = enumerate(each.chunk(2) for each in tensor)
+        return [
+            (f"{own}.experts.{expert}.{projection}.weight", half)
+            for expert, pair in halves
+            for projection, half in zip((gate, up), pair, strict=True)
+        ]
+    return [(name, tensor)]
+
+
 def slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:
     """Checkpoint name -> where it goes."""
     found: dict[str, Slot] = {}
     for param in table:
         start = 0
-        for name, rows in param.sources:
-            found[name] = Slot(param.name, start, (rows, *param.shape[1:]))
-            start += rows
+        for source in param.sources:
+            found[source.name] = Slot(param.name, start, source.shape, source.axis, source.parts)
+            start += source.local_shape[0]
     return found
 
 
@@ -138,41 +293,62 @@ def num_bytes(table: tuple[ParamSpec, ...], dtype: torch.dtype) -> int:
 
 
 def write(params: dict[str, Any], slot: Slot, tensor: Tensor) -> None:
-    """Copy one checkpoint tensor into its place, in place, cast to the parameter's dtype."""
+    """Copy this rank's part of one checkpoint tensor (`Slot.take`) into its place, in place, cast to the parameter's
+    dtype.
+    """
     param = params[slot.param]
     if isinstance(param, Tensor):
-        param.narrow(0, slot.start, slot.shape[0]).copy_(tensor)
+        param.narrow(0, slot.start, slot.local_shape[0]).copy_(tensor)
     else:
         param.write(slot.start, tensor)
 
 
 def patch(params: dict[str, Any], slot: Slot, indices: Tensor, values: Tensor) -> None:
-    """Change single numbers of one checkpoint tensor in place: flat row-major `indices` int64 [n], `values` [n]."""
+    """Change single numbers of this rank's part of one checkpoint tensor in place: flat row-major `indices` int64 [n],
+    `values` [n].
+    """
     param = params[slot.param]
     if isinstance(param, Tensor):
-        flat = param.narrow(0, slot.start, slot.shape[0]).view(-1)
+        flat = param.narrow(0, slot.start, slot.local_shape[0]).view(-1)
         flat.index_copy_(0, indices.to(flat.device), values.to(flat.device, flat.dtype))
     else:
         param.patch(slot.start, indices, values)
 
 
 def read(params: dict[str, Any], slot: Slot) -> Tensor:
-    """What one checkpoint name stands for, in the parameter's dtype: a view, or a copy where weights are packed."""
-    param = params[slot.param]
+    """What this rank holds of one checkpoint tensor, in the parameter's dtype: a view, or a copy where weights are
+    packed.
+    """
+    param, rows = params[slot.param], slot.local_shape[0]
     if isinstance(param, Tensor):
-        return param.narrow(0, slot.start, slot.shape[0])
-    return param.read(slot.start, slot.shape[0])
+        return param.narrow(0, slot.start, rows)
+    return param.read(slot.start, rows)
 
 
-def _plain(name: str, source: str, shape: tuple[int, ...], shard_axis: int | None = None) -> ParamSpec:
-    return ParamSpec(name, shape, ((source, shape[0]),), shard_axis)
+def _of(part: range, size: int) -> tuple[tuple[int, int], ...] | None:
+    """A part as `Source` says it."""
+    return None if len(part) == size else ((part.start, part.stop),)
+
+
+def _plain(name: str, source: Source) -> ParamSpec:
+    return ParamSpec(name, source.local_shape, (source,))
 
 
 def _norm(spec: ModelSpec, name: str, source: str, width: int) -> ParamSpec:
     # 1 + w in bfloat16 would lose the digits of a small w.
-    return ParamSpec(name, (width,), ((source, width),), keep_float32=spec.norm_offset != 0)
+    return ParamSpec(name, (width,), (Source(source, (width,)),), keep_float32=spec.norm_offset != 0)
 
 
-def _stacked(name: str, module: str, kind: str, rows: dict[str, int], inner: tuple[int, ...]) -> ParamSpec:
-    sources = tuple((f"{module}.{projection}.{kind}", count) for projection, count in rows.items())
-    return ParamSpec(name, (sum(rows.values()), *inner), sources, shard_axis=0)
+def _stacked(
+    name: str, module: str, kind: str, rows: dict[str, tuple[int, tuple[range, ...]]], inner: tuple[int, ...]
+) -> ParamSpec:
+    sources = tuple(
+        Source(
+            f"{module}.{projection}.{kind}",
+            (count, *inner),
+            0,
+            None if sum(map(len, parts)) == count else tuple((part.start, part.stop) for part in parts),
+        )
+        for projection, (count, parts) in rows.items()
+    )
+    return ParamSpec(name, (sum(source.local_shape[0] for source in sources), *inner), sources)

@@ -1,6 +1,6 @@
 """`Ops`: one signature for each operation, and what a backend promises about its bits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -8,10 +8,16 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
+from nano_inference.ops.moe import Exchange, Experts
+from nano_inference.parallel.context import SegmentRows
+from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
 FEW_ROWS = 8  # what `Ops.few_rows` may be given at most
+
+
+Joint = Callable[..., None]  # (batch, out, *inputs); see `Ops.call`
 
 
 class KvcacheView(Protocol):
@@ -61,6 +67,24 @@ class Norm(NamedTuple):
     dtype: torch.dtype
 
 
+class PartialAttention(NamedTuple):
+    """Attention cut at multiples of `SEGMENT` keys: who holds the keys computes states, the row's owner merges them.
+
+    Attributes:
+        plan: (rows, block_size) -> whatever `states` wants to know; once a step for each window.
+        states: (q [M, heads, D], view, layer, plan, scale) -> float32 [states, heads, width], row by row, each row's
+            in order of keys.
+        merge: (states, counts [N], dtype) -> [N, heads * D]: all states of each row in order of keys become the bits of
+            undivided attention.
+        width: (D) -> numbers of a state.
+    """
+
+    plan: Callable[[SegmentRows, int], Any]
+    states: Callable[[Tensor, KvcacheView, int, Any, float], Tensor]
+    merge: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+    width: Callable[[int], int]
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """A backend. N rows; weights are [out, in]; the residual stream is float32, products read the weights' dtype.
@@ -69,8 +93,14 @@ class Ops:
         name: of the backend; part of the numerics fingerprint.
         version: counted up whenever any bit of its results may change.
         schedule_invariant: whether a row's bits depend only on the weights and on the tokens before it.
-        embed: (input_ids [N], weight [V, H], scale) -> scaled rows as the residual [N, H].
-        linear: (x [N, in], weight, bias [out] or None) -> [N, out], in the weights' dtype or in float32.
+        in_segments: whether `linear` adds up in the segments that it is given, so that 1, 2, 4 and 8 ranks agree to the
+            bit. Else a rank adds up its columns in one piece, and the number of ranks is part of the fingerprint.
+        embed: (input_ids [N], weight [V, H], scale, part) -> scaled rows as the residual [N, H]. With a part (first,
+            vocab_size) the weight holds the tokens from `first` on alone; of others the row is zeros, negative ones: a
+            sum over ranks changes no bit.
+        linear: (x [N, in], weight, bias [out] or None, segments) -> [N, out], in the weights' dtype or in float32.
+            Where segments are given, bounds of 1, 2, 4 or 8 pieces of the input's columns, each is added up by itself
+            and they are merged neighbours first (`parallel.segments`), in float32: a rank's part of a sum over ranks.
         rms_norm: (x [N, H] to be added or None, residual [N, H], norm, scale) -> (normed [N, H], residual).
             scale * x is added, in float32.
         rope_and_store: (qkv [N, (heads + 2 kv heads) * D], cos, sin [positions, D / 2], positions [N], view, layer,
@@ -80,24 +110,33 @@ class Ops:
             each window that the model has (0: none). A row at position p sees the keys above p - window.
         attention: (q [N, heads, D], view, layer, plan, scale) -> [N, heads * D].
         gate: (gate and up [N, 2 * inner], activation) -> activation(gate) * up [N, inner].
+        moe: (x [N, H], experts, exchange or None) -> float32 [N, H]: a layer of experts, see `ops/moe.py`.
         logits: (hidden [L, H], weight [V, H], divisor) -> hidden @ weight.T / divisor, float32 [L, V].
         sample: (hidden [L, H], weight, divisor, batch) -> `Draw` from these logits.
         sample_logits: (logits [L, V], batch) -> the same `Draw`, from logits that are there already.
         gather_logprobs: (hidden [L, H], weight, divisor, token_ids [L], temperatures [L]) -> float32 [L], under softmax
             of these logits over the temperature (above 0): the same bits as `sample` reports of that token.
+        score_logits: (logits [L, V], token_ids [L], temperatures [L]) -> the same, from logits that are there already.
         allocate: ([out, in], dtype, device) -> a weight as the products read it, not initialised: a tensor, or
             something with the methods of `Weight`.
         compile: (trunk, batch, view, dtype) -> a function of a batch that gives what `trunk(ops, batch, view)` gives;
             None: the trunk is called in every step.
+        call: (batch, function, inputs, columns, dtype) -> [N, columns]: a Python function in the middle of a trunk,
+            such as what ranks tell each other. It is called as `function(batch, out, *inputs)` and fills `out`; also
+            where a batch has no rows.
+        columns: (x [N, C], start, stop) -> some of the columns, not copied.
         few_rows: (trunk, batch, view) -> what `trunk(ops, batch, view)` gives but for roundings, of at most `FEW_ROWS`
             rows, in fewer kernels; for steps that are captured. None: there is no other way.
+        partial: attention over a part of the keys. None: the backend computes it whole.
+        head_parts: draws and scores where each rank holds a part of the head. None: ranks gather the logits.
     """
 
     name: str
     version: int
     schedule_invariant: bool
-    embed: Callable[[Tensor, Any, float], Tensor]
-    linear: Callable[[Tensor, Any, Tensor | None], Tensor]
+    in_segments: bool
+    embed: Callable[..., Tensor]  # part may be left out
+    linear: Callable[..., Tensor]  # segments may be left out
     rms_norm: Callable[[Tensor | None, Tensor, Norm, float], tuple[Tensor, Tensor]]
     rope_and_store: Callable[
         [Tensor, Tensor, Tensor, Tensor, KvcacheView, int, Tensor, int, int, tuple[Norm, Norm] | None], Tensor
@@ -105,16 +144,66 @@ class Ops:
     plan_attention: Callable[[ForwardBatch, int, int], Any]
     attention: Callable[[Tensor, KvcacheView, int, Any, float], Tensor]
     gate: Callable[[Tensor, str], Tensor]
+    moe: Callable[[Tensor, Experts, Exchange | None], Tensor]
     logits: Callable[[Tensor, Any, float], Tensor]
     sample: Callable[[Tensor, Any, float, SamplingBatch], Draw]
     sample_logits: Callable[[Tensor, SamplingBatch], Draw]
     gather_logprobs: Callable[[Tensor, Any, float, Tensor, Tensor], Tensor]
+    score_logits: Callable[[Tensor, Tensor, Tensor], Tensor]
     allocate: Callable[[tuple[int, ...], torch.dtype, torch.device], Any]
     compile: (
         Callable[[Callable[..., Tensor], ForwardBatch, KvcacheView, torch.dtype], Callable[[ForwardBatch], Tensor]]
         | None
     )
+    call: Callable[[ForwardBatch, Joint, Sequence[Tensor], int, torch.dtype], Tensor]
+    columns: Callable[[Tensor, int, int], Tensor]
     few_rows: Callable[[Callable[..., Any], ForwardBatch, KvcacheView], Tensor] | None = None
+    partial: PartialAttention | None = None
+    head_parts: "HeadParts | None" = None
+
+
+class HeadParts(NamedTuple):
+    """`sample` and `gather_logprobs` of hidden rows that all ranks have, by a weight of which each has some rows.
+
+    Both take the rank's rows of the weight and say in `VocabPart` which these are. They are generators as
+    `sampling.parts` describes them; what they return has the bits of one rank with the whole weight. Batches that are
+    sampled so have no filters and no best tokens.
+
+    Attributes:
+        block: every rank's tokens must begin with a multiple of this.
+        sample: (hidden [L, H], weight [v, H], divisor, batch, part) -> `Draw`.
+        score: (hidden [L, H], weight [v, H], divisor, token_ids [L], temperatures [L], part) -> float32 [L].
+    """
+
+    block: int
+    sample: Callable[[Tensor, Any, float, SamplingBatch, VocabPart], Generator[Tensor, list[Tensor], Draw]]
+    score: Callable[[Tensor, Any, float, Tensor, Tensor, VocabPart], Generator[Tensor, list[Tensor], Tensor]]
+
+
+def call(batch: ForwardBatch, function: Joint, inputs: Sequence[Tensor], columns: int, dtype: torch.dtype) -> Tensor:
+    """`Ops.call` of a backend that computes at once."""
+    out = torch.empty((len(batch.input_ids), columns), dtype=dtype, device=batch.input_ids.device)
+    function(batch, out, *inputs)
+    return out
+
+
+def embed_part(
+    embed: Callable[[Tensor, Tensor, float], Tensor],
+    input_ids: Tensor,
+    weight: Tensor,
+    scale: float,
+    part: tuple[int, int],
+) -> Tensor:
+    """`Ops.embed` of a part of the vocabulary, by what embeds tokens that are all there."""
+    places = input_ids - part[0]
+    here = (places >= 0) & (places < len(weight))
+    rows = embed(torch.where(here, places, 0), weight, scale)
+    return torch.where(here[:, None], rows, -0.0)
+
+
+def columns(x: Tensor, start: int, stop: int) -> Tensor:
+    """`Ops.columns` of tensors."""
+    return x[:, start:stop]
 
 
 Operations = Any  # an `Ops`, or what takes the same calls and records them
@@ -130,6 +219,7 @@ class Numerics:
         device: kind of device, of a GPU with its generation; torch's own products decide the bits on each.
         torch: version of torch, whose products the reference backend is made of.
         schedule_invariant: whether results are independent of batching, chunking, caching and preemption.
+        tensor_parallel: how many ranks share a layer, where that decides bits; see `Ops.in_segments`.
     """
 
     backend: str
@@ -138,8 +228,10 @@ class Numerics:
     device: str
     torch: str
     schedule_invariant: bool
+    tensor_parallel: int = 1
 
     @property
     def fingerprint(self) -> str:
         """One line that every sample carries."""
-        return f"{self.backend}-{self.version}/{self.dtype}/{self.device}/torch-{self.torch}"
+        ranks = "" if self.tensor_parallel == 1 else f"/tensor-parallel-{self.tensor_parallel}"
+        return f"{self.backend}-{self.version}/{self.dtype}/{self.device}/torch-{self.torch}{ranks}"

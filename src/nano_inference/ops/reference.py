@@ -5,15 +5,37 @@ number of other rows nor on its place among them. Products run on tiles of exact
 may choose another order for another number of rows; everything else works along single rows.
 """
 
+import functools
 import math
+from collections.abc import Generator, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.ops.backend import KvcacheView, Norm, Ops
-from nano_inference.ops.reference_attention import attention, plan_attention
-from nano_inference.sampling.logprobs import gather_logprobs
+from nano_inference.ops.backend import (
+    HeadParts,
+    KvcacheView,
+    Norm,
+    Ops,
+    PartialAttention,
+    call,
+    columns,
+    embed_part,
+)
+from nano_inference.ops.moe import Exchange, Experts, mixture
+from nano_inference.ops.reference_attention import (
+    attention,
+    attention_states,
+    merge_states,
+    plan_attention,
+    plan_states,
+)
+from nano_inference.ops.reference_moe import steps_of
+from nano_inference.parallel.segments import check_segments, tree_sum
+from nano_inference.sampling.logprobs import VOCAB_BLOCK, gather_logprobs
+from nano_inference.sampling.parts import VocabPart, sample_part, score_part
 from nano_inference.sampling.pipeline import divide
 from nano_inference.sampling.sample import Draw, sample
 from nano_inference.sampling.sampling_batch import SamplingBatch
@@ -22,15 +44,21 @@ ROW_TILE = 16
 VOCAB_TILE = 4096  # rows of the head cast to float32 at a time
 SCORE_TILE = 256  # rows whose logits are in memory at once where only one logprob of each is wanted
 
+EXPERT_TILE = 512  # rows whose products with all of their experts are in memory at once
 
-def embed(input_ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+
+def embed(input_ids: Tensor, weight: Tensor, scale: float = 1.0, part: tuple[int, int] | None = None) -> Tensor:
     """Rows of the embedding, scaled, as the float32 residual stream."""
+    if part is not None:
+        return embed_part(embed, input_ids, weight, scale, part)
     rows = functional.embedding(input_ids, weight).float()
     return rows if scale == 1 else rows * scale
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, segments: tuple[int, ...] | None = None) -> Tensor:
     """X @ weight.T (+ bias) in tiles of exactly 16 rows, the last one padded."""
+    if segments is not None:
+        return _linear_of_segments(x, weight, bias, segments)
     whole = _whole_vectors(weight)
     padded = functional.pad(x, (0, whole.shape[1] - x.shape[1], 0, -len(x) % ROW_TILE))
     out = torch.empty((len(padded), len(whole)), dtype=x.dtype, device=x.device)
@@ -38,6 +66,45 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out[start : start + ROW_TILE] = functional.linear(padded[start : start + ROW_TILE], whole)
     out = out[: len(x), : len(weight)]
     return out if bias is None else out + bias
+
+
+def _linear_of_segments(x: Tensor, weight: Tensor, bias: Tensor | None, segments: tuple[int, ...]) -> Tensor:
+    """The columns in segments, each a product of its own in float32; their sums are added in pairs."""
+    check_segments(segments, weight.shape[1])
+    columns, bounds = _whole_segments(segments)
+    x, whole = x.float(), weight.float()
+    if columns is not None:
+        places = columns.to(x.device)
+        x, whole = (each.new_zeros((len(each), bounds[-1])).index_copy_(1, places, each) for each in (x, whole))
+    whole = _whole_vectors(whole)
+    padded = functional.pad(x, (0, 0, 0, -len(x) % ROW_TILE))
+    out = torch.empty((len(padded), len(whole)), device=x.device)
+    for start in range(0, len(padded), ROW_TILE):
+        out[start : start + ROW_TILE] = tree_sum(_products(padded[start : start + ROW_TILE], whole, bounds))
+    out = out[: len(x), : len(weight)]
+    return out if bias is None else out + bias.float()
+
+
+def _products(rows: Tensor, weight: Tensor, bounds: tuple[int, ...]) -> Sequence[Tensor] | Tensor:
+    """Products of 16 rows by segments: one call where these are of one width, with the bits of one call each."""
+    count, width = len(bounds) - 1, bounds[1]
+    if all(end - first == width for first, end in pairwise(bounds)):
+        segments = rows.view(ROW_TILE, count, width).transpose(0, 1)
+        return torch.bmm(segments, weight.view(len(weight), count, width).permute(1, 2, 0))
+    return [functional.linear(rows[:, first:end], weight[:, first:end]) for first, end in pairwise(bounds)]
+
+
+@functools.cache
+def _whole_segments(segments: tuple[int, ...]) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Where each column goes so that all segments are whole vectors, and their bounds then; None: where it is.
+
+    Segments that hold nothing become as wide as the others.
+    """
+    wide = [-(-(end - first) // ROW_TILE) * ROW_TILE for first, end in pairwise(segments)]
+    bounds = (0, *accumulate(width or max(*wide, ROW_TILE) for width in wide))
+    starts = zip(bounds, pairwise(segments), strict=False)
+    places = [start + column for start, (first, end) in starts for column in range(end - first)]
+    return None if bounds == segments else torch.tensor(places, dtype=torch.int64), bounds
 
 
 def rms_norm(x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -68,7 +135,7 @@ def rope_and_store(
     norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
     """Rotate queries and keys (halves of a head are the two coordinates), store keys and values, return queries."""
-    heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
+    heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))  # also of no rows
     turning, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
     if norms is not None:
         parts = turning.split([num_heads, num_kv_heads], dim=1)
@@ -84,7 +151,7 @@ def rope_and_store(
 def _normed_heads(heads: Tensor, norm: Norm) -> Tensor:
     """[N, heads, D] normalised over D, or over all heads of a row where the norm is that wide."""
     width = heads.shape[-1] if norm.weight is None else len(norm.weight)
-    return _normed(heads.float().reshape(len(heads), -1, width), norm).view(heads.shape)
+    return _normed(heads.float().flatten(1).unflatten(1, (-1, width)), norm).view(heads.shape)
 
 
 def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
@@ -116,9 +183,31 @@ def draw(hidden: Tensor, weight: Tensor, divisor: float, batch: SamplingBatch) -
 def score(hidden: Tensor, weight: Tensor, divisor: float, token_ids: Tensor, temperatures: Tensor) -> Tensor:
     """Logprobs of given tokens, few rows at a time: only one number of each row's logits is wanted."""
     scores = [
-        gather_logprobs(divide(logits(rows, weight, divisor), own), targets)
+        score_logits(logits(rows, weight, divisor), targets, own)
         for rows, targets, own in zip(*(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True)
     ]
+    return torch.cat(scores)
+
+
+def score_logits(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
+    """Logprobs of given tokens [L] from logits [L, V]."""
+    return gather_logprobs(divide(logits, temperatures), token_ids)
+
+
+def draw_part(
+    hidden: Tensor, weight: Tensor, divisor: float, batch: SamplingBatch, part: VocabPart
+) -> Generator[Tensor, list[Tensor], Draw]:
+    """See `HeadParts.sample`."""
+    return sample_part(logits(hidden, weight, divisor), batch, part)
+
+
+def score_of_part(
+    hidden: Tensor, weight: Tensor, divisor: float, token_ids: Tensor, temperatures: Tensor, part: VocabPart
+) -> Generator[Tensor, list[Tensor], Tensor]:
+    """See `HeadParts.score`."""
+    scores = []
+    for rows, targets, own in zip(*(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True):
+        scores.append((yield from score_part(logits(rows, weight, divisor), targets, own, part)))
     return torch.cat(scores)
 
 
@@ -135,12 +224,21 @@ def _whole_vectors(weight: Tensor) -> Tensor:
     return functional.pad(weight, missing) if any(missing) else weight
 
 
+MOE = steps_of(linear, gate)
+
+
+def moe(x: Tensor, experts: Experts, exchange: Exchange | None = None) -> Tensor:
+    """A layer of experts: see `ops/moe.py`."""
+    return mixture(MOE, x, experts, exchange, EXPERT_TILE)
+
+
 def reference_ops() -> Ops:
     """The backend as a value."""
     return Ops(
         name="reference",
-        version=3,
+        version=4,
         schedule_invariant=True,
+        in_segments=True,
         embed=embed,
         linear=linear,
         rms_norm=rms_norm,
@@ -148,10 +246,16 @@ def reference_ops() -> Ops:
         plan_attention=plan_attention,
         attention=attention,
         gate=gate,
+        moe=moe,
         logits=logits,
         sample=draw,
         sample_logits=sample,
         gather_logprobs=score,
+        score_logits=score_logits,
         allocate=allocate,
         compile=None,
+        partial=PartialAttention(plan_states, attention_states, merge_states, lambda head_dim: 2 + head_dim),
+        call=call,
+        columns=columns,
+        head_parts=HeadParts(VOCAB_BLOCK, draw_part, score_of_part),
     )

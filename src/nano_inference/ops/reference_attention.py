@@ -1,10 +1,14 @@
 """Paged attention in plain torch: the specification. Row by row, in key tiles at fixed absolute positions.
 
 A row's arithmetic is the recurrence of online softmax (arXiv:1805.02867) over tiles of `KEY_TILE` keys counted from
-position 0, whatever chunk, batch or block the row stands in; rows are only stacked, never mixed.
+position 0, whatever chunk, batch or block the row stands in; rows are only stacked, never mixed. The recurrence starts
+anew at every multiple of `SEGMENT` keys, and the states of such segments are merged in order. So segments may as well
+be computed apart, where their keys lie (`attention_states`), and merged by somebody else (`merge_states`).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +16,7 @@ from torch.nn import functional
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.ops.backend import KvcacheView
+from nano_inference.parallel.context import SEGMENT, SegmentRows
 
 KEY_TILE = 64
 VECTOR = 16  # numbers
@@ -23,7 +28,7 @@ class KeyTile:
     """One tile of keys for the rows of a group that see some of it: neighbours, since rows stand by falling context."""
 
     rows: slice  # of the group
-    slots: Tensor  # [rows, KEY_TILE]; a lane outside the row's context points at the row's own slot
+    slots: Tensor  # [rows, KEY_TILE]; a lane that the row does not see points at the last key that it sees
     outside: Tensor  # bool [rows, KEY_TILE]
 
 
@@ -32,38 +37,72 @@ class RowGroup:
     """Rows that are walked together."""
 
     rows: Tensor  # indices of rows in the batch
-    tiles: tuple[KeyTile, ...]
+    segments: tuple[tuple[KeyTile, ...], ...]  # tiles by segment
+    firsts: tuple[int, ...]  # key of each segment
+
+
+@dataclass(frozen=True, slots=True)
+class StatesPlan:
+    """Where the states of rows go."""
+
+    groups: tuple[RowGroup, ...]
+    rows: SegmentRows
+    first_states: Tensor  # [M] index of each row's first state
+    num_states: int
+
+
+class State(NamedTuple):
+    """What rows know after some keys: their highest score, the sum of weights, and the output before the division."""
+
+    highest: Tensor  # float32 [..., 1]
+    total: Tensor  # float32 [..., 1]
+    acc: Tensor  # float32 [..., D]
 
 
 def plan_attention(batch: ForwardBatch, block_size: int, window: int = 0) -> tuple[RowGroup, ...]:
     """Which slots each row reads, tile by tile; the same for every layer of one window."""
-    contexts = batch.positions + 1
-    order = torch.argsort(contexts, descending=True, stable=True)
-    groups: list[RowGroup] = []
-    for rows in order.split(ROW_GROUP):
-        positions = batch.positions[rows]
-        first = max(0, int(positions[-1]) - window + 1) // KEY_TILE * KEY_TILE if window else 0
-        tiles = [
-            _tile(batch, rows, start, block_size, window) for start in range(first, int(positions[0]) + 1, KEY_TILE)
-        ]
-        groups.append(RowGroup(rows, tuple(tile for tile in tiles if len(tile.slots))))
-    return tuple(groups)
+    positions = batch.positions
+    begins = (positions - window + 1).clamp(min=0) if window else torch.zeros_like(positions)
+    return _plan(SegmentRows(positions, begins, batch.row_chunks, batch.block_tables), block_size)
 
 
-def _tile(batch: ForwardBatch, group: Tensor, start: int, block_size: int, window: int) -> KeyTile:
-    positions = batch.positions[group]
-    end = int((positions >= start).sum())
-    begin = int((positions >= start + KEY_TILE - 1 + window).sum()) if window else 0  # these rows are past the tile
-    rows, positions = group[begin:end], positions[begin:end]
-    keys = torch.arange(start, start + KEY_TILE, device=rows.device)
+def plan_states(rows: SegmentRows, block_size: int) -> StatesPlan:
+    """The same for some rows of which only some keys lie here; serves every layer of one window."""
+    counts = rows.counts
+    ends = counts.cumsum(0)
+    return StatesPlan(_plan(rows, block_size), rows, ends - counts, int(counts.sum()))
+
+
+def _plan(rows: SegmentRows, block_size: int) -> tuple[RowGroup, ...]:
+    order = torch.argsort(rows.begins, descending=True, stable=True)
+    order = order[torch.argsort(rows.positions[order], descending=True, stable=True)]
+    return tuple(_group(rows, group, block_size) for group in order.split(ROW_GROUP))
+
+
+def _group(rows: SegmentRows, group: Tensor, block_size: int) -> RowGroup:
+    if not len(group):
+        return RowGroup(group, (), ())
+    first = int(rows.begins[group].min()) // KEY_TILE * KEY_TILE
+    by_segment: dict[int, list[KeyTile]] = {}
+    for start in range(first, int(rows.positions[group[0]]) + 1, KEY_TILE):
+        tile = _tile(rows, group, start, block_size)
+        if len(tile.slots):
+            by_segment.setdefault(start // SEGMENT * SEGMENT, []).append(tile)
+    return RowGroup(group, tuple(tuple(tiles) for tiles in by_segment.values()), tuple(by_segment))
+
+
+def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int) -> KeyTile:
+    end = int((rows.positions[group] >= start).sum())
+    begin = int((rows.begins[group] >= start + KEY_TILE).sum())  # these rows are past the tile
+    group = group[begin:end]
+    positions = rows.positions[group]
+    keys = torch.arange(start, start + KEY_TILE, device=group.device)
     outside = keys[None, :] > positions[:, None]
-    if window:
-        outside |= keys[None, :] <= positions[:, None] - window
-    blocks = (keys // block_size).clamp(max=batch.block_tables.shape[1] - 1)
-    tables = batch.block_tables[batch.row_chunks[rows]]
-    slots = tables[:, blocks] * block_size + keys % block_size
+    outside |= keys[None, :] < rows.begins[group][:, None]
     # Lanes outside never touch memory of others: what lies there may be anything, and 0 * NaN is NaN.
-    return KeyTile(slice(begin, end), torch.where(outside, batch.slot_mapping[rows][:, None], slots), outside)
+    keys = torch.where(outside, positions[:, None], keys[None, :])
+    blocks = rows.block_tables[rows.row_chunks[group]].gather(1, keys // block_size)
+    return KeyTile(slice(begin, end), blocks * block_size + keys % block_size, outside)
 
 
 def attention(q: Tensor, view: KvcacheView, layer: int, plan: tuple[RowGroup, ...], scale: float) -> Tensor:
@@ -72,27 +111,84 @@ def attention(q: Tensor, view: KvcacheView, layer: int, plan: tuple[RowGroup, ..
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     scaled = q.float() * scale
     for group in plan:
-        out[group.rows] = _walk(scaled[group.rows], group, view, layer).to(q.dtype)
+        shape = (len(group.rows), num_heads)
+        whole = _nothing(scaled.new_empty((*shape, head_dim)))
+        for rows, _, found in _walk(scaled[group.rows], group, view, layer):
+            for tensor, merged in zip(whole, _merge(State(*(t[rows] for t in whole)), found), strict=True):
+                tensor[rows] = merged
+        out[group.rows] = (whole.acc / whole.total).to(q.dtype)
     return out.view(num_rows, num_heads * head_dim)
 
 
-def _walk(q: Tensor, group: RowGroup, view: KvcacheView, layer: int) -> Tensor:
-    """Online softmax over the tiles of one group. float32 [rows, heads, D] -> the same shape."""
-    num_rows, num_heads, own_dim = q.shape
-    extra = -own_dim % VECTOR
-    q = functional.pad(q, (0, extra))
-    head_dim = own_dim + extra
+def attention_states(q: Tensor, view: KvcacheView, layer: int, plan: StatesPlan, scale: float) -> Tensor:
+    """What rows q [M, heads, D] find in each segment that lies here: float32 [states, heads, 2 + D], row by row."""
+    states = torch.empty((plan.num_states, q.shape[1], 2 + q.shape[2]), device=q.device)
+    scaled = q.float() * scale
+    for group in plan.groups:
+        for rows, first, found in _walk(scaled[group.rows], group, view, layer):
+            own = group.rows[rows]
+            nth = first // SEGMENT - plan.rows.begins[own] // SEGMENT
+            states[plan.first_states[own] + nth] = torch.cat(found, dim=-1)
+    return states
+
+
+def merge_states(states: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Attention of N rows from all their states [states, heads, 2 + D], counts [N] of them each in order of keys."""
+    firsts = counts.cumsum(0) - counts
+
+    def nth(rows: Tensor, number: int) -> State:
+        return State(*states[firsts[rows] + number].split([1, 1, states.shape[2] - 2], dim=-1))
+
+    rows = torch.arange(len(counts), device=states.device)
+    whole = nth(rows, 0)
+    for number in range(1, int(counts.max()) if len(counts) else 0):
+        rows = (counts > number).nonzero()[:, 0]
+        merged = _merge(State(*(tensor[rows] for tensor in whole)), nth(rows, number))
+        whole = State(*(tensor.index_copy(0, rows, new) for tensor, new in zip(whole, merged, strict=True)))
+    return (whole.acc / whole.total).to(dtype).flatten(1)
+
+
+def _nothing(acc: Tensor) -> State:
+    """Rows that have seen no key."""
+    return State(acc.new_full((*acc.shape[:-1], 1), -torch.inf), acc.new_zeros((*acc.shape[:-1], 1)), acc.zero_())
+
+
+def _merge(before: State, found: State) -> State:
+    """What a segment found, added to what was found before it. The first one is taken as it is."""
+    highest = torch.maximum(before.highest, found.highest)
+    a, b = torch.exp(before.highest - highest), torch.exp(found.highest - highest)
+    first = before.highest == -torch.inf
+    total, acc = (torch.where(first, new, old * a + new * b) for old, new in zip(before[1:], found[1:], strict=True))
+    return State(highest, total, acc)
+
+
+def _walk(q: Tensor, group: RowGroup, view: KvcacheView, layer: int) -> Iterator[tuple[slice, int, State]]:
+    """Segment by segment: which rows of float32 q [rows, heads, D] see some of it, its first key, what they found."""
+    num_heads, own_dim = q.shape[1:]
+    q = functional.pad(q, (0, -own_dim % VECTOR))
+    for first, tiles in zip(group.firsts, group.segments, strict=True):
+        rows = slice(min(tile.rows.start for tile in tiles), max(tile.rows.stop for tile in tiles))
+        highest, total, acc = _segment(q[rows], tiles, rows.start, view, layer)
+        own = State(highest[..., None], total[..., None], acc[..., :own_dim])
+        yield rows, first, State(*(t.transpose(0, 1).reshape(t.shape[1], num_heads, -1) for t in own))
+
+
+def _segment(
+    q: Tensor, tiles: tuple[KeyTile, ...], start: int, view: KvcacheView, layer: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Online softmax of q [rows, heads, D] over the tiles of one segment; [kv heads, rows, group] and [..., D]."""
+    num_rows, _, head_dim = q.shape
     highest = total = acc = q.new_empty(0)
-    for index, tile in enumerate(group.tiles):
+    for index, tile in enumerate(tiles):
         # [kv heads, rows, KEY_TILE, D], D padded to whole vectors: a remainder's bits depend on the number of threads
-        keys, values = (functional.pad(t, (0, extra)) for t in view.gather(layer, tile.slots))
+        keys, values = (functional.pad(t, (0, head_dim - t.shape[-1])) for t in view.gather(layer, tile.slots))
         kv_heads, n = keys.shape[:2]
         if index == 0:
             q = q.view(num_rows, kv_heads, -1, head_dim).transpose(0, 1).contiguous()  # [kv heads, rows, group, D]
             highest = q.new_full(q.shape[:3], -torch.inf)
             total = q.new_zeros(q.shape[:3])
             acc = torch.zeros_like(q)
-        per_head, rows = q.shape[2], tile.rows
+        per_head, rows = q.shape[2], slice(tile.rows.start - start, tile.rows.stop - start)
         flat = q[:, rows].reshape(kv_heads * n, per_head, head_dim)
         scores = torch.bmm(_several(flat), _several(keys.flatten(0, 1)).transpose(1, 2))[: len(flat)].view(
             kv_heads, n, per_head, KEY_TILE
@@ -107,7 +203,7 @@ def _walk(q: Tensor, group: RowGroup, view: KvcacheView, layer: int) -> Tensor:
         total[:, rows] = total[:, rows] * rescale + weights.sum(dim=-1)
         acc[:, rows] = acc[:, rows] * rescale[..., None] + gained
         highest[:, rows] = new_highest
-    return (acc / total[..., None]).transpose(0, 1).reshape(num_rows, num_heads, head_dim)[..., :own_dim]
+    return highest, total, acc
 
 
 def _several(matrices: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.launch import require_one_rank
 from nano_inference.engine.weight_sync import WeightUpdate
 from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.models.loading import load_params
@@ -65,6 +66,7 @@ class PolicyModel(nn.Module):
             if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ConfigError(f"{name}={count!r} must be a positive integer.")
         self.engine = engine if isinstance(engine, InferenceEngine) else InferenceEngine(engine)
+        require_one_rank(self.engine.runner, "PolicyModel")
         self.micro_batch_tokens = micro_batch_tokens
         self.num_workers = num_workers
         self._table = param_table(self.engine.spec)
@@ -147,7 +149,7 @@ class PolicyModel(nn.Module):
         own, products = self.engine.model.dtype, self._decoder.dtype
         params: dict[str, Tensor] = {}
         for param in self._table:
-            parts = [values[source].detach() for source, _ in param.sources]
+            parts = [values[source.name].detach() for source in param.sources]
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
             params[param.name] = whole.float() if param.keep_float32 else whole.to(own).to(products)
         return params

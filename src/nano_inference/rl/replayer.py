@@ -16,6 +16,7 @@ import torch
 
 from nano_inference.batch import Rows, batch_of_rows
 from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.launch import require_one_rank
 from nano_inference.engine.runner import Sampled, to_device
 from nano_inference.engine.storage import KVStorage
 from nano_inference.errors import InvalidRequest
@@ -62,6 +63,7 @@ class Replayer:
     """`replay` of many samples; weights and KV tensors are made once. See there."""
 
     def __init__(self, engine: InferenceEngine, weights: Weights | None = None) -> None:
+        require_one_rank(engine.runner, "replay")
         self.engine = engine
         self.decoders = VersionedDecoders(engine, weights)
         self._checks = engine.intake.checks
@@ -72,6 +74,8 @@ class Replayer:
         engine, params = self.engine, sample.sampling_params
         if params is None:
             raise InvalidRequest("the sample has no sampling_params, so nobody knows how its tokens were drawn.")
+        if not engine.model.part.is_whole:
+            raise InvalidRequest("this engine holds a part of its model; replay on an engine of its own, of one rank.")
         fingerprint = engine.numerics.fingerprint
         if sample.numerics != fingerprint:
             raise InvalidRequest(

@@ -73,8 +73,7 @@ class TorchDecoder:
             x = self._attention(normed, params, name, batch, masks[window], self.ropes[window > 0])
             residual = residual + self._after(x, params.get(name + "attn_out_norm"))
             normed = self._norm(residual, params.get(name + "mlp_norm"))
-            gated = self._gate(functional.linear(normed, params[name + "gate_up"]))
-            x = functional.linear(gated, params[name + "down"])
+            x = self._mlp(normed, params, name)
             residual = residual + self._after(x, params.get(name + "mlp_out_norm"))
         return self._norm(residual, params["norm"])
 
@@ -106,6 +105,25 @@ class TorchDecoder:
                 own_k, own_v = (torch.cat((x[shared], own)) for x, own in ((k, own_k), (v, own_v)))
             parts.append(self._attend(own_q, own_k, own_v, mask))
         return functional.linear(torch.cat(parts), params[name + "o"], params.get(name + "o_bias"))
+
+    def _mlp(self, normed: Tensor, params: Mapping[str, Tensor], name: str) -> Tensor:
+        moe = self.spec.moe
+        if moe is None or name + "router" not in params:
+            gated = self._gate(functional.linear(normed, params[name + "gate_up"]))
+            return functional.linear(gated, params[name + "down"])
+        shares = functional.linear(normed.float(), params[name + "router"].float()).softmax(dim=-1)
+        order = shares.detach().sort(dim=-1, descending=True, stable=True).indices
+        ids = order[:, : moe.experts_per_token].sort(dim=-1).values  # the order in which they are added up
+        weights = shares.gather(1, ids)
+        if moe.renormalized:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        gate_ups, downs = (params[name + part].chunk(moe.num_experts) for part in ("experts_gate_up", "experts_down"))
+        total = torch.zeros(normed.shape, device=normed.device)
+        for expert, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):
+            rows, which = (ids == expert).nonzero(as_tuple=True)
+            product = functional.linear(self._gate(functional.linear(normed[rows], gate_up)), down)
+            total = total.index_add(0, rows, product.float() * weights[rows, which, None])
+        return total
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """Attention of q [n, heads, D] over k and v [L, kv heads, D]: [n, heads * D]."""

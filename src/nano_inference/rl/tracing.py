@@ -238,6 +238,7 @@ class _Tracer:
             rope_and_store=self._traced("rope_and_store", ops.rope_and_store, layer_at=5, view_at=4),
             attention=self._traced("attention", ops.attention, layer_at=2),
             gate=self._traced("gate", ops.gate),
+            moe=self._traced("moe", ops.moe, experts_at=1),
         )
 
     def note(self, operation: str, marks: Tensor, layer: int | None = None) -> None:
@@ -254,6 +255,7 @@ class _Tracer:
         run: Callable[..., Any],
         *,
         weight_at: int | None = None,
+        experts_at: int | None = None,
         layer_at: int | None = None,
         view_at: int | None = None,
     ) -> Callable[..., Any]:
@@ -269,6 +271,8 @@ class _Tracer:
                 param = self._names.get(id(weight.weight if isinstance(weight, Norm) else weight), "rounding")
                 layer, param = _split(param)
                 name = f"{operation} ({param})"
+            if experts_at is not None:
+                layer, _ = _split(self._names[id(arguments[experts_at].router)])
             self.note(name, marks, layer)  # pyright: ignore[reportArgumentType]
             return out
 

@@ -16,8 +16,13 @@ def logsumexp(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def block_sum(weights: Tensor) -> Tensor:
     """Sum over the last axis in fixed blocks. [R, V] -> [R]."""
+    return block_sums(weights).sum(dim=-1)
+
+
+def block_sums(weights: Tensor) -> Tensor:
+    """Sums of blocks of the last axis, the last one filled up with zeros. [R, V] -> [R, blocks]."""
     weights = functional.pad(weights, (0, -weights.shape[-1] % VOCAB_BLOCK))
-    return weights.view(len(weights), weights.shape[-1] // VOCAB_BLOCK, VOCAB_BLOCK).sum(dim=-1).sum(dim=-1)
+    return weights.view(len(weights), weights.shape[-1] // VOCAB_BLOCK, VOCAB_BLOCK).sum(dim=-1)
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:

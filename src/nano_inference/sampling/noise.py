@@ -32,18 +32,19 @@ def stream_keys(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return halves.astype(np.int64)
 
 
-def exponential_noise(keys: Tensor, vocab_size: int) -> Tensor:
+def exponential_noise(keys: Tensor, vocab_size: int, first: int = 0) -> Tensor:
     """Standard exponential noise for every token id.
 
     Args:
         keys: [R, 2] from `noise_keys`.
         vocab_size: V.
+        first: the token id that the first column stands for.
 
     Returns:
         float32 [R, V], between 2**-32 and about 16.6. Small values, which win, are resolved finely.
     """
     halves = _signed32(keys)
-    bits = _mix32(torch.arange(vocab_size, dtype=torch.int32, device=keys.device))
+    bits = _mix32(torch.arange(first, first + vocab_size, dtype=torch.int32, device=keys.device))
     bits = _mix32(bits[None, :] ^ halves[:, :1])
     bits = _mix32(bits ^ halves[:, 1:])
     # v in (0, 1) with 31 bits; the clamp keeps the largest from rounding up to 1.

@@ -71,13 +71,15 @@ class SamplingPipeline:
         return distribution
 
 
-def divide(logits: Tensor, temperatures: Tensor) -> Tensor:
+def divide(logits: Tensor, temperatures: Tensor, highest: Tensor | None = None) -> Tensor:
     """Logits over temperature, [R, V] over [R] (none 0), the highest of each row set to 0 before: a low temperature
-    would else cost digits or overflow, and so would one that float32 cannot hold.
+    would else cost digits or overflow, and so would one that float32 cannot hold. `highest` [R] is known where these
+    are only a part of a row.
     """
+    highest = logits.amax(dim=-1) if highest is None else highest
     bounds = torch.finfo(torch.float32)
     divisor = temperatures.clamp(bounds.tiny, bounds.max).float()
-    return (logits - logits.amax(dim=-1, keepdim=True)) / divisor[:, None]
+    return (logits - highest[:, None]) / divisor[:, None]
 
 
 def _bias(distribution: Distribution, batch: SamplingBatch) -> None:

@@ -44,6 +44,12 @@ class Entries(NamedTuple):
         first, last = torch.searchsorted(self.rows, bounds).tolist()
         return Entries(self.rows[first:last] - rows.start, self.ids[first:last], self.values[first:last])
 
+    def of(self, rows: Tensor) -> "Entries":
+        """The entries of some rows, which rise, counted as they stand there."""
+        places = torch.searchsorted(rows, self.rows)
+        found = rows[places.clamp(max=max(len(rows) - 1, 0))] == self.rows if len(rows) else self.rows < 0
+        return Entries(places[found], self.ids[found], self.values[found])
+
 
 _NONE = torch.zeros(0, dtype=torch.int64)
 ON_HOST = ("streams", "positions")  # fields of a `SamplingBatch` that do not move with it
@@ -85,6 +91,15 @@ class SamplingBatch:
         cut |= {name: part.of_rows(rows) for name, part in parts.items() if isinstance(part, Entries)}
         return replace(self, **cut)
 
+    def select(self, samples: Tensor) -> "SamplingBatch":
+        """Some of the samples, rising places int64 [n]; what is said of a whole batch stays."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        cut: dict[str, Any] = {
+            name: part[samples] for name, part in parts.items() if isinstance(part, Tensor) and len(part) == len(self)
+        }
+        cut |= {name: part.of(samples) for name, part in parts.items() if isinstance(part, Entries)}
+        return replace(self, **cut)
+
     def to(self, device: torch.device) -> "SamplingBatch":
         """The same on another device."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -102,7 +117,7 @@ class SamplingBatch:
 
 
 Pairs = tuple[np.ndarray, np.ndarray]  # token ids int64, values float32
-_NO_ENTRIES = Entries(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+NO_ENTRIES = Entries(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))
 _MOST = 2**31  # as good as any larger number of tokens
 _RECORD = np.dtype(
     [
@@ -269,7 +284,7 @@ def _bias_pairs(bias: Mapping[int, float], banned: Iterable[int]) -> Pairs:
 def _entries(places: Sequence[int] = (), pairs: Sequence[Pairs] = ()) -> Entries:
     """The pairs of some rows, which rise."""
     if not pairs:
-        return _NO_ENTRIES
+        return NO_ENTRIES
     ids, values = (torch.from_numpy(np.concatenate(column)) for column in zip(*pairs, strict=True))
     rows = np.repeat(np.array(places, dtype=np.int64), [len(ids) for ids, _ in pairs])
     return Entries(torch.from_numpy(rows), ids, values)

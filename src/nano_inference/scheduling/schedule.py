@@ -7,6 +7,7 @@ flight is sampling) and computed tokens; a step closes the gap, within three lim
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Listed
 from functools import cached_property
+from typing import NamedTuple
 
 from nano_inference.config import SchedulerConfig
 from nano_inference.kv_cache.manager import CacheAllocation, CacheView
@@ -24,6 +25,7 @@ def schedule(
     cache: CacheView,
     config: SchedulerConfig,
     pending: Mapping[int, int] = NOTHING,
+    num_in_flight: int = 0,
 ) -> SchedulerOutput:
     """Decide one step. Reads its arguments and writes nothing.
 
@@ -33,14 +35,21 @@ def schedule(
         cache: what may be asked of the KV cache.
         config: the limits of a step.
         pending: sequence id -> tokens of it being sampled by steps in flight, not known on the host yet.
+        num_in_flight: these steps; read where `config.groups` is above 1.
 
     Running sequences come first, those that need one token before those that need more; where the step is too small
     for all, the oldest request comes first, and its samples go on evenly. Blocks are given in scheduling order, and
     where they run out the last in that order is preempted. Then waiting sequences enter, in order, while they fit.
     Where layers have a window, a longer chunk is cut to what fits before anybody is preempted for it.
+
+    With `config.groups` above 1 nobody is planned whose token is being sampled, and a step draws for at most
+    1/`groups` of the sequences, rounded up. Chunks that draw nothing may be in every step: those of a long prompt
+    follow each other.
     """
-    plan = _Plan(running, cache, config, pending)
-    for seq, want, length in _share_budget(running, config, plan):
+    free = running if config.groups == 1 else [seq for seq in running if seq.seq_id not in pending]
+    turns = _Turns(config, len(running), len(free), len(waiting), num_in_flight)
+    plan = _Plan(running, cache, config, pending, turns)
+    for seq, want, length in _share_budget(free, config, plan):
         plan.grow(seq, want, length)
     if not plan.preempted:
         for seq in waiting:
@@ -60,7 +69,12 @@ def _share_budget(
     seqs, wants = plan.wanted(running)
     budget = config.max_tokens_per_batch
     longest = plan.chunk_length(budget, budget)
-    if len(seqs) <= config.max_batch_size and sum(wants) <= budget and max(wants, default=0) <= longest:
+    places = config.max_batch_size
+    if config.groups > 1:
+        places = plan.turns.share(
+            without=sum(want > longest or not s.num_samples for s, want in zip(seqs, wants, strict=True))
+        )
+    if len(seqs) <= places and sum(wants) <= budget and max(wants, default=0) <= longest:
         return zip(seqs, wants, wants, strict=True)
     queue = sorted(
         zip(seqs, wants, strict=True),
@@ -69,18 +83,46 @@ def _share_budget(
     grants: dict[int, int] = {}
     for seq, want in queue[: config.max_batch_size]:
         length = plan.chunk_length(want, budget)
-        if length:
+        draws = length == want and seq.num_samples > 0
+        if length and (places or not draws):
             grants[seq.seq_id] = length
             budget -= length
+            places -= draws
     return [(seq, want, grants[seq.seq_id]) for seq, want in zip(seqs, wants, strict=True) if seq.seq_id in grants]
+
+
+class _Turns(NamedTuple):
+    """Sequences that take turns in the stages of a pipeline."""
+
+    config: SchedulerConfig
+    num_running: int
+    num_free: int  # of them those that no step in flight draws for
+    num_waiting: int
+    num_in_flight: int  # steps
+
+    def share(self, without: int = 0, with_waiting: bool = False) -> int:
+        """For how many sequences this step may draw, so that as many are left for each of the steps to follow.
+
+        `without`: running ones that cannot draw yet; what they want is more than a step takes.
+        """
+        more, groups = self.num_waiting if with_waiting else -without, self.config.groups
+        live, most = self.num_running + more, self.config.max_batch_size
+        free = min(self.num_free + more, most - (self.num_running - self.num_free))
+        return max(1, min(-(-min(live, most) // groups), -(-free // max(1, groups - self.num_in_flight))))
 
 
 class _Plan:
     """A decision in the making: local counts of what the step has left. Writes only to itself."""
 
     def __init__(
-        self, running: Listed[Sequence], cache: CacheView, config: SchedulerConfig, pending: Mapping[int, int]
+        self,
+        running: Listed[Sequence],
+        cache: CacheView,
+        config: SchedulerConfig,
+        pending: Mapping[int, int],
+        turns: "_Turns",
     ) -> None:
+        self.turns = turns
         self.cache, self.config, self.pending = cache, config, pending
         self.alive = list(running)
         self.budget = config.max_tokens_per_batch
@@ -96,6 +138,11 @@ class _Plan:
     def num_seqs(self) -> int:
         """Sequences that hold blocks, each as wide as its group. Like `computing` counted when somebody may enter."""
         return sum(seq.width for seq in self.alive)
+
+    @cached_property
+    def places(self) -> int:
+        """Newcomers that may still draw in this step; those that will follow are counted with them."""
+        return self.turns.share(with_waiting=True) - sum(chunk[3] > 0 for chunk in self.chunks.values())
 
     @cached_property
     def computing(self) -> set[int]:
@@ -165,7 +212,8 @@ class _Plan:
                 return True  # a twin computes its next block in this step: it waits for that, others go on
         start = match.cached_length
         length = self.chunk_length(seq.num_to_compute - start, self.budget)
-        if not length:
+        draws = start + length == seq.num_to_compute and seq.num_samples > 0
+        if not length or (draws and not self._has_place(seq)):
             return False
         self.room.hold(match.block_ids, self._num_slid(start))  # what holds a prefix is free no more once it is used
         length = self._make_room(seq, match, length)
@@ -175,6 +223,8 @@ class _Plan:
         self.owed += max(0, self._need(seq, match, length) - fresh * self.layout.num_units)
         self.num_seqs += seq.width
         self.admitted.append(Admission(seq.seq_id, match))
+        if self.config.groups > 1:
+            self.places -= draws
         self._add_chunk(seq, start, length, fresh, completes=start + length == seq.num_to_compute)
         self.computing.update(self._names(seq, start, length))
         return True
@@ -183,6 +233,12 @@ class _Plan:
         """The decision."""
         columns = tuple(zip(*self.chunks.values(), strict=True)) or ((),) * len(Chunk._fields)
         return SchedulerOutput(*columns, admitted=tuple(self.admitted), preempted_seqs=tuple(self.preempted))
+
+    def _has_place(self, seq: Sequence) -> bool:
+        """Whether a newcomer may draw in this step; one for whom others would make way need not wait for balance."""
+        if self.config.groups == 1 or self.places > 0:
+            return True
+        return bool(self.alive) and self.alive[-1].params.priority > seq.params.priority
 
     def _add_chunk(self, seq: Sequence, start: int, length: int, fresh: int, completes: bool) -> None:
         samples = seq.num_samples if completes else 0

@@ -5,7 +5,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from typing import Any, Unpack
+from typing import Any, Protocol, Unpack
 
 import msgspec
 
@@ -26,6 +26,7 @@ from nano_inference.serving.messages import (
     Outputs,
     Ready,
     Refused,
+    Resume,
     Returned,
     ToEngine,
 )
@@ -33,6 +34,23 @@ from nano_inference.types import Delta, EngineStats, Limits, SamplingParams
 
 STOPPING = "the server is stopping."
 SILENCE = 20.0  # seconds without a heartbeat; also an engine that has nothing to do tells one every ten
+
+
+class Receiver(Protocol):
+    """Where a request's deltas go."""
+
+    @property
+    def name(self) -> str | None:
+        """By which `abort` knows the request."""
+        ...
+
+    def put(self, delta: Delta) -> None:
+        """A delta has come."""
+        ...
+
+    def fail(self, problem: Exception) -> None:
+        """Nothing more will come."""
+        ...
 
 
 class RequestStream:
@@ -108,6 +126,7 @@ class EngineClient(ABC):
         self.stats: EngineStats | None = None
         self.restarting = False
         self.num_restarts = 0
+        self.on_dead: Callable[[], None] | None = None  # called once, before those who wait hear of it
         self._busy = False  # as the last heartbeat said
         self._num_steps = 0  # the same
         self._progress = time.monotonic()  # when something last moved
@@ -116,7 +135,7 @@ class EngineClient(ABC):
         self._max_backlog = max_backlog
         self._restart = restart  # a new engine is started in the place of one that has died
         self._ids = itertools.count()
-        self._streams: dict[int, RequestStream] = {}
+        self._streams: dict[int, Receiver] = {}
         self._widths: dict[int, int] = {}  # samples of each stream
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._dead: str | None = None
@@ -140,6 +159,11 @@ class EngineClient(ABC):
         return "" if self._dead is None else self._public
 
     @property
+    def num_engines(self) -> int:
+        """How many there are, each of which a trainer sends its weights."""
+        return 1
+
+    @property
     def num_samples(self) -> int:
         """Samples that run or wait."""
         return sum(self._widths.values())
@@ -152,11 +176,13 @@ class EngineClient(ABC):
         *,
         stream: bool,
         name: str | None = None,
+        session: str | None = None,
         **limits: Unpack[Limits],
     ) -> RequestStream:
         """Queue a request; what the engine refuses is raised by the stream's first `next`.
 
-        `name` is what `abort` knows it by; others may have the same. Limits: `InferenceEngine.add_request`.
+        `name` is what `abort` knows it by; others may have the same. Where there are several engines, requests of one
+        `session` go to the same. Limits: `InferenceEngine.add_request`.
 
         Raises `InvalidRequest` for what cannot even be said to it, `EngineDead`, and `ApiError` (503, with
         `retry-after`) while a new engine is being built.
@@ -164,17 +190,35 @@ class EngineClient(ABC):
         self._require_alive()
         request_id = next(self._ids)
         backlog = self._max_backlog * num_samples
-        request = RequestStream(num_samples, backlog, lambda: self._give_up(request_id), name)
-        if not self._streams:
-            self._progress = time.monotonic()
-        self._streams[request_id] = request
-        self._widths[request_id] = num_samples
-        try:
-            self._send(Generate(request_id, prompt, params, num_samples, stream, **limits))
-        except Exception:
-            del self._streams[request_id], self._widths[request_id]
-            raise
+        request = RequestStream(num_samples, backlog, lambda: self.give_up(request_id), name)
+        message = Generate(request_id, prompt, params, num_samples, stream, **limits)
+        self._open(request, message, num_samples, lambda: self._begin(message, session))
         return request
+
+    def begin(self, receiver: Receiver, message: Generate | Resume, num_samples: int) -> int:
+        """Queue a request whose deltas go to `receiver`; returns its id, which `message` gets. For clients of several
+        engines. Raises as `submit` does.
+        """
+        self._require_alive()
+        request_id = next(self._ids)
+        named = msgspec.structs.replace(message, request_id=request_id)
+        self._open(receiver, named, num_samples, lambda: self._send(named))
+        return request_id
+
+    def give_up(self, request_id: int) -> None:
+        """Nobody wants any more of a request."""
+        if self._streams.pop(request_id, None) is not None:
+            del self._widths[request_id]
+            if self._dead is None:
+                self._send(Abort([request_id]))
+
+    def end_soon(self, request_ids: list[int]) -> None:
+        """Let requests end as `"abort"`, with what they have."""
+        self._send(Abort(request_ids, answered=True))
+
+    def kill(self) -> None:
+        """End the engine at once, whatever it does; what it was doing fails as if it had died."""
+        self._die("the engine was killed.", "the engine was killed")
 
     def stalled(self, seconds: float) -> bool:
         """Whether the engine has something to do and nothing has moved for so long: no step has begun, none brought a
@@ -227,6 +271,23 @@ class EngineClient(ABC):
     def _send(self, message: ToEngine) -> None:
         """Bring a message to the engine, without waiting."""
 
+    def _begin(self, message: Generate, session: str | None) -> None:
+        """A request is handed over."""
+        self._send(message)
+
+    def _open(
+        self, receiver: Receiver, message: Generate | Resume, num_samples: int, hand_over: Callable[[], None]
+    ) -> None:
+        if not self._streams:
+            self._progress = time.monotonic()
+        self._streams[message.request_id] = receiver
+        self._widths[message.request_id] = num_samples
+        try:
+            hand_over()
+        except Exception:
+            del self._streams[message.request_id], self._widths[message.request_id]
+            raise
+
     def _receive(self, message: FromEngine) -> None:
         """A message has come from it."""
         match message:
@@ -261,6 +322,8 @@ class EngineClient(ABC):
         """The engine is gone, and all that it was doing."""
         if self._dead is None:
             self._dead, self._public = reason, public
+            if self.on_dead is not None:
+                self.on_dead()
         self._busy = False
         lost = EngineReplaced if self._restart else EngineDead
         for request_id in list(self._streams):
@@ -289,12 +352,6 @@ class EngineClient(ABC):
         self._widths.pop(request_id, None)
         if request is not None:
             request.fail(problem)
-
-    def _give_up(self, request_id: int) -> None:
-        if self._streams.pop(request_id, None) is not None:
-            del self._widths[request_id]
-            if self._dead is None:
-                self._send(Abort([request_id]))
 
     def _answer(self, call_id: int, settle: Callable[["asyncio.Future[Any]"], None]) -> None:
         future = self._calls.pop(call_id, None)

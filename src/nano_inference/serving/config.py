@@ -26,6 +26,12 @@ class ServerConfig:
         admin_key: opens the routes that change the engine; None: they are off.
         in_process: run the engine in the server's process instead of one of its own.
         restart_engine: start a new engine when the old one has died.
+        replicas: engines, each of its own, behind this server. A request goes to one of them; when it dies, another one
+            goes on with the same bits.
+        prefill_replicas: of the replicas, how many only compute prompts; the others go on from the first token.
+        share_prefixes: a replica that does not have a prompt's prefix fetches it from one that does, where that takes
+            less time than computing it.
+        stall_timeout: seconds after which one of several replicas that has something to do and gets nowhere is killed.
         max_queued_samples: samples that may wait beyond those that fit into a batch; more are refused with 429. Of
             this and the next two, and of `request_timeout`, None is a default that is larger with `rl`.
         max_samples: samples of one request: `n` times its prompts.
@@ -70,6 +76,10 @@ class ServerConfig:
     admin_key: str | None = None
     in_process: bool = False
     restart_engine: bool = False
+    replicas: int = 1
+    prefill_replicas: int = 0
+    share_prefixes: bool = False
+    stall_timeout: float = 60.0
     max_queued_samples: int = cast(int, None)  # None as given, never afterwards
     max_samples: int = cast(int, None)
     max_logprobs: int = cast(int, None)
@@ -111,11 +121,20 @@ class ServerConfig:
             raise ConfigError(f"port={self.port!r} must be in [0, 65535].")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together; give both, or neither.")
+        if self.replicas == 1 and self.share_prefixes:
+            raise ConfigError("share_prefixes=True means nothing with one replica.")
+        if self.replicas == 1 and self.stall_timeout != ServerConfig.stall_timeout:
+            raise ConfigError(f"stall_timeout={self.stall_timeout!r} means nothing with one replica.")
         self._check_counts()
+        if not 0 <= self.prefill_replicas < self.replicas:
+            raise ConfigError(
+                f"prefill_replicas={self.prefill_replicas!r} must be in [0, {self.replicas}): of replicas="
+                f"{self.replicas} at least one has to go on with the prompts that the others compute."
+            )
         self._check_keys()
         self._check_rl()
         self._check_weight_group()
-        for name in ("request_timeout", "drain_timeout", "rl_timeout"):
+        for name in ("request_timeout", "drain_timeout", "rl_timeout", "stall_timeout"):
             seconds: Any = getattr(self, name)
             if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < float("inf"):
                 raise ConfigError(f"{name}={seconds!r} must be a positive number of seconds.")
@@ -125,7 +144,7 @@ class ServerConfig:
             value: Any = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a positive integer.")
-        for name, least in (("max_queued_samples", 0), ("max_logprobs", -1)):
+        for name, least in (("max_queued_samples", 0), ("prefill_replicas", 0), ("max_logprobs", -1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}={value!r} must be an integer of at least {least}.")
@@ -193,6 +212,7 @@ _DEFAULTS: Mapping[str, tuple[float, float]] = {
 }
 
 _COUNTS = (
+    "replicas",
     "max_samples",
     "max_stop",
     "max_stop_length",

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
 
+from nano_inference.engine.continuation import go_on
+from nano_inference.engine.delivery import deltas_since
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
 from nano_inference.models.loading import resolve_model
+from nano_inference.serving.fleet.block_link import BlockLink
 from nano_inference.serving.messages import (
     Abort,
     Call,
@@ -22,6 +25,7 @@ from nano_inference.serving.messages import (
     Heartbeat,
     Outputs,
     Refused,
+    Resume,
     Returned,
     Stop,
     ToEngine,
@@ -57,13 +61,24 @@ WEIGHT_METHODS: dict[str, Callable[..., object]] = {
     "receive_stream": WeightLink.receive_stream,
     "receive_file": WeightLink.receive_file,
     "receive_folder": WeightLink.receive_folder,
+    "prepare_update": WeightLink.prepare_update,
     "finish_update": WeightLink.finish_update,
     "cancel_update": WeightLink.cancel_update,
+    "save_weights": WeightLink.save_weights,
     "describe": WeightLink.describe,
+}
+# The same, of blocks that move between replicas.
+BLOCK_METHODS: dict[str, Callable[..., object]] = {
+    "count_blocks": BlockLink.count_blocks,
+    "export_blocks": BlockLink.export_blocks,
+    "import_blocks": BlockLink.import_blocks,
+    "report_blocks": BlockLink.report_blocks,
+    "describe_blocks": BlockLink.describe_blocks,
 }
 
 MAX_CALLS = 32  # at a time; a thread each
 FRESH = 0.5  # seconds for which statistics are told again, not collected
+TELL = 0.25  # seconds between two looks at what requests have that do not stream
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +88,7 @@ class _Request:
     request_id: int
     samples_left: int
     wanted: bool = True  # False: aborted, and what still comes of it is told to nobody
+    told: dict[int, int] | None = None  # tokens that were told, sample by sample; None: it streams, or nobody asks
 
 
 class EngineCore:
@@ -86,6 +102,7 @@ class EngineCore:
     def __init__(self, engine: InferenceEngine, emit: Callable[[FromEngine], None]) -> None:
         self.engine = engine
         self.weight_link = WeightLink(engine)
+        self.block_link = BlockLink(engine.blocks)
         self._emit = emit
         self._stopping = False
         self._busy = False
@@ -94,6 +111,8 @@ class EngineCore:
         self._deltas: list[Delta] = []
         self._delta_ids: list[int] = []
         self._requests: dict[int, tuple[int, _Request]] = {}  # by the other side's id; with the engine's
+        self._telling: dict[int, _Request] = {}  # requests whose tokens are told now and then, by the engine's id
+        self._told_at = time.monotonic()
         self._stats = engine.stats()
         self._stats_from = time.monotonic()
 
@@ -110,6 +129,7 @@ class EngineCore:
             numerics=engine.numerics.fingerprint,
             weight_version=engine.get_weight_version(),
             pid=os.getpid(),
+            block_size=engine.config.block_size,
         )
 
     def prepare(self) -> None:
@@ -168,6 +188,7 @@ class EngineCore:
                 shared.advance()
                 self._flush()
                 self._collect()
+                self._tell()
             self._busy = False
 
     def _collect(self) -> None:
@@ -182,6 +203,10 @@ class EngineCore:
         match message:
             case Generate():
                 self._generate(message)
+            case Resume(version=None):
+                self._resume(message)
+            case Resume():  # it waits for a step
+                threading.Thread(target=self._resume, args=(message,), name="resume", daemon=True).start()
             case Abort(request_ids, answered):
                 for request_id in request_ids:
                     self._abort(request_id, answered)
@@ -191,7 +216,8 @@ class EngineCore:
                 self.stop()
 
     def _generate(self, message: Generate) -> None:
-        request = _Request(message.request_id, message.num_samples)
+        tell = message.tell and not message.stream
+        request = _Request(message.request_id, message.num_samples, told={} if tell else None)
         try:
             inner = self.engine.submit(
                 message.prompt,
@@ -207,9 +233,54 @@ class EngineCore:
         except Exception as problem:
             self._emit(Refused(message.request_id, *_told(problem, "a request was not taken")))
             return
+        self._note(inner, request)
+
+    def _resume(self, message: Resume) -> None:
+        told = {sample.sample_index: len(sample.completion_tokens) for sample in message.samples}
+        tell = message.tell and not message.stream
+        request = _Request(message.request_id, len(message.samples), told=told if tell else None)
+        try:
+            inner = self.engine.intake.new_request_id()
+            go_on(
+                self.engine,
+                message.samples,
+                lambda delta: self._take(request, delta),
+                stream=message.stream,
+                request_id=inner,
+                num_wanted=message.num_wanted,
+                max_staleness=message.max_staleness,
+                version=message.version,
+            )
+        except Exception as problem:
+            self._emit(Refused(message.request_id, *_told(problem, "a request was not gone on with")))
+            return
+        self._note(inner, request)
+
+    def _note(self, inner: int, request: _Request) -> None:
+        """The engine has taken a request."""
         with self._outputs_lock:
             if request.samples_left:  # else another thread has been through all of it already
                 self._requests[request.request_id] = (inner, request)
+                if request.told is not None:
+                    self._telling[inner] = request
+
+    def _tell(self) -> None:
+        """Tell what requests have that do not stream, now and then. On the thread that steps."""
+        if not self._telling or time.monotonic() - self._told_at < TELL:
+            return
+        self._told_at = time.monotonic()
+        shared = self.engine.shared
+        with shared.lock, self._outputs_lock:  # the samples that end later are told later
+            for seq in shared.loop.sequences.by_id.values():
+                request = self._telling.get(seq.request_id)
+                if request is None or request.told is None or not request.wanted or seq.judged is not None:
+                    continue
+                told = request.told.get(seq.sample_index, 0)
+                for delta in deltas_since(seq, told):
+                    self._deltas.append(delta)
+                    self._delta_ids.append(request.request_id)
+                request.told[seq.sample_index] = seq.num_completion_tokens
+        self._flush()
 
     def _abort(self, request_id: int, answered: bool) -> None:
         with self._outputs_lock:
@@ -224,7 +295,9 @@ class EngineCore:
             if delta.finished is not None:
                 request.samples_left -= 1
                 if not request.samples_left:
-                    self._requests.pop(request.request_id, None)
+                    inner, _ = self._requests.pop(request.request_id, (None, None))
+                    if inner is not None:
+                        self._telling.pop(inner, None)
             if request.wanted:
                 self._deltas.append(delta)
                 self._delta_ids.append(request.request_id)
@@ -257,11 +330,12 @@ class EngineCore:
         self._emit(answer)
 
     def _called(self, message: Call) -> object:
-        method, owner = METHODS.get(message.name), self.engine
-        if method is None:
-            method, owner = WEIGHT_METHODS.get(message.name), self.weight_link
-        if method is None:
-            raise InvalidRequest(f"{message.name!r} is not a call; there are {', '.join((*METHODS, *WEIGHT_METHODS))}.")
+        owners = ((METHODS, self.engine), (WEIGHT_METHODS, self.weight_link), (BLOCK_METHODS, self.block_link))
+        found = [(methods[message.name], owner) for methods, owner in owners if message.name in methods]
+        if not found:
+            known = ", ".join(name for methods, _ in owners for name in methods)
+            raise InvalidRequest(f"{message.name!r} is not a call; there are {known}.")
+        method, owner = found[0]
         try:
             signature(method).bind(owner, **message.arguments)
         except TypeError as problem:

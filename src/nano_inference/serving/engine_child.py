@@ -39,6 +39,8 @@ class EngineChild:
         receive: takes each message.
         ended: called when the process has ended, after its last message, with a sentence on why.
         log_format: of its log lines.
+        number: of the engine among several.
+        meeting: see `Begin`.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class EngineChild:
         receive: Callable[[FromEngine], None],
         ended: Callable[[str], None],
         log_format: LogFormat = "text",
+        number: int = 0,
+        meeting: str = "",
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._receive = receive
@@ -63,7 +67,7 @@ class EngineChild:
             self._outbox = self._context.socket(zmq.PUSH)
             self._outbox.set_hwm(0)  # sending never waits
             self._outbox.connect(f"ipc://{self.folder}/engine")
-            self._process = self._started(config, log_format)
+            self._process = self._started(config, log_format, number, meeting)
         except BaseException:
             self._context.destroy(linger=0)
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -89,6 +93,10 @@ class EngineChild:
         if not self._closed:
             self._outbox.send(data, zmq.NOBLOCK)
 
+    def kill(self) -> None:
+        """End the process at once; that is noticed like any other end."""
+        self._process.kill()
+
     async def close(self, patience: float = STOP_PATIENCE) -> None:
         """Let the process end, within `patience` seconds (0: at once), or make it; then nothing of it is left."""
         if not self._closed and not self._exited.is_set():
@@ -103,7 +111,9 @@ class EngineChild:
                     await self._has_exited(HANG_UP_PATIENCE)
         self._discard()
 
-    def _started(self, config: EngineConfig, log_format: LogFormat) -> "subprocess.Popen[bytes]":
+    def _started(
+        self, config: EngineConfig, log_format: LogFormat, number: int, meeting: str
+    ) -> "subprocess.Popen[bytes]":
         # What is not for it must not end it before it can say so: it inherits the mask, and lifts it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
@@ -122,6 +132,8 @@ class EngineChild:
             log_level=log.getEffectiveLevel(),
             log_format=log_format,
             parent=os.getpid(),
+            number=number,
+            meeting=meeting,
         )
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended already, and we shall hear of it

@@ -14,24 +14,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
-from nano_inference.errors import InvalidRequest, NanoInferenceError
+from nano_inference.config import EngineConfig
+from nano_inference.errors import NanoInferenceError
+from nano_inference.serving.encoding import encoded, refusal
 from nano_inference.serving.log_lines import Rarely, send_to_stderr
 from nano_inference.serving.messages import (
     NOT_UNDERSTOOD,
     Begin,
     CannotStart,
-    Failed,
     FromEngine,
-    Outputs,
     Ready,
-    Refused,
-    Returned,
     ToEngine,
 )
 
@@ -77,7 +76,15 @@ def _serve(begin: Begin, outbox: "Outbox") -> bool:
     from nano_inference.engine.engine import InferenceEngine  # seconds, for torch; whoever starts us may end meanwhile
     from nano_inference.serving.core import EngineCore
 
-    core = EngineCore(InferenceEngine(begin.config), outbox.put)
+    config = _on_its_device(begin.config, begin.number)
+    lockstep = None
+    if begin.meeting:
+        from nano_inference.engine.backends import choose_device
+        from nano_inference.engine.lockstep import process_in_lockstep
+
+        device = choose_device(config.device)
+        lockstep = process_in_lockstep(begin.meeting, begin.number, config.expert_parallel, device)
+    core = EngineCore(InferenceEngine(config, lockstep=lockstep), outbox.put)
     core.prepare()
     inbox = zmq.Context().socket(zmq.PULL)
     inbox.bind(begin.inbox)
@@ -91,6 +98,14 @@ def _serve(begin: Begin, outbox: "Outbox") -> bool:
         return True
     core.engine.shutdown()
     return False
+
+
+def _on_its_device(config: EngineConfig, number: int) -> EngineConfig:
+    """Several engines of one machine take its cards in turn."""
+    import torch
+
+    count = torch.cuda.device_count() if number and config.device in ("auto", "cuda") else 0
+    return replace(config, device=f"cuda:{number % count}") if count else config
 
 
 def _set_up_logs(begin: Begin) -> None:
@@ -123,28 +138,13 @@ def _take_in(inbox: "zmq.Socket[bytes]", core: "EngineCore", tell: Callable[[Fro
         except Exception as problem:
             if (more := rarely.due()) is not None:
                 log.warning(NOT_UNDERSTOOD, len(data), str(problem), more)
-            if answer := _refusal(data, problem):
+            if answer := refusal(data, problem):
                 tell(answer)
             continue
         try:
             core.handle(message)
         except Exception:
             log.exception("a message of %d bytes could not be handled", len(data))
-
-
-def _refusal(data: bytes, problem: Exception) -> FromEngine | None:
-    """The answer to a message that was not understood, where it can be known who waits for one."""
-    text = f"the engine process does not understand this request: {problem}"
-    try:
-        match msgspec.msgpack.decode(data):
-            case {"type": "Generate", "request_id": int(request_id)}:
-                return Refused(request_id, InvalidRequest.__name__, text)
-            case {"type": "Call", "call_id": int(call_id)}:
-                return Failed(call_id, InvalidRequest.__name__, text)
-            case _:
-                return None
-    except Exception:
-        return None
 
 
 class Outbox:
@@ -183,7 +183,7 @@ class Outbox:
                 message = self._queue.get(timeout=BEAT)
                 if message is None:
                     break
-                for data in _encoded(encoder, message):
+                for data in encoded(encoder, message):
                     outbox.send(data)
             except queue.Empty:
                 pass
@@ -198,25 +198,6 @@ class Outbox:
                     last, sent = beat, now
         outbox.close(linger=int(LAST_WORDS * 1000))
         context.term()
-
-
-def _encoded(encoder: msgspec.msgpack.Encoder, message: FromEngine) -> list[bytes]:
-    """A message on the wire. One that cannot be said fails those who wait for it."""
-    try:
-        return [encoder.encode(message)]
-    except Exception as problem:
-        log.exception("an answer could not be told")
-        error, text = NanoInferenceError.__name__, f"an answer could not be told: {type(problem).__name__}: {problem}"
-        match message:
-            case Returned(call_id):
-                return [encoder.encode(Failed(call_id, error, text))]
-            case Outputs([_], [request_id]):
-                return [encoder.encode(Refused(request_id, error, text))]
-            case Outputs(deltas, request_ids):  # it is one request's
-                each = [Outputs([delta], [request_id]) for delta, request_id in zip(deltas, request_ids, strict=True)]
-                return [data for one in each for data in _encoded(encoder, one)]
-            case _:
-                return []
 
 
 if __name__ == "__main__":

@@ -40,16 +40,16 @@ class Generation:
     _first: list[int] = field(default_factory=list[int])  # index of each stream's first choice
     _started: set[int] = field(default_factory=set[int])  # streams of which something has come
 
-    def submit(self, client: EngineClient, request_id: str | None = None) -> None:
+    def submit(self, client: EngineClient, request_id: str | None = None, session: str | None = None) -> None:
         """Queue all that it asks for. Raises `EngineDead`; then nothing of it is queued."""
         try:
             for ask in self.builder.asks:
-                self._submit(ask, client, request_id)
+                self._submit(ask, client, request_id, session)
         except BaseException:
             self.close()
             raise
 
-    def _submit(self, ask: Ask, client: EngineClient, request_id: str | None) -> None:
+    def _submit(self, ask: Ask, client: EngineClient, request_id: str | None, session: str | None) -> None:
         self._first.append(len(self.choices))
         params = ask.params
         eos = frozenset[int]() if params.ignore_eos else frozenset(self.served.engine.eos_token_ids)
@@ -63,7 +63,7 @@ class Generation:
         stream = self.builder.stream and ask.stream
         name = ask.client_id if ask.client_id is not None else request_id
         asked = ask.prompt, ask.params, ask.num_samples
-        self.streams.append(client.submit(*asked, stream=stream, name=name, **ask.limits))
+        self.streams.append(client.submit(*asked, stream=stream, name=name, session=session, **ask.limits))
         self.usage.prompt_tokens += len(ask.prompt)
 
     def close(self) -> None:

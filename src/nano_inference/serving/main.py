@@ -1,12 +1,19 @@
 """`serve` runs the server until it is told to stop; `running_server` runs one for the length of a `with` block."""
 
+import atexit
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import psutil
 
 from nano_inference.config import EngineConfig
-from nano_inference.errors import EngineDead, NanoInferenceError
+from nano_inference.errors import ConfigError, EngineDead, NanoInferenceError
 from nano_inference.serving.app import Routes, build_app
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
@@ -14,6 +21,8 @@ from nano_inference.serving.dialects import pipeline_rl, prime_rl, sglang, share
 from nano_inference.serving.dialects.sglang_generate import SGLangGenerate
 from nano_inference.serving.edge.logs import set_up_logs
 from nano_inference.serving.edge.runner import Runner
+from nano_inference.serving.fleet import routes as fleet
+from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.serving.protocols import anthropic
@@ -28,7 +37,7 @@ PROTOCOLS: dict[str, Protocol_] = {
     "/v1/chat/completions": Chat(),
     "/v1/messages": anthropic.Messages(),
 }
-ROUTES: Sequence[Routes] = (model_routes, anthropic.routes)
+ROUTES: Sequence[Routes] = (model_routes, anthropic.routes, fleet.routes)
 # With `ServerConfig.rl`.
 RL_PROTOCOLS: dict[str, Protocol_] = {"/generate": SGLangGenerate(), "/inference/v1/generate": vllm_generate.Generate()}
 RL_ROUTES: Sequence[Routes] = (shared.routes, vllm.routes, sglang.routes, prime_rl.routes, pipeline_rl.routes)
@@ -92,9 +101,54 @@ def running_server(
 
 def engine_client(engine: EngineConfig, config: ServerConfig) -> EngineClient:
     """A client of an engine that is not started yet, in this process or in one of its own."""
+    if config.replicas > 1 or _meeting(engine, config):
+        return _fleet_client(engine, config)
     if config.in_process:
         return InProcessClient(engine, config.max_backlog)
     return ProcessClient(engine, config.max_backlog, restart=config.restart_engine, log_format=config.log_format)
+
+
+def _fleet_client(engine: EngineConfig, config: ServerConfig) -> FleetClient:
+    """Replicas of one engine. They share this machine's cores, unless the engine's configuration says how many."""
+    if engine.num_threads is None:
+        cores = psutil.cpu_count(logical=False) or 1
+        engine = replace(engine, num_threads=max(1, cores // config.replicas))
+
+    meeting = _meeting(engine, config)
+
+    def make(number: int) -> EngineClient:
+        if config.in_process:
+            return InProcessClient(engine, config.max_backlog)
+        options: dict[str, Any] = {"log_format": config.log_format, "number": number, "meeting": meeting}
+        return ProcessClient(engine, config.max_backlog, **options)
+
+    return FleetClient(
+        make,
+        config.replicas,
+        config.max_backlog,
+        restart=config.restart_engine,
+        stall_timeout=config.stall_timeout,
+        seed=engine.seed,
+        prefill_replicas=config.prefill_replicas,
+        share_prefixes=config.share_prefixes,
+    )
+
+
+def _meeting(engine: EngineConfig, config: ServerConfig) -> str:
+    """Where engines in lockstep meet: a path that nobody has used; empty: they are not."""
+    if engine.expert_parallel == 1 or engine.tensor_parallel > 1:
+        return ""
+    if config.replicas != engine.expert_parallel:
+        raise ConfigError(
+            f"expert_parallel={engine.expert_parallel} with tensor_parallel=1 is as many engines in lockstep: "
+            f"replicas={engine.expert_parallel}, not {config.replicas}."
+        )
+    if config.in_process or config.restart_engine:
+        name = "in_process" if config.in_process else "restart_engine"
+        raise ConfigError(f"{name}=True is not possible for engines in lockstep: none can be without the others.")
+    folder = tempfile.mkdtemp(prefix="nano-inference-lockstep-")  # mode 0700
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return f"{folder}/lockstep"
 
 
 def _client(engine: EngineConfig | EngineClient, config: ServerConfig) -> EngineClient:

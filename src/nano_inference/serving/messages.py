@@ -28,6 +28,9 @@ class Begin(msgspec.Struct, frozen=True):
         log_level: of the engine process.
         log_format: its log lines, `"text"` or `"json"`.
         parent: process id of the API process.
+        number: of the engine among several. Where the configuration leaves the device open and there are several cards,
+            each engine takes the next one.
+        meeting: path of a file in which engines in lockstep meet; empty: it is alone.
     """
 
     config: EngineConfig
@@ -36,6 +39,8 @@ class Begin(msgspec.Struct, frozen=True):
     log_level: int
     log_format: LogFormat
     parent: int
+    number: int = 0
+    meeting: str = ""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -51,6 +56,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         numerics: fingerprint of the arithmetic.
         weight_version: that served when it started.
         pid: its process.
+        block_size: tokens of a block of its KV cache.
     """
 
     model_path: str
@@ -62,13 +68,17 @@ class EngineInfo(msgspec.Struct, frozen=True):
     numerics: str
     weight_version: int
     pid: int
+    block_size: int = 16
 
 
 # -- to the engine ------------------------------------------------------------------------------------------------
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
-    """A request, as `InferenceEngine.submit` takes it. `request_id` is the API process's own."""
+    """A request, as `InferenceEngine.submit` takes it. `request_id` is the API process's own.
+
+    `tell`: without `stream`, its tokens are told now and then all the same, so that another engine can go on with them.
+    """
 
     request_id: int
     prompt: list[int]
@@ -79,6 +89,21 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     min_version: int | None = None
     max_staleness: int | None = None
     exact_version: int | None = None
+    tell: bool = False
+
+
+class Resume(msgspec.Struct, tag=True, frozen=True):
+    """Go on with samples of one request that another engine began; see `engine.continuation.go_on`. Told is what is
+    new, and in the end the whole samples. All else is as in `Generate`.
+    """
+
+    request_id: int
+    samples: list[TrainingSample]
+    stream: bool = False
+    num_wanted: int | None = None
+    max_staleness: int | None = None
+    version: int | None = None
+    tell: bool = False
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -100,7 +125,7 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     """Shut down."""
 
 
-ToEngine = Generate | Abort | Call | Stop
+ToEngine = Generate | Resume | Abort | Call | Stop
 
 
 # -- from the engine ----------------------------------------------------------------------------------------------

@@ -26,14 +26,24 @@ class ProcessClient(EngineClient):
         max_backlog: tokens that a stream may hold, a sample, for somebody who does not read.
         restart: start a new engine when the old one has died. What the old one was doing fails all the same.
         log_format: of the engine process's log lines; their level is that of this process.
+        number: of the engine among several; where the configuration names no device, each takes the next one.
+        meeting: see `Begin`.
     """
 
     def __init__(
-        self, config: EngineConfig, max_backlog: int, *, restart: bool = False, log_format: LogFormat = "text"
+        self,
+        config: EngineConfig,
+        max_backlog: int,
+        *,
+        restart: bool = False,
+        log_format: LogFormat = "text",
+        number: int = 0,
+        meeting: str = "",
     ) -> None:
         super().__init__(max_backlog, restart=restart)
         self._config = config
         self._log_format: LogFormat = log_format
+        self._number, self._meeting = number, meeting
         self._child: EngineChild | None = None
         self._started: asyncio.Future[None] | None = None
         self._again: asyncio.TimerHandle | None = None
@@ -64,12 +74,17 @@ class ProcessClient(EngineClient):
         if child is not None:
             await child.close(STOP_PATIENCE if is_ready else 0.0)  # one that is being built does not listen yet
 
+    def kill(self) -> None:
+        """End its process at once."""
+        if self._child is not None:
+            self._child.kill()
+
     def _send(self, message: ToEngine) -> None:
         assert self._child is not None
         self._child.send(message)
 
     def _launch(self) -> None:
-        self._child = EngineChild(self._config, self._hear, self._bury, self._log_format)
+        self._child = EngineChild(self._config, self._hear, self._bury, self._log_format, self._number, self._meeting)
 
     def _hear(self, message: FromEngine) -> None:
         self._receive(message)
@@ -88,7 +103,8 @@ class ProcessClient(EngineClient):
         """The process has ended, unasked."""
         self._child = None
         self._die(reason, "its process has ended")  # unless it said itself why
-        log.error("the engine has died: %s", self._dead)
+        if self.on_dead is None:  # else who watches it says so
+            log.error("the engine has died: %s", self._dead)
         if self._started is not None and not self._started.done():
             self._settle(EngineDead(reason))
         elif self._restart:

@@ -3,7 +3,8 @@
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -12,13 +13,15 @@ import torch
 
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.transports import Deadline, WeightTransport, wire
-from nano_inference.engine.transports.files import WeightFiles
+from nano_inference.engine.transports.files import WeightFiles, write_folder
 from nano_inference.engine.transports.group import Address
+from nano_inference.engine.transports.interface import Shapes
 from nano_inference.engine.transports.receive import receive_into
 from nano_inference.engine.transports.reuse import ReusedMemory
 from nano_inference.engine.transports.safetensors_bytes import SafetensorsBytes
 from nano_inference.engine.transports.trainer_broadcasts import TrainerBroadcasts
 from nano_inference.engine.transports.trainer_group import SenderGroup, TrainerGroup, join_sender, join_trainer
+from nano_inference.engine.updates import require_policy
 from nano_inference.engine.weight_update import WeightUpdate
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
 from nano_inference.serving.messages import GroupKind
@@ -209,18 +212,39 @@ class WeightLink:
             if whole.is_whole:
                 receive_into(self._manager, whole, current.update, Deadline(seconds))
 
+    def receive_bucket(self, session: int, read: Callable[[Shapes], Mapping[str, torch.Tensor]]) -> None:
+        """Take a bucket that is on this machine; `read` makes its tensors, which nobody else writes to.
+
+        `read` checks what it reads against the names and shapes that it is given, and raises `WeightUpdateError`.
+        """
+        current = self._require(session)
+        with self._step(current):
+            self._manager.receive(read(self._manager.shapes), copy=False, of=current.update)
+
     def receive_folder(self, session: int, path: str, seconds: float) -> int | None:
         """See `Control.receive_folder`; returns the version that the folder names."""
         current = self._require(session)
         return self._receive(current, lambda: WeightFiles(Path(path)), seconds)
+
+    def prepare_update(self, session: int, version: int, kv_policy: KvPolicy, seconds: float) -> None:
+        """Check all that `finish_update` would, and wait until it need not wait for anything: several engines that are
+        all prepared take the new version at the same time. What fails here closes the session.
+        """
+        current = self._require(session)
+        deadline = Deadline(seconds)
+        with self._step(current):
+            require_policy(self._engine.shared.loop, kv_policy)
+            self._manager.check(version=version, of=current.update)
+            while kv_policy == "finish_old" and self._would_wait(kv_policy):
+                deadline.check(f"requests that finish on old weights did not end, which version {version} waits for")
+                time.sleep(LOOK)
 
     def finish_update(self, session: int, version: int, kv_policy: KvPolicy, seconds: float) -> int:
         """See `Control.finish_update`; returns the version when it serves."""
         current = self._require(session)
         deadline = Deadline(seconds)
         with self._step(current):
-            if kv_policy not in get_args(KvPolicy):
-                raise WeightUpdateError(f"kv_policy={kv_policy!r} is not one of {', '.join(get_args(KvPolicy))}.")
+            require_policy(self._engine.shared.loop, kv_policy)
             self._require_possible(kv_policy)
             current.update.kv_policy = kv_policy
             self._manager.end(version=version, of=current.update)
@@ -242,6 +266,17 @@ class WeightLink:
         return self._manager.withdraw(current.update, WeightUpdateConflict(reason))
 
     # -- checks -------------------------------------------------------------------------------------------------------
+
+    def save_weights(self, path: str, version: int) -> int:
+        """Write all that serves into a new folder, which `receive_folder` reads; returns the version. For an engine
+        that joins others; nothing may change the weights meanwhile.
+        """
+        self._require_awake()
+        with self._manager.lock:
+            if self._manager.version != version:
+                raise WeightUpdateConflict(f"weight version {self._manager.version} serves, and not {version}.")
+            write_folder(path, self._manager.state_dict(), version=version)
+        return version
 
     def describe(self) -> dict[str, Any]:
         """What kind of engine it is, in words and numbers."""
@@ -310,6 +345,11 @@ class WeightLink:
     def _require_awake(self) -> None:
         if self._engine.shared.has_no_weights():
             raise WeightUpdateConflict("the weights are asleep; wake them first.")
+
+    def _would_wait(self, kv_policy: KvPolicy) -> bool:
+        shared = self._engine.shared
+        with shared.lock:
+            return shared.loop.would_wait(kv_policy)
 
     def _require_possible(self, kv_policy: KvPolicy) -> None:
         """Else the update would wait until somebody resumes, which the trainer does when the update is done."""

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nano_inference.engine.transports.interface import Deadline, Incoming, Shapes
-from nano_inference.engine.weight_sync import read_folder
+from nano_inference.engine.weight_sources import read_folder
 from nano_inference.engine.weight_update import BUCKET_BYTES, Bucket, cut_into_buckets
 from nano_inference.errors import WeightUpdateError
 

@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
-from nano_inference.ops.backend import KvcacheView, Norm, Ops
+from nano_inference.ops.backend import KvcacheView, Norm, Ops, call
 from nano_inference.ops.cpu import head, library
+from nano_inference.ops.cpu.head_parts import head_parts
 from nano_inference.ops.cpu.memory import Arena
+from nano_inference.ops.cpu.moe import CpuMoe
+from nano_inference.ops.cpu.partial import partial_attention
 from nano_inference.ops.cpu.program import Program, run_once
 from nano_inference.ops.cpu.recorder import Heads, Recorder
 from nano_inference.ops.cpu.weights import PackedWeight, as_packed
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
-VERSION = 1  # counted up whenever any bit may change
+VERSION = 2  # counted up whenever any bit may change
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -27,15 +30,26 @@ class CpuOps:
     def __init__(self, num_threads: int, instruction_set: str | None = None) -> None:
         self.num_threads = num_threads
         self.kernels = library.load(instruction_set).c
+        self.moe = CpuMoe(self.kernels, num_threads)
         self.arena = Arena()
+        self.partial = partial_attention(self.kernels, num_threads)
+        self.head_parts = head_parts(self.kernels, num_threads)
 
-    def embed(self, input_ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
+    def embed(self, input_ids: Tensor, weight: Any, scale: float = 1.0, part: tuple[int, int] | None = None) -> Tensor:
         """See `Ops.embed`."""
-        return self._run(lambda r: r.embed(input_ids, weight, scale), dtype=weight.dtype, input_ids=input_ids)[0]
+        return self._run(lambda r: r.embed(input_ids, weight, scale, part), dtype=weight.dtype, input_ids=input_ids)[0]
 
-    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    call = staticmethod(call)
+
+    def linear(
+        self, x: Tensor, weight: Any, bias: Tensor | None = None, segments: tuple[int, ...] | None = None
+    ) -> Tensor:
         """See `Ops.linear`."""
-        return self._run(lambda r, x: r.linear(x, weight, bias), x, dtype=weight.dtype)[0]
+        return self._run(lambda r, x: r.linear(x, weight, bias, segments), x, dtype=weight.dtype)[0]
+
+    def columns(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """See `Ops.columns`; a copy, since kernels read whole rows."""
+        return x[:, start:stop].contiguous()
 
     def rms_norm(self, x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """See `Ops.rms_norm`."""
@@ -112,6 +126,10 @@ class CpuOps:
         """See `Ops.gather_logprobs`."""
         return head.score(self.kernels, hidden, as_packed(weight), divisor, token_ids, temperatures, self.num_threads)
 
+    def score_logits(self, logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
+        """See `Ops.score_logits`."""
+        return head.score_logits(self.kernels, logits, token_ids, temperatures, self.num_threads)
+
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> PackedWeight:
         """See `Ops.allocate`."""
         rows, columns = shape
@@ -120,7 +138,7 @@ class CpuOps:
     def compile(self, trunk: Callable[..., Any], batch: ForwardBatch, view: KvcacheView, dtype: torch.dtype) -> Any:
         """Record what `trunk` calls; returns a function of a batch that replays it."""
         storage: Any = view.storage
-        recorder = Recorder(dtype)
+        recorder = Recorder(dtype, self.moe)
         hidden = trunk(recorder, batch, view)
         program = Program(recorder, (), (hidden,), storage, self.num_threads, self.kernels)
         return Replay(program)
@@ -145,4 +163,4 @@ def cpu_ops(num_threads: int, instruction_set: str | None = None) -> Ops:
     ops = CpuOps(num_threads, instruction_set)
     names = (field.name for field in fields(Ops))
     found = {name: getattr(ops, name) for name in names if hasattr(ops, name)}
-    return Ops(name="cpu", version=VERSION, schedule_invariant=True, **found)
+    return Ops(name="cpu", version=VERSION, schedule_invariant=True, in_segments=True, **found)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from nano_inference.ops.cpu import head
+from nano_inference.ops.cpu import head, partial
 from nano_inference.ops.cpu.build import KernelsUnavailable, best_instruction_set, build
 from nano_inference.ops.cpu.memory import Arena
 
@@ -18,6 +18,12 @@ class NormWeight(Structure):
     _fields_ = (("data", c_void_p), ("size", c_int64), ("is_float", c_int), ("eps", c_float), ("offset", c_float))
 
 
+class Segments(Structure):
+    """`Segments` of linear.h."""
+
+    _fields_ = (("count", c_int64), ("bounds", c_int64 * 9))
+
+
 class Op(Structure):
     """`Op` of program.h."""
 
@@ -25,6 +31,7 @@ class Op(Structure):
         *((name, c_int32) for name in ("kind", "finish", "input", "output", "residual", "layer", "plan", "wide")),
         ("scale", c_float),
         ("read_once", c_int32),
+        ("first_column", c_int64),
         ("weight", c_void_p),
         ("bias", c_void_p),
         ("rows", c_int64),
@@ -33,6 +40,9 @@ class Op(Structure):
         ("key_norm", NormWeight),
         ("cos", c_void_p),
         ("sin", c_void_p),
+        ("segments", Segments),
+        ("first_token", c_int64),
+        ("vocab", c_int64),
     )
 
 
@@ -73,6 +83,8 @@ class Step(Structure):
         ("buffers", POINTER(c_void_p)),
         ("row_bytes", POINTER(c_int64)),
         ("num_threads", c_int64),
+        ("first", c_int64),
+        ("last", c_int64),
         ("seconds", c_void_p),
     )
 
@@ -104,6 +116,11 @@ class Library:
         c.nano_pack.argtypes = [c_void_p, c_int64, c_void_p, *[c_int64] * 5]
         c.nano_unpack.argtypes = [c_void_p, c_void_p, *[c_int64] * 4]
         head.declare(c)
+        c.nano_moe_route.argtypes = [c_void_p, c_int64, c_int64, c_void_p, *[c_int64] * 4, c_void_p, c_void_p, c_int64]
+        c.nano_moe_products.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4, c_void_p, c_void_p]
+        c.nano_moe_products.argtypes += [c_int64, c_int64, c_void_p, c_int64]
+        c.nano_moe_combine.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64]
+        partial.declare(c)
 
     def ping(self, rounds: int = 20000) -> float:
         """Seconds for one barrier of two threads: how far apart their cores are."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.ops.cpu import library
-from nano_inference.ops.cpu.recorder import Buffer, Heads, Recorder, place_buffers, to_struct
+from nano_inference.ops.cpu.recorder import CALL, Buffer, Heads, Operation, Recorder, place_buffers, to_struct
 
 ALIGNMENT = 64  # bytes
 NO_TABLE = 2**62  # positions that a program without a rotary table may have
@@ -52,6 +52,7 @@ class Program:
         self._storage = storage
         self._c = kernels
         self._program = self._c.nano_program_new(ctypes.byref(self._spec(recorder, storage)))
+        self._pieces = _pieces(self.operations)
         self._row_bytes = (ctypes.c_int64 * len(self._sizes))(*self._sizes)
         self._pointers = (ctypes.c_void_p * len(self._sizes))()
         self._step = library.Step(buffers=self._pointers, row_bytes=self._row_bytes, num_threads=num_threads)
@@ -100,10 +101,25 @@ class Program:
             if tensor.numel() != size:
                 raise ValueError(f"{name} has {tensor.numel()} numbers, expected {size}.")
             setattr(step, name, tensor.data_ptr())
-        problem = self._c.nano_program_run(self._program, ctypes.byref(step)) if num_rows else 0
-        if problem:
-            raise ValueError(f"the batch does not fit the program: {PROBLEMS[problem]}")
+        self._run_pieces(num_rows, batch)
         return [self._view(buffer, num_rows) for buffer in self._outputs]
+
+    def _run_pieces(self, num_rows: int, batch: ForwardBatch | None) -> None:
+        """C++ and Python by turns."""
+        for first, last in self._pieces:
+            if num_rows:
+                self._step.first, self._step.last = first, last
+                problem = self._c.nano_program_run(self._program, ctypes.byref(self._step))
+                if problem:
+                    raise ValueError(f"the batch does not fit the program: {PROBLEMS[problem]}")
+            if last < len(self.operations):
+                self._call(self.operations[last], num_rows, batch)
+
+    def _call(self, operation: Operation, num_rows: int, batch: ForwardBatch | None) -> None:
+        """Run a function of Python on views of its buffers."""
+        assert operation.function is not None
+        inputs = [self._view(buffer, num_rows) for buffer in operation.inputs]
+        operation.function(batch, self._view(operation.output, num_rows), *inputs)
 
     def timed(self) -> "Timed":
         """Seconds by operation, added up over the runs inside of a `with` block."""
@@ -121,7 +137,8 @@ class Program:
 
     def _view(self, buffer: Buffer, num_rows: int) -> Tensor:
         memory = self._memory[self._places[buffer.index]]
-        return memory.view(buffer.dtype).view(self._capacity, buffer.columns)[:num_rows]
+        whole = memory.view(buffer.dtype).view(self._capacity, buffer.row_bytes // buffer.dtype.itemsize)[:num_rows]
+        return whole[:, buffer.first : buffer.first + buffer.columns]
 
     def _spec(self, recorder: Recorder, storage: Any) -> library.ProgramSpec:
         ops = (library.Op * len(self.operations))(*(to_struct(each, self._places) for each in self.operations))
@@ -142,6 +159,12 @@ class Program:
         if storage is not None:
             _describe_storage(spec, storage, recorder, heads)
         return spec
+
+
+def _pieces(operations: Sequence[Operation]) -> list[tuple[int, int]]:
+    """The runs of C++ [first, last): what stands at `last`, if anything does, is a call of Python."""
+    calls = [place for place, operation in enumerate(operations) if operation.kind == CALL]
+    return list(zip([0, *(place + 1 for place in calls)], [*calls, len(operations)], strict=True))
 
 
 class Timed:

@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.ops.backend import Norm
+from nano_inference.ops.backend import Joint, Norm
 from nano_inference.ops.cpu import library
 from nano_inference.ops.cpu.weights import as_packed
+from nano_inference.ops.moe import Exchange, Experts
+from nano_inference.parallel.segments import check_segments
 
 EMBED, LINEAR, NORM, ROPE_AND_STORE, ATTENTION, GATE = range(6)  # Kind of program.h
+CALL = -1  # of Python: what stands between two runs of C++
 STORE, ADD, SILU, GELU = range(4)  # Finish of linear.h
 GATES = {"silu": SILU, "gelu_tanh": GELU}
 PANELS = 32  # rows of a gate's weight come in pairs of panels
@@ -26,16 +29,18 @@ PANELS = 32  # rows of a gate's weight come in pairs of panels
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Stands for a tensor [N, columns] of a step."""
+    """Stands for a tensor [N, columns] of a step, or for some columns of one."""
 
     index: int
     columns: int
     dtype: torch.dtype
+    first: int = 0  # of the columns
+    of: int | None = None  # columns of the tensor that these are some of
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        return self.columns * self.dtype.itemsize
+        return (self.columns if self.of is None else self.of) * self.dtype.itemsize
 
 
 class Heads(NamedTuple):
@@ -58,6 +63,7 @@ class Operation:
     bias: Tensor | None = None
     norms: tuple[Norm, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
+    function: Joint | None = None  # CALL
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -67,10 +73,16 @@ class Operation:
 
 
 class Recorder:
-    """The operations of `Ops`, on buffers; nothing is computed."""
+    """The operations of `Ops`, on buffers; nothing is computed.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype  # of weights and of what products read
+    Args:
+        dtype: of weights and of what products read.
+        moe: the operation on tensors, for programs that have experts.
+    """
+
+    def __init__(self, dtype: torch.dtype, moe: Callable[..., Tensor] | None = None) -> None:
+        self.dtype = dtype
+        self._moe = moe
         self.buffers: list[Buffer] = []
         self.operations: list[Operation] = []
         self.windows: list[tuple[int, float]] = []  # window and scale of each kind of attention
@@ -82,18 +94,19 @@ class Recorder:
         self.buffers.append(Buffer(len(self.buffers), columns, dtype))
         return self.buffers[-1]
 
-    def embed(self, _input_ids: Any, weight: Any, scale: float = 1.0) -> Buffer:
+    def embed(self, _input_ids: Any, weight: Any, scale: float = 1.0, part: tuple[int, int] | None = None) -> Buffer:
         """See `Ops.embed`."""
         weight = as_packed(weight)
         out = self.new(weight.columns, torch.float32)
-        self.operations.append(
-            Operation(
-                EMBED, (), out, weight=weight, values={"scale": scale, "rows": weight.rows, "columns": weight.columns}
-            )
-        )
+        values = {"scale": scale, "rows": weight.rows, "columns": weight.columns}
+        if part is not None:
+            values |= {"first_token": part[0], "vocab": part[1]}
+        self.operations.append(Operation(EMBED, (), out, weight=weight, values=values))
         return out
 
-    def linear(self, x: Buffer, weight: Any, bias: Tensor | None = None) -> Buffer:
+    def linear(
+        self, x: Buffer, weight: Any, bias: Tensor | None = None, segments: tuple[int, ...] | None = None
+    ) -> Buffer:
         """See `Ops.linear`; the sums stay in float32."""
         weight = as_packed(weight)
         _require(x.columns == weight.columns, f"x has {x.columns} columns, the weight {weight.columns}.")
@@ -103,6 +116,10 @@ class Recorder:
             bias = bias.to(weight.dtype).contiguous()
         out = self.new(weight.rows, torch.float32)
         values = {"finish": STORE, "scale": 1.0, "rows": weight.rows, "columns": weight.columns}
+        if segments is not None:
+            check_segments(segments, weight.columns)
+            _require(all(bound % 2 == 0 for bound in segments[:-1]), f"segments {segments} must begin at even columns.")
+            values["segments"] = library.Segments(len(segments) - 1, (*segments,))
         self.operations.append(Operation(LINEAR, (x,), out, weight=weight, bias=bias, values=values))
         return out
 
@@ -167,6 +184,27 @@ class Recorder:
         out = self.new(x.columns // 2, self.dtype)
         values = {"rows": out.columns, "wide": GATES[activation] == GELU}
         self.operations.append(Operation(GATE, (x,), out, values=values))
+        return out
+
+    def moe(self, x: Buffer, experts: Experts, exchange: Exchange | None = None) -> Buffer:
+        """See `Ops.moe`."""
+        moe = self._moe
+        _require(moe is not None, "this program has no experts.")
+        assert moe is not None
+
+        def compute(_batch: Any, out: Tensor, rows: Tensor) -> None:
+            out.copy_(moe(rows, experts, exchange))
+
+        return self.call(None, compute, (x,), x.columns, torch.float32)
+
+    def columns(self, x: Buffer, start: int, stop: int) -> Buffer:
+        """See `Ops.columns`. Only a product reads some columns."""
+        return replace(x, columns=stop - start, first=x.first + start, of=x.columns if x.of is None else x.of)
+
+    def call(self, _batch: Any, function: Joint, inputs: Sequence[Buffer], columns: int, dtype: torch.dtype) -> Buffer:
+        """See `Ops.call`."""
+        out = self.new(columns, dtype)
+        self.operations.append(Operation(CALL, tuple(inputs), out, function=function))
         return out
 
     def joined(self) -> list[Operation]:
@@ -252,6 +290,7 @@ def to_struct(operation: Operation, places: dict[int, int]) -> library.Op:
     )
     if operation.inputs:
         entry.input = places[operation.inputs[0].index]
+        entry.first_column = operation.inputs[0].first
     if operation.residual is not None:
         entry.residual = places[operation.residual.index]
     if operation.weight is not None:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from nano_inference.ops import reference
-from nano_inference.ops.backend import Ops
+from nano_inference.ops.backend import Ops, call, columns
 from nano_inference.ops.cuda import matmul, sampling
 from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.cuda.few_rows import few_rows
+from nano_inference.ops.cuda.moe import moe
 from nano_inference.ops.cuda.rope import rope_and_store
 from nano_inference.ops.cuda.rows import embed, gate, rms_norm
 from nano_inference.ops.flashinfer import FlashInferAttention
@@ -34,18 +35,27 @@ class CudaOps:
     rms_norm = staticmethod(rms_norm)
     rope_and_store = staticmethod(rope_and_store)
     gate = staticmethod(gate)
+    moe = staticmethod(moe)
     sample_logits = staticmethod(sampling.draw)
+    score_logits = staticmethod(sampling.score)
     allocate = staticmethod(reference.allocate)
+    call = staticmethod(call)
+    columns = staticmethod(columns)
 
     def __init__(self, *, batch_invariant: bool, attention: Literal["triton", "flashinfer"] = "triton") -> None:
         self.batch_invariant = batch_invariant
         kernels = FlashInferAttention() if attention == "flashinfer" else Attention(batch_invariant=batch_invariant)
         self.plan_attention, self.attention = kernels.plan, kernels.attend
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `Ops.linear`."""
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, segments: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """See `Ops.linear`. Columns are added up in one piece, with segments too: see `Ops.in_segments`."""
         if self.batch_invariant:
-            return matmul.invariant_product(x, weight, bias, weight.dtype)
+            return matmul.invariant_product(x, weight, bias, weight.dtype if segments is None else torch.float32)
+        if segments is not None:
+            product = matmul.product_float32(x, weight)
+            return product if bias is None else product + bias
         return matmul.product(x, weight, bias)
 
     def logits(self, hidden: Tensor, weight: Tensor, divisor: float = 1.0) -> Tensor:
@@ -78,5 +88,5 @@ def cuda_ops(*, batch_invariant: bool, attention: Literal["triton", "flashinfer"
     ops = CudaOps(batch_invariant=batch_invariant, attention=attention)
     names = (field.name for field in fields(Ops))
     found = {name: getattr(ops, name) for name in names if hasattr(ops, name)}
-    plain = Ops(name="cuda", version=VERSION, schedule_invariant=batch_invariant, compile=None, **found)
+    plain = Ops("cuda", VERSION, batch_invariant, in_segments=False, compile=None, **found)
     return plain if batch_invariant else replace(plain, few_rows=partial(few_rows, plain))

@@ -12,7 +12,7 @@ block, norms in float32, and whatever has more rows than `FEW_ROWS`. As with `op
 nothing of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch
 from nano_inference.ops.backend import FEW_ROWS, KvcacheView, Norm, Operations
 from nano_inference.ops.cuda import few_rows_kernels as kernels
+from nano_inference.ops.moe import Exchange, Experts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,8 +76,12 @@ class FewRows:
             return self._ops.rms_norm(self.made(x), stream, norm, scale)
         return Normed(stream, norm), stream
 
-    def linear(self, x: Value, weight: Tensor, bias: Tensor | None = None) -> Value:
+    def linear(
+        self, x: Value, weight: Tensor, bias: Tensor | None = None, segments: tuple[int, ...] | None = None
+    ) -> Value:
         """See `Ops.linear`."""
+        if segments is not None:  # a part of a sum over ranks is not rounded
+            return self._ops.linear(self.made(x), weight, bias, segments)
         if isinstance(x, Normed) and x.norm.dtype == weight.dtype and len(x.residual) <= FEW_ROWS:
             return Product(x.residual, x.norm, weight, bias)
         rows = self.made(x)
@@ -90,9 +95,21 @@ class FewRows:
             return kernels.product_gated(x.x, x.norm, x.weight, x.bias, activation)
         return self._ops.gate(self.made(x), activation)
 
+    def moe(self, x: Value, experts: Experts, exchange: Exchange | None = None) -> Tensor:
+        """See `Ops.moe`."""
+        return self._ops.moe(self.made(x), experts, exchange)
+
     def rope_and_store(self, qkv: Value, *where: Any) -> Tensor:
         """See `Ops.rope_and_store`."""
         return self._ops.rope_and_store(self.made(qkv), *where)
+
+    def call(self, batch: ForwardBatch, function: Any, inputs: Sequence[Value], *out: Any) -> Tensor:
+        """See `Ops.call`."""
+        return self._ops.call(batch, function, [self.made(value) for value in inputs], *out)
+
+    def columns(self, x: Value, start: int, stop: int) -> Tensor:
+        """See `Ops.columns`."""
+        return self._ops.columns(self.made(x), start, stop)
 
     def attention(self, q: Value, view: KvcacheView, layer: int, plan: Any, scale: float) -> Tensor:
         """See `Ops.attention`."""

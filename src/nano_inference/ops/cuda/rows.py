@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nano_inference.ops.backend import Norm
+from nano_inference.ops.backend import Norm, embed_part
 
 _GATE_BLOCK = 1024  # columns of one program: 8 for each of 128 threads
 _ITEM_BLOCK = 256  # items of one program where an item is a number
@@ -22,8 +22,10 @@ _GELU = tl.constexpr(2 * math.sqrt(2 / math.pi))
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 
 
-def embed(input_ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+def embed(input_ids: Tensor, weight: Tensor, scale: float = 1.0, part: tuple[int, int] | None = None) -> Tensor:
     """See `Ops.embed`."""
+    if part is not None:
+        return embed_part(embed, input_ids, weight, scale, part)
     weight, width = aligned(weight), weight.shape[1]
     out = torch.empty((len(input_ids), width), dtype=torch.float32, device=weight.device)
     if len(input_ids):

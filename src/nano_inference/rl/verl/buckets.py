@@ -1,6 +1,6 @@
 """Weights from the trainer's side to an engine's, bucket by bucket: a description in JSON and one flat run of bytes."""
 
-from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nano_inference.engine.transports import wire
 from nano_inference.engine.transports.interface import Shapes
+from nano_inference.engine.weight_update import BUCKET_BYTES
 from nano_inference.errors import WeightUpdateError
 
 NamedTensors = Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]]
@@ -32,20 +33,11 @@ async def parcels(weights: NamedTensors, max_bytes: int) -> AsyncIterator[Parcel
 
     Raises `WeightUpdateError` for a tensor of a type that does not travel, or where there is none at all.
     """
-    bucket: dict[str, Tensor] = {}
-    size = count = 0
+    cut = _Cut(max_bytes)
     async for name, tensor in _each(weights):
-        if name in bucket:
-            raise WeightUpdateError(f"{name!r} came twice in one update.")
-        if bucket and size + tensor.nbytes > max_bytes:
-            yield _parcel(bucket)
-            bucket, size = {}, 0
-        bucket[name] = tensor.detach().to("cpu", copy=True)  # whoever yields it may write to it afterwards
-        size += tensor.nbytes
-        count += 1
-    if not count:
-        raise WeightUpdateError("there is nothing to send: the trainer gave no weights.")
-    yield _parcel(bucket)
+        if (full := cut.add(name, tensor)) is not None:
+            yield full
+    yield cut.rest()
 
 
 def opened(parcel: Parcel, shapes: Shapes) -> dict[str, Tensor]:
@@ -62,6 +54,42 @@ def opened(parcel: Parcel, shapes: Shapes) -> dict[str, Tensor]:
     if not isinstance(tensors, dict):
         raise WeightUpdateError("the trainer sent patches; whole tensors are expected.")
     return tensors
+
+
+def parcels_of(weights: Iterable[tuple[str, Tensor]], max_bytes: int = BUCKET_BYTES) -> Iterator[Parcel]:
+    """As `parcels`, where nothing is awaited."""
+    cut = _Cut(max_bytes)
+    for name, tensor in weights:
+        if (full := cut.add(name, tensor)) is not None:
+            yield full
+    yield cut.rest()
+
+
+class _Cut:
+    """The bucket that is being filled."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bucket: dict[str, Tensor] = {}
+        self._size = 0
+
+    def add(self, name: str, tensor: Tensor) -> Parcel | None:
+        """Put a tensor in; returns the bucket before it if that was full."""
+        if name in self._bucket:
+            raise WeightUpdateError(f"{name!r} came twice in one update.")
+        full = None
+        if self._bucket and self._size + tensor.nbytes > self._max_bytes:
+            full = _parcel(self._bucket)
+            self._bucket, self._size = {}, 0
+        self._bucket[name] = tensor.detach().to("cpu", copy=True)  # whoever yields it may write to it afterwards
+        self._size += tensor.nbytes
+        return full
+
+    def rest(self) -> Parcel:
+        """The last bucket."""
+        if not self._bucket:
+            raise WeightUpdateError("there is nothing to send: the trainer gave no weights.")
+        return _parcel(self._bucket)
 
 
 def _parcel(bucket: dict[str, Tensor]) -> Parcel:

@@ -23,6 +23,7 @@ class Level(Enum):
 
 # Every other path, also one that does not exist, is `KEY`.
 LEVELS: dict[str, Level] = {"/health": Level.OPEN, "/flush_cache": Level.ADMIN}
+LEVELS |= dict.fromkeys(("/fleet", "/fleet/add", "/fleet/drain", "/fleet/remove"), Level.ADMIN)
 # With `ServerConfig.rl`.
 RL_LEVELS: dict[str, Level] = dict.fromkeys(paths.CHANGING, Level.ADMIN) | dict.fromkeys(paths.OPEN, Level.OPEN)
 

@@ -109,7 +109,7 @@ class Exchange:
         self._generation = Generation(builder, served)
         record.model = served.name
         try:
-            self._generation.submit(server.client, record.request_id)
+            self._generation.submit(server.client, record.request_id, record.session)
         except BaseException:
             self._generation.close()
             raise

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.edge.access import Headers, Keys
-from nano_inference.serving.edge.record import RequestRecord, record_of, request_id_of
+from nano_inference.serving.edge.record import RequestRecord, record_of, request_id_of, session_of
 from nano_inference.serving.edge.replies import error_reply
 from nano_inference.serving.errors import ApiError, api_error_of
 
@@ -41,7 +41,10 @@ class Outermost:
             return
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), None)
         has_version = any(name == b"anthropic-version" for name, _ in scope["headers"])
-        record = RequestRecord(request_id_of(given), scope["method"], scope["path"], has_version)
+        session = next((value for name, value in scope["headers"] if name == b"x-session-id"), None)
+        record = RequestRecord(
+            request_id_of(given), scope["method"], scope["path"], session_of(session), has_version=has_version
+        )
         scope.setdefault("state", {})["record"] = record
         ids = record.request_id.encode("ascii")
 

@@ -6,12 +6,15 @@ asks. Streams alone have times of first and next tokens: of other requests the s
 
 import time
 from collections.abc import Iterable
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from nano_inference.serving.client import EngineClient
+from nano_inference.serving.fleet.fleet_client import FleetClient
+from nano_inference.serving.fleet.replica import BUCKETS
 from nano_inference.serving.handler import Generation
 from nano_inference.types import EngineStats
 
@@ -172,6 +175,41 @@ class _EngineCollector(Collector):
             steps = HistogramMetricFamily(PREFIX + "iteration_tokens_total", "Tokens of a step.", labels=list(labels))
             steps.add_metric(list(labels.values()), [("+Inf", stats.num_steps)], stats.tokens_computed)
             yield steps
+        if isinstance(self._client, FleetClient):
+            yield from _of_replicas(self._client, self._metrics.model_name)
+
+
+def _of_replicas(fleet: FleetClient, model: str) -> Iterable[Metric]:
+    labels = ["model_name", "replica"]
+    waiting = GaugeMetricFamily(PREFIX + "replica_waiting", "Samples of a replica that wait.", labels=labels)
+    running = GaugeMetricFamily(PREFIX + "replica_running", "Samples of a replica that run.", labels=labels)
+    version = GaugeMetricFamily(PREFIX + "replica_weight_version", "Weights that a replica serves.", labels=labels)
+    starts = CounterMetricFamily(PREFIX + "replica_starts", "Engines in the place of a replica.", labels=labels)
+    states = GaugeMetricFamily(PREFIX + "replica_state", "1 for the state that it is in.", labels=[*labels, "state"])
+    for status in fleet.replica_statuses():
+        which = [model, status.name]
+        waiting.add_metric(which, status.waiting)
+        running.add_metric(which, status.running)
+        starts.add_metric(which, status.num_starts)
+        states.add_metric([*which, status.state], 1)
+        if status.weight_version is not None:
+            version.add_metric(which, status.weight_version)
+    yield from (waiting, running, version, starts, states)
+    failovers = fleet.failovers
+    deaths = CounterMetricFamily(PREFIX + "replica_deaths", "Replicas that died.", labels=labels[:1])
+    deaths.add_metric([model], failovers.deaths)
+    moved = CounterMetricFamily(
+        PREFIX + "requests_moved", "Requests that another replica took over.", labels=labels[:1]
+    )
+    moved.add_metric([model], failovers.moved)
+    pauses = HistogramMetricFamily(
+        PREFIX + "failover_pause_seconds",
+        "Between the last that came of such a request and the next.",
+        labels=labels[:1],
+    )
+    counts = list(accumulate(failovers.counts))
+    pauses.add_metric([model], list(zip((*map(str, BUCKETS), "+Inf"), counts, strict=True)), failovers.seconds)
+    yield from (deaths, moved, pauses)
 
 
 def leaked_blocks(stats: EngineStats) -> int:

@@ -18,6 +18,7 @@ class RequestRecord:
         request_id: the client's `x-request-id`, or one made here.
         method, path: of the request line, the path decoded; not to be trusted.
         status: of the answer; 0: none has begun.
+        session: the client's `x-session-id`: its requests go to one replica.
         has_version: it has an `anthropic-version` header.
         model: that was asked for, where the body could be read.
         num_samples, prompt_tokens, cached_tokens, completion_tokens: of a generation.
@@ -30,6 +31,7 @@ class RequestRecord:
     request_id: str
     method: str
     path: str
+    session: str | None = None
     has_version: bool = False
     status: int = 0
     model: str | None = None
@@ -48,6 +50,11 @@ def request_id_of(header: bytes | None) -> str:
     if header is not None and _SANE.fullmatch(header):
         return header.decode("ascii")
     return f"req_{secrets.token_hex(16)}"
+
+
+def session_of(header: bytes | None) -> str | None:
+    """The client's `x-session-id`; what no sane client sends is none."""
+    return header.decode("ascii") if header is not None and _SANE.fullmatch(header) else None
 
 
 def record_of(scope: Scope) -> RequestRecord:

@@ -61,10 +61,11 @@ void each_row(const Plan& plan, const Plan::Task& task, F use) {
   }
 }
 
-template <class T>
-void walk_jobs(const Plan& plan, int64_t index, int64_t next_index, const Walk<T>& walk, const KvLayer<T>& layer) {
+// The jobs of an item in order; `end_segment(its number)` is called after each segment but the last.
+template <class T, class F>
+void walk_jobs(const Plan& plan, int64_t index, int64_t next_index, const Walk<T>& walk, const KvLayer<T>& layer,
+               F end_segment) {
   const Plan::Item& item = plan.item(index);
-  int64_t num_lines = plan.task(item.task).num_lines;
   bool packed = is_packed(plan.shape().block_size);
   Tile<T> tile = locate(plan, plan.job(item.first_job), item.head, walk, layer);
   for (int32_t number = item.first_job; number < item.last_job; number++) {
@@ -84,12 +85,48 @@ void walk_jobs(const Plan& plan, int64_t index, int64_t next_index, const Walk<T
     if (last) return;
     const Plan::Job& following = plan.job(number + 1);
     tile = packed ? next : locate(plan, following, item.head, walk, layer);
-    if (following.start / SEGMENT == job.start / SEGMENT) continue;
-    for (int64_t line = 0; line < num_lines; line++) {
-      merge(walk.total(line), walk.state(line), walk.state_size);
-      clear(walk.state(line), walk.state_size);
-    }
+    if (following.start / SEGMENT != job.start / SEGMENT) end_segment(job.start / SEGMENT);
   }
+}
+
+// Lay out the scratch of an item (totals, states, q, a gathered tile, what lines see; each part but the last is a
+// multiple of 32 bytes), bring its lines' queries and what they see there, and clear the states.
+template <class T>
+Walk<T> begin(const Plan& plan, const Plan::Item& item, const T* q, int64_t ldq, float* own_states,
+              AttentionScratch& scratch) {
+  const Plan::Task& task = plan.task(item.task);
+  const AttentionShape& shape = plan.shape();
+  int64_t head_dim = shape.head_dim, group = shape.group(), state_size = plan.state_size();
+  int64_t states = plan.most_lines() * state_size, tile = is_packed(shape.block_size) ? 0 : 2 * KEY_TILE * head_dim;
+  unsigned char* memory = scratch.reserve(size_t(2 * (states + plan.most_lines())) * sizeof(float) +
+                                          size_t(plan.most_lines() * Q_STRIDE + tile) * sizeof(T));
+  Walk<T> walk{};
+  walk.head_dim = head_dim, walk.state_size = state_size;
+  walk.scale = shape.scale * LOG2E;
+  walk.totals = reinterpret_cast<float*>(memory), walk.states = walk.totals + states;
+  walk.q = reinterpret_cast<T*>(walk.states + states), walk.gathered = walk.q + plan.most_lines() * Q_STRIDE;
+  walk.positions = reinterpret_cast<int32_t*>(walk.gathered + tile), walk.begins = walk.positions + plan.most_lines();
+  if (own_states) walk.states = own_states;
+  each_row(plan, task, [&](int64_t row, int64_t line) {
+    const T* from = q + row * ldq + item.head * group * head_dim;
+    for (int64_t i = 0; i < group; i++, from += head_dim) {
+      memcpy(walk.q + (line + i) * Q_STRIDE, from, size_t(head_dim) * sizeof(T));
+      walk.positions[line + i] = int32_t(plan.batch().positions[row]);
+      walk.begins[line + i] = int32_t(plan.first_key(row));
+    }
+  });
+  for (int64_t line = 0; line < task.num_lines; line++) {
+    clear(walk.state(line), state_size);
+    walk.total(line).seen() = 0;
+  }
+  return walk;
+}
+
+// A row's output from its total.
+template <class T>
+void finish(State total, T* to, int64_t head_dim) {
+  Vec inverse = vdiv(vset(1), vset(vsum(vload(total.total()))));
+  for (int64_t d = 0; d < head_dim; d += LANES) store_one(to + d, vmul(vload(total.out() + d), inverse));
 }
 
 }  // namespace
@@ -100,32 +137,15 @@ void run_item(const AttentionPlan& plan, int64_t index, int64_t next, const T* q
   const Plan::Item& item = plan.item(index);
   const Plan::Task& task = plan.task(item.task);
   const AttentionShape& shape = plan.shape();
-  int64_t head_dim = shape.head_dim, group = shape.group(), state_size = plan.state_size(), lines = task.num_lines;
-  bool split = item.segment >= 0, packed = is_packed(shape.block_size);
-
-  // Scratch: totals, states, q, a gathered tile, positions. Each part but the last is a multiple of 32 bytes.
-  int64_t states = plan.most_lines() * state_size, tile = packed ? 0 : 2 * KEY_TILE * head_dim;
-  unsigned char* memory = scratch.reserve(size_t(2 * states + plan.most_lines()) * sizeof(float) +
-                                          size_t(plan.most_lines() * Q_STRIDE + tile) * sizeof(T));
-  Walk<T> walk{};
-  walk.head_dim = head_dim, walk.state_size = state_size, walk.window = shape.window;
-  walk.scale = shape.scale * LOG2E;
-  walk.totals = reinterpret_cast<float*>(memory), walk.states = walk.totals + states;
-  walk.q = reinterpret_cast<T*>(walk.states + states), walk.gathered = walk.q + plan.most_lines() * Q_STRIDE;
-  walk.positions = reinterpret_cast<int32_t*>(walk.gathered + tile);
-  if (split) walk.states = plan.partial(task, item.head, item.segment);
-  each_row(plan, task, [&](int64_t row, int64_t line) {
-    const T* from = q + row * ldq + item.head * group * head_dim;
-    for (int64_t i = 0; i < group; i++, from += head_dim) {
-      memcpy(walk.q + (line + i) * Q_STRIDE, from, size_t(head_dim) * sizeof(T));
-      walk.positions[line + i] = int32_t(plan.batch().positions[row]);
+  int64_t group = shape.group(), state_size = plan.state_size(), lines = task.num_lines;
+  bool split = item.segment >= 0;
+  Walk<T> walk = begin(plan, item, q, ldq, split ? plan.partial(task, item.head, item.segment) : nullptr, scratch);
+  walk_jobs(plan, index, next, walk, layer, [&](int64_t) {
+    for (int64_t line = 0; line < lines; line++) {
+      merge(walk.total(line), walk.state(line), state_size);
+      clear(walk.state(line), state_size);
     }
   });
-  for (int64_t line = 0; line < lines; line++) {
-    clear(walk.state(line), state_size);
-    walk.total(line).seen() = 0;
-  }
-  walk_jobs(plan, index, next, walk, layer);
 
   if (split) {
     if (!plan.finish_segment(task, item.head)) return;
@@ -136,18 +156,58 @@ void run_item(const AttentionPlan& plan, int64_t index, int64_t next, const T* q
     for (int64_t line = 0; line < lines; line++) merge(walk.total(line), walk.state(line), state_size);
   }
   each_row(plan, task, [&](int64_t row, int64_t first_line) {
-    T* to = out + row * ldo + item.head * group * head_dim;
-    for (int64_t i = 0; i < group; i++, to += head_dim) {
-      State total = walk.total(first_line + i);
-      Vec inverse = vdiv(vset(1), vset(vsum(vload(total.total()))));
-      for (int64_t d = 0; d < head_dim; d += LANES) store_one(to + d, vmul(vload(total.out() + d), inverse));
-    }
+    T* to = out + row * ldo + item.head * group * shape.head_dim;
+    for (int64_t i = 0; i < group; i++, to += shape.head_dim) finish(walk.total(first_line + i), to, shape.head_dim);
   });
+}
+
+template <class T>
+void run_item_states(const AttentionPlan& plan, int64_t index, int64_t next, const T* q, int64_t ldq,
+                     const KvLayer<T>& layer, const int64_t* first_states, float* states, AttentionScratch& scratch) {
+  const Plan::Item& item = plan.item(index);
+  const Plan::Task& task = plan.task(item.task);
+  const AttentionShape& shape = plan.shape();
+  int64_t group = shape.group(), width = plan.state_size() - LANES + 1;
+  Walk<T> walk = begin(plan, item, q, ldq, nullptr, scratch);
+  auto put = [&](int64_t segment) {
+    each_row(plan, task, [&](int64_t row, int64_t first_line) {
+      int64_t state = first_states[row] + segment - plan.first_key(row) / SEGMENT;
+      float* to = states + (state * shape.num_heads + item.head * group) * width;
+      for (int64_t i = 0; i < group; i++, to += width) {
+        State found = walk.state(first_line + i);
+        if (!found.seen()) continue;  // the row sees none of this segment
+        to[0] = found.highest();
+        memcpy(to + 1, found.total(), size_t(width - 1) * sizeof(float));
+        clear(found, walk.state_size);
+      }
+    });
+  };
+  walk_jobs(plan, index, next, walk, layer, put);
+  put(plan.job(item.last_job - 1).start / SEGMENT);
+}
+
+template <class T>
+void merge_row(const float* states, int64_t num_states, int64_t stride, int64_t head_dim, T* out) {
+  alignas(64) float memory[2][2 * LANES + MAX_HEAD_DIM];
+  State total{memory[0]}, found{memory[1]};
+  total.seen() = 0, found.seen() = 1;
+  for (int64_t i = 0; i < num_states; i++, states += stride) {
+    found.highest() = states[0];
+    memcpy(found.total(), states + 1, size_t(LANES + head_dim) * sizeof(float));
+    merge(total, found, 2 * LANES + head_dim);
+  }
+  finish(total, out, head_dim);
 }
 
 template void run_item(const AttentionPlan&, int64_t, int64_t, const bf16*, int64_t, const KvLayer<bf16>&, bf16*,
                        int64_t, AttentionScratch&);
 template void run_item(const AttentionPlan&, int64_t, int64_t, const float*, int64_t, const KvLayer<float>&, float*,
                        int64_t, AttentionScratch&);
+template void run_item_states(const AttentionPlan&, int64_t, int64_t, const bf16*, int64_t, const KvLayer<bf16>&,
+                              const int64_t*, float*, AttentionScratch&);
+template void run_item_states(const AttentionPlan&, int64_t, int64_t, const float*, int64_t, const KvLayer<float>&,
+                              const int64_t*, float*, AttentionScratch&);
+template void merge_row(const float*, int64_t, int64_t, int64_t, bf16*);
+template void merge_row(const float*, int64_t, int64_t, int64_t, float*);
 
 }  // namespace nano

@@ -4,6 +4,7 @@
 // 64; the state starts anew at every multiple of 512, and such segments are merged in order. What else is in the batch,
 // how it is cut and who computes it changes no bit.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <vector>
@@ -59,8 +60,10 @@ class AlignedMemory {
 class AttentionPlan {
  public:
   // Rows [row_cuts[t], row_cuts[t + 1]), t < num_threads, get items of their own, which thread t can run alone; null:
-  // all threads share all items. Keeps its memory from step to step.
-  void build(const BatchRows& batch, const AttentionShape& shape, int num_threads, const int64_t* row_cuts);
+  // all threads share all items. Keeps its memory from step to step. `begins`: the first key that each row sees, never
+  // falling within a chunk; null: what the window says.
+  void build(const BatchRows& batch, const AttentionShape& shape, int num_threads, const int64_t* row_cuts,
+             const int64_t* begins = nullptr);
 
   int64_t num_items() const { return int64_t(items_.size()); }
   // Items of the rows of cut t: [first_item(t), first_item(t + 1)).
@@ -96,6 +99,10 @@ class AttentionPlan {
   const Member& member(int64_t index) const { return members_[size_t(index)]; }
   const Job& job(int64_t index) const { return jobs_[size_t(index)]; }
   int64_t most_lines() const { return most_lines_; }
+  int64_t first_key(int64_t row) const {  // that a row sees
+    if (begins_) return begins_[row];
+    return shape_.window ? std::max<int64_t>(0, batch_.positions[row] - shape_.window + 1) : 0;
+  }
   // A line's state: highest score, whether it has seen a key, 16 sums of probabilities from 16 on, and its output.
   int64_t state_size() const { return 2 * LANES + shape_.head_dim; }
 
@@ -118,7 +125,10 @@ class AttentionPlan {
   void add_items(int64_t first_task, int64_t total_cost, int num_threads, bool may_split);
   int64_t shared_with_next(int64_t chunk, int64_t row, int64_t end) const;
 
+  bool has_windows() const { return begins_ || shape_.window; }
+
   BatchRows batch_{};
+  const int64_t* begins_ = nullptr;
   AttentionShape shape_{};
   int64_t most_rows_ = 1, most_members_ = 1, most_lines_ = 0;
   std::vector<Member> members_;
@@ -149,5 +159,16 @@ class AttentionScratch {
 template <class T>
 void run_item(const AttentionPlan& plan, int64_t item, int64_t next, const T* q, int64_t ldq, const KvLayer<T>& layer,
               T* out, int64_t ldo, AttentionScratch& scratch);
+
+// The same without the merge: what a row's query head finds in each segment is written apart, as its highest score,
+// 16 sums of probabilities and the output before the division: states[first_states[row] + segment][num_heads]
+// [1 + 16 + head_dim], segments counted from the first that the row sees.
+template <class T>
+void run_item_states(const AttentionPlan& plan, int64_t item, int64_t next, const T* q, int64_t ldq,
+                     const KvLayer<T>& layer, const int64_t* first_states, float* states, AttentionScratch& scratch);
+
+// Attention of one row and query head from all its states, `stride` numbers apart, in order of keys.
+template <class T>
+void merge_row(const float* states, int64_t num_states, int64_t stride, int64_t head_dim, T* out);
 
 }  // namespace nano

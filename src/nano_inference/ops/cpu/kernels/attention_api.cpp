@@ -1,4 +1,5 @@
-// C entries to attention and the KV store on their own, for tests. The engine's steps call the functions directly.
+// C entries to attention and the KV store on their own: of parts of a context, and for tests. Other steps of the engine
+// call the functions directly.
 #include "attention.h"
 #include "pool.h"
 
@@ -73,6 +74,36 @@ void attend(const Problem& problem, const void* q, void* out, int num_threads, c
   run_team(num_threads, work);
 }
 
+template <class T>
+void find_states(const Problem& problem, const int64_t* begins, const void* q, const int64_t* first_states,
+                 float* states, int num_threads) {
+  static thread_local AttentionPlan plan;
+  plan.build(problem.batch, problem.shape, num_threads, nullptr, begins);
+  std::atomic<int64_t> next{0};
+  const AttentionPlan& shared = plan;  // the caller's, for all threads
+  auto work = [&](Team& team) {
+    static thread_local AttentionScratch scratch;
+    for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < shared.num_items();)
+      run_item_states(shared, item, item + team.size, static_cast<const T*>(q),
+                      problem.shape.num_heads * problem.shape.head_dim, layer_of<T>(problem), first_states, states,
+                      scratch);
+  };
+  run_team(num_threads, work);
+}
+
+template <class T>
+void merge_states(const float* states, const int64_t* first_states, int64_t num_rows, int64_t num_heads,
+                  int64_t head_dim, T* out, int num_threads) {
+  const int64_t width = 1 + LANES + head_dim, stride = num_heads * width;
+  auto work = [&](Team& team) {
+    for (int64_t row = team.begin(num_rows); row < team.end(num_rows); row++)
+      for (int64_t head = 0; head < num_heads; head++)
+        merge_row(states + first_states[row] * stride + head * width, first_states[row + 1] - first_states[row], stride,
+                  head_dim, out + (row * num_heads + head) * head_dim);
+  };
+  run_team(num_threads, work);
+}
+
 }  // namespace
 
 // Store the keys and values [num_rows, kv heads, head_dim] of the batch's rows at their slots.
@@ -93,4 +124,23 @@ extern "C" int nano_attention(const Problem* problem, const void* q, void* out, 
   problem->is_bf16 ? attend<bf16>(*problem, q, out, num_threads, row_cuts)
                    : attend<float>(*problem, q, out, num_threads, row_cuts);
   return 0;
+}
+
+// What each row of q finds in each segment of the keys that lie here (run_item_states); `begins`: the first key that each
+// row sees, or null. 0, or 1 for a shape that cannot be had.
+extern "C" int nano_attention_states(const Problem* problem, const int64_t* begins, const void* q,
+                                     const int64_t* first_states, float* states, int num_threads) {
+  const AttentionShape& shape = problem->shape;
+  if (shape.head_dim % LANES || shape.head_dim > MAX_HEAD_DIM || shape.num_heads % shape.num_kv_heads) return 1;
+  problem->is_bf16 ? find_states<bf16>(*problem, begins, q, first_states, states, num_threads)
+                   : find_states<float>(*problem, begins, q, first_states, states, num_threads);
+  return 0;
+}
+
+// Attention [num_rows, heads, head_dim] from states [..][heads][1 + 16 + head_dim], of row r [first_states[r],
+// first_states[r + 1]) in order of keys.
+extern "C" void nano_merge_states(const float* states, const int64_t* first_states, int64_t num_rows, int64_t num_heads,
+                                  int64_t head_dim, int64_t is_bf16, void* out, int num_threads) {
+  if (is_bf16) merge_states(states, first_states, num_rows, num_heads, head_dim, static_cast<bf16*>(out), num_threads);
+  else merge_states(states, first_states, num_rows, num_heads, head_dim, static_cast<float*>(out), num_threads);
 }

@@ -31,8 +31,8 @@ unsigned char* AlignedMemory::reserve(size_t bytes) {
 }
 
 void AttentionPlan::build(const BatchRows& batch, const AttentionShape& shape, int num_threads,
-                          const int64_t* row_cuts) {
-  batch_ = batch, shape_ = shape;
+                          const int64_t* row_cuts, const int64_t* begins) {
+  batch_ = batch, shape_ = shape, begins_ = begins;
   members_.clear(), jobs_.clear(), tasks_.clear(), segments_.clear(), items_.clear(), first_items_.clear();
   most_lines_ = 0;
   int64_t whole[2] = {0, batch.num_rows}, group = shape.group();
@@ -90,7 +90,7 @@ void AttentionPlan::add_range(int64_t begin, int64_t end) {
 // Leading tiles that a chunk and the next one read from the same blocks, all of them before either's rows.
 int64_t AttentionPlan::shared_with_next(int64_t chunk, int64_t row, int64_t end) const {
   int64_t next_row = batch_.cu_seqlens[chunk + 1];
-  if (shape_.window || next_row >= end || batch_.cu_seqlens[chunk + 2] == next_row) return 0;
+  if (has_windows() || next_row >= end || batch_.cu_seqlens[chunk + 2] == next_row) return 0;
   const int64_t *table = batch_.tables + chunk * batch_.table_stride, *next = table + batch_.table_stride;
   int64_t most = std::min(batch_.positions[row], batch_.positions[next_row]) / KEY_TILE;
   int64_t num_blocks = most * KEY_TILE / shape_.block_size, same = 0;
@@ -99,8 +99,7 @@ int64_t AttentionPlan::shared_with_next(int64_t chunk, int64_t row, int64_t end)
 }
 
 void AttentionPlan::add_chunk(int64_t chunk, int64_t begin, int64_t end) {
-  int64_t lowest = shape_.window ? std::max<int64_t>(0, batch_.positions[begin] - shape_.window + 1) : 0;
-  members_.push_back({chunk, begin, end - begin, lowest / KEY_TILE, batch_.positions[end - 1] / KEY_TILE});
+  members_.push_back({chunk, begin, end - begin, first_key(begin) / KEY_TILE, batch_.positions[end - 1] / KEY_TILE});
 }
 
 // A task of the members from `first_member` on; jobs in order of segments, shared tiles first in each.
@@ -116,7 +115,7 @@ void AttentionPlan::add_task(int64_t first_member, int64_t shared_tiles) {
 
 void AttentionPlan::add_jobs(Task& task, int64_t shared_tiles) {
   constexpr int64_t tiles = SEGMENT / KEY_TILE;
-  int64_t first_tile = member(task.first_member).first_tile, last_tile = 0, window = shape_.window;
+  int64_t first_tile = member(task.first_member).first_tile, last_tile = 0;
   for (int64_t m = task.first_member; m < task.last_member; m++) last_tile = std::max(last_tile, member(m).last_tile);
   int64_t first_job = int64_t(jobs_.size());
   task.first_segment = int64_t(segments_.size());
@@ -132,9 +131,9 @@ void AttentionPlan::add_jobs(Task& task, int64_t shared_tiles) {
            tile++) {
         int64_t start = tile * KEY_TILE, begin = start, end = std::min(start + KEY_TILE, last + 1);
         int64_t first_row = std::max<int64_t>(0, start - position), last_row = one.num_rows;
-        if (window) {
-          begin = std::max(start, position + first_row - window + 1);
-          last_row = std::min(last_row, start + KEY_TILE - 1 + window - position);
+        if (has_windows()) {
+          begin = std::max(start, first_key(one.row + first_row));
+          while (first_key(one.row + last_row - 1) >= start + KEY_TILE) last_row--;  // these are past the tile
         }
         add_job(one, tile, line + first_row * group, line + last_row * group, begin, end);
       }

@@ -70,11 +70,11 @@ struct State {
 // A task for one head while it runs.
 template <class T>
 struct Walk {
-  int64_t head_dim, state_size, window;
+  int64_t head_dim, state_size;
   float scale;         // of scores in base 2
   T* q;                // [lines][Q_STRIDE]
   float *states, *totals;  // [lines][state_size]: of the segment, and of the segments before
-  int32_t* positions;  // [lines]
+  int32_t *begins, *positions;  // [lines] the first key and the last
   T* gathered;         // where a tile is packed, if blocks are not
 
   State state(int64_t line) const { return {states + line * state_size}; }
@@ -87,9 +87,7 @@ struct Sight {
 };
 template <class T>
 NANO_INLINE Sight sight(const Walk<T>& walk, int64_t line, int32_t start) {
-  int64_t left = walk.positions[line] - start;
-  int64_t begin = walk.window ? std::max<int64_t>(0, left - walk.window + 1) : 0;
-  return {int(begin), int(std::min<int64_t>(left + 1, KEY_TILE))};
+  return {std::max(0, walk.begins[line] - start), std::min(walk.positions[line] - start + 1, int32_t(KEY_TILE))};
 }
 
 // What lines of a register tile hand from scores to values.

@@ -5,64 +5,16 @@
 #include <new>
 
 #include "filters.h"
-#include "linear.h"
-#include "noise.h"
 #include "head_plan.h"
+#include "head_source.h"
+#include "noise.h"
 #include "pool.h"
 
 namespace nano::head {
 namespace {
 
 constexpr int64_t ROW_TILE = 64;  // rows whose logits lie side by side in a thread's buffer
-constexpr float INF = std::numeric_limits<float>::infinity(), NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
-
-// Logits of some rows, block by block of the vocabulary.
-class Source {
- public:
-  explicit Source(const HeadInput& input) : in_(input) {}
-
-  static int num_columns(const HeadInput& in, int64_t block) {
-    return int(std::min<int64_t>(in.vocab - block * VOCAB_BLOCK, VOCAB_BLOCK));
-  }
-
-  // out: [num_rows, VOCAB_BLOCK], -inf from num_columns to the end of its vector. `next`: the block that follows.
-  void fill(int64_t row, int64_t num_rows, int64_t block, int64_t next, float* out) const {
-    if (in_.logits) {
-      copy(row, num_rows, block, out);
-    } else if (in_.element_size == 2) {
-      multiply<bf16>(row, num_rows, block, next, out);
-    } else {
-      multiply<float>(row, num_rows, block, next, out);
-    }
-    int count = num_columns(in_, block);
-    for (int64_t i = 0; i < num_rows; i++) {
-      float* z = out + i * VOCAB_BLOCK;
-      if (!in_.logits && in_.divisor != 1)
-        for (int j = 0; j < count; j += LANES) vstore(z + j, vdiv(vload(z + j), vset(in_.divisor)));
-      for (int j = count; j % LANES; j++) z[j] = -INF;
-    }
-  }
-
- private:
-  template <class T>
-  void multiply(int64_t row, int64_t num_rows, int64_t block, int64_t next, float* out) const {
-    constexpr int64_t PANELS = VOCAB_BLOCK / LANES;
-    Matrix<T> w{static_cast<const T*>(in_.weight), in_.vocab, in_.columns};
-    const T* x = static_cast<const T*>(in_.hidden) + row * in_.hidden_stride;
-    int64_t first = block * PANELS, last = std::min(first + PANELS, w.num_panels());
-    const T* ahead = next * VOCAB_BLOCK < in_.vocab ? w.panel(next * PANELS) : nullptr;
-    products(x, in_.hidden_stride, num_rows, w, first, last, out, VOCAB_BLOCK, ahead);
-  }
-
-  void copy(int64_t row, int64_t num_rows, int64_t block, float* out) const {
-    for (int64_t i = 0; i < num_rows; i++) {
-      const float* z = in_.logits + (row + i) * in_.logits_stride + block * VOCAB_BLOCK;
-      std::copy(z, z + num_columns(in_, block), out + i * VOCAB_BLOCK);
-    }
-  }
-
-  const HeadInput& in_;
-};
+constexpr float NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
 
 // What a thread writes to alone.
 struct alignas(64) Scratch {
@@ -82,23 +34,6 @@ struct Total {
     return float((double(logit) - double(highest)) * inv_t - log_of_sum);
   }
 };
-
-float highest_of(const float* z, int count) {
-  Vec highest = vload(z);
-  for (int j = LANES; j < count; j += LANES) highest = vmax(highest, vload(z + j));
-  return vhighest(highest);
-}
-
-// exp((z - base) * inv_t) and its sum, which is NaN where some z is NaN or +inf.
-float exponentials(const float* z, int count, float base, float inv_t, float* odds) {
-  Vec sum = vset(0.f), from = vset(base), scale = vset(inv_t * LOG2E);
-  for (int j = 0; j < count; j += LANES) {
-    Vec odd = odds_of(vload(z + j), from, scale);
-    vstore(odds + j, odd);
-    sum = vadd(sum, odd);
-  }
-  return vsum(sum);
-}
 
 class Head {
  public:
@@ -128,13 +63,47 @@ class Head {
     auto work = [&](Team& team) {
       stream(team, input, nullptr, blocks);
       team.wait();
-      for (int64_t i = team.begin(batch.num_samples); i < team.end(batch.num_samples); i++) {
-        const View& view = plan_.views[size_t(plan_.samples[size_t(i)].view)];
-        Total all = total(plan_.samples[size_t(i)].view);
-        batch.logprobs[i] = all.finite ? all.logprob(winner(i).logit, view.inv_t) : NOT_A_NUMBER;
-      }
+      for (int64_t i = team.begin(batch.num_samples); i < team.end(batch.num_samples); i++) finish(input, batch, i, *scratch_[0]);
     };
     run_team(int(input.num_threads), work);
+    return HEAD_OK;
+  }
+
+  // What is known of a part of the vocabulary. Batch: without filters, masks and best tokens, or a score.
+  template <class Batch>
+  int part(const HeadInput& input, const Batch& batch, HeadPart& out) {
+    if (HeadError error = plan_.make(input, batch)) return error;
+    reserve(input);
+    std::atomic<int64_t> edits{0}, blocks{0};
+    const DrawBatch* draws = draws_of(batch);
+    auto work = [&](Team& team) {
+      for (int64_t e; (e = edits++) < plan_.num_edited();) plan_.sort_edits(*draws, e);
+      team.wait();
+      stream(team, input, draws, blocks);
+    };
+    run_team(int(input.num_threads), work);
+    out.num_views = int64_t(plan_.views.size());
+    each_view([&](float* maxima, float* sums, int64_t at) {
+      std::copy(maxima, maxima + plan_.num_blocks, out.maxima + at);
+      std::copy(sums, sums + plan_.num_blocks, out.sums + at);
+    });
+    for (int64_t i = 0; i < batch.num_samples; i++) out.best[i] = winner(i);
+    return HEAD_OK;
+  }
+
+  // The parts of all ranks together: what one rank with the whole vocabulary would have found.
+  template <class Batch>
+  int whole(const HeadInput& input, const Batch& batch, const HeadPart& parts, int64_t num_parts) {
+    if (HeadError error = plan_.make(input, batch)) return error;
+    reserve(input);
+    each_view([&](float* maxima, float* sums, int64_t at) {
+      std::copy(parts.maxima + at, parts.maxima + at + plan_.num_blocks, maxima);
+      std::copy(parts.sums + at, parts.sums + at + plan_.num_blocks, sums);
+    });
+    for (int64_t i = 0; i < batch.num_samples; i++) {
+      for (int64_t p = 0; p < num_parts; p++) scratch_[0]->best[size_t(i)].offer(parts.best[p * batch.num_samples + i]);
+      finish(input, batch, i, *scratch_[0]);
+    }
     return HEAD_OK;
   }
 
@@ -173,6 +142,16 @@ class Head {
     if (slots_size_ < size) slots_.reset(new float[size]), slots_size_ = size;
   }
 
+  static const DrawBatch* draws_of(const DrawBatch& batch) { return &batch; }
+  static const DrawBatch* draws_of(const ScoreBatch&) { return nullptr; }
+
+  // The statistics of each view, and where they stand among [views, blocks].
+  template <class F>
+  void each_view(const F& visit) {
+    for (size_t v = 0; v < plan_.views.size(); v++)
+      visit(&maxima_[v * size_t(stats_stride_)], &sums_[v * size_t(stats_stride_)], int64_t(v) * plan_.num_blocks);
+  }
+
   // Threads take whole blocks of the vocabulary, for all rows: a weight is read once.
   template <class F>
   void each_block(Team& team, const HeadInput& input, std::atomic<int64_t>& blocks, const F& consume) {
@@ -180,7 +159,7 @@ class Head {
     Scratch& s = *scratch_[size_t(team.thread)];
     for (int64_t next, block = blocks++; block < plan_.num_blocks; block = next) {
       next = blocks++;
-      IVec first = iset(uint32_t(block * VOCAB_BLOCK));
+      IVec first = iset(uint32_t(input.first + block * VOCAB_BLOCK));
       for (uint32_t j = 0; j < VOCAB_BLOCK; j += LANES)
         istore(s.stirred + j, stir(iadd(first, iadd(iset(j), ilanes()))));
       for (int64_t row = 0; row < input.num_rows; row += ROW_TILE) {
@@ -197,12 +176,12 @@ class Head {
     each_block(team, input, blocks, [&](int64_t row, int64_t block, const float* raw, int count) {
       if (plan_.row_slot[size_t(row)] >= 0) keep(plan_.row_slot[size_t(row)], block, raw, count);
       for (int64_t v = plan_.first_plain[size_t(row)]; v >= 0; v = plan_.views[size_t(v)].next)
-        run_block(v, block, raw, raw, count, s);
+        run_block(v, input.first, block, raw, raw, count, s);
       for (int64_t v = plan_.first_edited[size_t(row)]; v >= 0; v = plan_.views[size_t(v)].next) {
         const View& view = plan_.views[size_t(v)];
         plan_.edit(*batch, view.edits, block, raw, (count + LANES - 1) / LANES * LANES, s.edited);
         if (view.slot >= 0) keep(view.slot, block, s.edited, count);
-        run_block(v, block, raw, s.edited, count, s);
+        run_block(v, input.first, block, raw, s.edited, count, s);
       }
     });
   }
@@ -214,7 +193,7 @@ class Head {
   }
 
   // One block of a view: its statistics, and how its samples fare. The sum is NaN if some logit is NaN or +inf.
-  void run_block(int64_t v, int64_t block, const float* raw, const float* z, int count, Scratch& s) {
+  void run_block(int64_t v, int64_t first, int64_t block, const float* raw, const float* z, int count, Scratch& s) {
     const View& view = plan_.views[size_t(v)];
     float highest = highest_of(z, count);
     if (!(highest > -INF)) highest = -INF;
@@ -226,7 +205,7 @@ class Head {
 #else
     sums_[size_t(v * stats_stride_ + block)] = exponentials(z, count, base, view.inv_t, s.odds);
 #endif
-    int64_t start = block * VOCAB_BLOCK;
+    const int64_t start = first + block * VOCAB_BLOCK;
     const Runners runners{s.odds, z, raw, s.stirred, nullptr, start, count, base, view.inv_t};
     for (int64_t i = view.first; i >= 0; i = plan_.samples[size_t(i)].next) {
       const Sample& sample = plan_.samples[size_t(i)];
@@ -311,6 +290,12 @@ class Head {
     }
   }
 
+  void finish(const HeadInput&, const ScoreBatch& b, int64_t i, const Scratch&) {
+    const int64_t view = plan_.samples[size_t(i)].view;
+    const Total all = total(view);
+    b.logprobs[i] = all.finite ? all.logprob(winner(i).logit, plan_.views[size_t(view)].inv_t) : NOT_A_NUMBER;
+  }
+
   KeptRow kept_row(const HeadInput& input, int64_t v, const Total& all) {
     const View& view = plan_.views[size_t(v)];
     int64_t index = view.edits < 0 ? plan_.row_slot[size_t(view.row)] : view.slot;
@@ -376,6 +361,22 @@ extern "C" int nano_draw(const HeadInput* input, const DrawBatch* batch) {
 
 extern "C" int nano_score(const HeadInput* input, const ScoreBatch* batch) {
   return with_head([=](Head& head) { return head.score(*input, *batch); });
+}
+
+extern "C" int nano_draw_part(const HeadInput* input, const DrawBatch* batch, HeadPart* out) {
+  return with_head([=](Head& head) { return head.part(*input, *batch, *out); });
+}
+
+extern "C" int nano_draw_whole(const HeadInput* input, const DrawBatch* batch, const HeadPart* parts, int64_t count) {
+  return with_head([=](Head& head) { return head.whole(*input, *batch, *parts, count); });
+}
+
+extern "C" int nano_score_part(const HeadInput* input, const ScoreBatch* batch, HeadPart* out) {
+  return with_head([=](Head& head) { return head.part(*input, *batch, *out); });
+}
+
+extern "C" int nano_score_whole(const HeadInput* input, const ScoreBatch* batch, const HeadPart* parts, int64_t count) {
+  return with_head([=](Head& head) { return head.whole(*input, *batch, *parts, count); });
 }
 
 extern "C" int nano_logits(const HeadInput* input, float* out) {

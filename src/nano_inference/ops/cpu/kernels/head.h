@@ -21,6 +21,11 @@ struct HeadInput {
   int64_t element_size;  // of hidden and weight: 2 or 4
   int64_t num_threads;
   float divisor;  // of the products; `logits` are divided already
+  // A part of a vocabulary: tokens [first, first + vocab) of `whole`. Only the functions that say so take one; first is
+  // a multiple of VOCAB_BLOCK. whole 0: it is all there is.
+  int64_t first, whole;
+
+  int64_t num_tokens() const { return whole ? whole : vocab; }
 };
 
 // Single entries of a matrix [num_samples, vocab]; rows rise, ids of a row come in any order, each once.
@@ -57,6 +62,13 @@ struct ScoreBatch {
   float* logprobs;
 };
 
+// What a rank finds in its part of the vocabulary, for the others.
+struct HeadPart {
+  float *maxima, *sums;  // [num_views, blocks], of each block; room for two views a sample
+  struct Best* best;     // [num_samples]; of several parts: [parts, num_samples]
+  int64_t num_views;
+};
+
 enum HeadError { HEAD_OK = 0, HEAD_NO_MEMORY = 1, HEAD_BAD_ROW = 2, HEAD_BAD_ID = 3 };
 
 }  // namespace nano::head
@@ -65,3 +77,14 @@ enum HeadError { HEAD_OK = 0, HEAD_NO_MEMORY = 1, HEAD_BAD_ROW = 2, HEAD_BAD_ID 
 extern "C" int nano_draw(const nano::head::HeadInput* input, const nano::head::DrawBatch* batch);
 extern "C" int nano_score(const nano::head::HeadInput* input, const nano::head::ScoreBatch* batch);
 extern "C" int nano_logits(const nano::head::HeadInput* input, float* out);  // out: [num_rows, vocab]
+// Draws without filters, masks and best tokens where each rank has a part of the vocabulary, in two calls: each rank's
+// own part, then (from the input's sizes alone) what the parts of all ranks give together. Blocks of `parts` stand in
+// the order of the vocabulary. The bits are those of `nano_draw` of the whole.
+extern "C" int nano_draw_part(const nano::head::HeadInput* input, const nano::head::DrawBatch* batch,
+                              nano::head::HeadPart* out);
+extern "C" int nano_draw_whole(const nano::head::HeadInput* input, const nano::head::DrawBatch* batch,
+                               const nano::head::HeadPart* parts, int64_t num_parts);
+extern "C" int nano_score_part(const nano::head::HeadInput* input, const nano::head::ScoreBatch* batch,
+                               nano::head::HeadPart* out);
+extern "C" int nano_score_whole(const nano::head::HeadInput* input, const nano::head::ScoreBatch* batch,
+                                const nano::head::HeadPart* parts, int64_t num_parts);

@@ -15,7 +15,7 @@ float inverse(double temperature) {
 }  // namespace
 
 void Plan::start(const HeadInput& input, int64_t num_samples) {
-  vocab_ = input.vocab, num_blocks = (input.vocab + VOCAB_BLOCK - 1) / VOCAB_BLOCK, num_slots = 0;
+  vocab_ = input.vocab, first_ = input.first, num_blocks = (input.vocab + VOCAB_BLOCK - 1) / VOCAB_BLOCK, num_slots = 0;
   views.clear(), samples.clear(), edited_.clear(), edits_.clear();
   samples.reserve(size_t(num_samples));
   first_plain.assign(size_t(input.num_rows), -1);
@@ -35,7 +35,7 @@ HeadError Plan::entry_bounds(const HeadInput& input, const Entries& entries, int
   out.assign(size_t(num_samples) + 1, 0);
   for (int64_t e = 0; e < entries.count; e++) {
     if (entries.rows[e] < (e ? entries.rows[e - 1] : 0) || entries.rows[e] >= num_samples) return HEAD_BAD_ROW;
-    if (entries.ids[e] < 0 || entries.ids[e] >= input.vocab) return HEAD_BAD_ID;
+    if (entries.ids[e] < 0 || entries.ids[e] >= input.num_tokens()) return HEAD_BAD_ID;
     out[entries.rows[e] + 1]++;
   }
   for (int64_t i = 0; i < num_samples; i++) out[i + 1] += out[i];
@@ -56,7 +56,7 @@ HeadError Plan::make(const HeadInput& input, const DrawBatch& b) {
     float inv_t = greedy ? 1.f : inverse(b.temperature[i]);
     for (const auto& starts : starts_) count += starts[i + 1] - starts[i];
     Sample s;
-    s.choice = greedy ? Choice::greedy : is_filtered(b, i, input.vocab) ? Choice::filter : Choice::draw;
+    s.choice = greedy ? Choice::greedy : is_filtered(b, i, input.num_tokens()) ? Choice::filter : Choice::draw;
     s.raw = greedy || b.wants_raw ? view_of(row, 1) : -1;
     s.key = {uint32_t(b.noise_keys[2 * i]), uint32_t(b.noise_keys[2 * i + 1])};
     s.target = -1;
@@ -83,7 +83,7 @@ HeadError Plan::make(const HeadInput& input, const ScoreBatch& b) {
   start(input, b.num_samples);
   for (int64_t i = 0; i < b.num_samples; i++) {
     if (b.rows[i] < 0 || b.rows[i] >= input.num_rows) return HEAD_BAD_ROW;
-    if (b.token_ids[i] < 0 || b.token_ids[i] >= input.vocab) return HEAD_BAD_ID;
+    if (b.token_ids[i] < 0 || b.token_ids[i] >= input.num_tokens()) return HEAD_BAD_ID;
     int64_t view = view_of(b.rows[i], inverse(b.temperatures[i]));
     samples.push_back({Choice::score, view, view, views[view].first, b.token_ids[i], {}});
     views[view].first = i;
@@ -112,15 +112,15 @@ void Plan::sort_edits(const DrawBatch& b, int64_t index) {
   int64_t sample = edited_[index], *bounds = &bounds_[index * (num_blocks + 1)];
   for (int kind = 0; kind < 3; kind++)
     for (int64_t e = starts_[kind][sample]; e < starts_[kind][sample + 1]; e++)
-      bounds[all[kind]->ids[e] / VOCAB_BLOCK]++;
+      if (const int64_t id = all[kind]->ids[e] - first_; id >= 0 && id < vocab_) bounds[id / VOCAB_BLOCK]++;
   int64_t end = first_edit_[index];
   for (int64_t block = 0; block < num_blocks; block++) bounds[block] = end += bounds[block];
   bounds[num_blocks] = end;
   // Filled from the back, the bounds end where their blocks begin.
   for (int kind = 2; kind >= 0; kind--)
     for (int64_t e = starts_[kind][sample + 1] - 1; e >= starts_[kind][sample]; e--) {
-      int64_t id = all[kind]->ids[e];
-      edits_[--bounds[id / VOCAB_BLOCK]] = {int32_t(id % VOCAB_BLOCK), Edit::Type(kind), all[kind]->values[e]};
+      const int64_t id = all[kind]->ids[e] - first_;
+      if (id >= 0 && id < vocab_) edits_[--bounds[id / VOCAB_BLOCK]] = {int32_t(id % VOCAB_BLOCK), Edit::Type(kind), all[kind]->values[e]};
     }
 }
 

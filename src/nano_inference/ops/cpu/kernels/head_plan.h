@@ -62,7 +62,7 @@ class Plan {
   std::vector<int64_t> starts_[3];            // of allowed, bias, counts: [num_samples + 1]
   std::vector<int64_t> first_edit_, bounds_;  // of each edited sample; of each block of it: [num_edited, num_blocks + 1]
   std::vector<Edit> edits_;
-  int64_t vocab_ = 0;
+  int64_t first_ = 0, vocab_ = 0;  // of the part
 };
 
 inline bool is_filtered(const DrawBatch& b, int64_t i, int64_t vocab) {

@@ -18,6 +18,14 @@ struct Matrix {
   const T* panel(int64_t index) const { return data + index * panel_size(); }
 };
 
+// A sum over k in up to eight pieces, which start at bounds[i] from zero, each in rising order of k; the pieces are added
+// in pairs: ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7)). So ranks that hold some of them agree to the bit with one
+// that holds all. Bounds rise; the last one is the number of columns; all others are even. count 0: one piece.
+struct Segments {
+  static constexpr int MOST = 8, DEPTH = 3;  // DEPTH: sums that wait for their partner, at the most
+  int64_t count, bounds[MOST + 1];
+};
+
 // What becomes of the sums. SILU and GELU: the weight holds gate rows, then as many up rows; activation(gate) * up is
 // stored as T. Nothing is rounded before.
 enum class Finish : int32_t { STORE = 0, ADD = 1, SILU = 2, GELU = 3 };
@@ -33,6 +41,7 @@ struct Linear {
   void* out;    // float rows, T rows for a gate; ldo apart
   int64_t ldo;
   bool padded;  // out has room for whole panels
+  Segments segments;
 
   bool gated() const { return finish == Finish::SILU || finish == Finish::GELU; }
   int64_t num_panels() const { return gated() ? w.rows / 2 / LANES : w.num_panels(); }  // of the output
@@ -72,7 +81,7 @@ void products(const T* x, int64_t ldx, int64_t num_rows, Matrix<T> w, int64_t fi
               int64_t ldo, const T* next) {
   Matrix<T> part{w.panel(first), (last - first) * LANES, w.columns};
   const int64_t size = w.panel_size();
-  linear({x, ldx, part, nullptr, Finish::STORE, 1.f, out, ldo, true}, 0, num_rows, 0, last - first,
+  linear({x, ldx, part, nullptr, Finish::STORE, 1.f, out, ldo, true, {}}, 0, num_rows, 0, last - first,
          {next, next ? next + (WIDE + 1) / 2 * size : nullptr, size});
 }
 

@@ -37,18 +37,16 @@ inline const T* panel_of(const Panels<T>& w, int j) {
 }
 
 template <class T, int HEIGHT, int WIDTH, Fetch FETCH>
-inline void tile(const T* x, int64_t ldx, Panels<T> w, int64_t columns, Panels<T> next, int next_panel, float* sums) {
+inline void tile(const T* x, int64_t ldx, Panels<T> w, const Segments& segments, Panels<T> next, int next_panel,
+                 float* sums) {
   using S = Steps<T>;
   Vec acc[HEIGHT][WIDTH];
-  for (int i = 0; i < HEIGHT; i++)
-    for (int j = 0; j < WIDTH; j++) acc[i][j] = vset(0.f);
-  const int64_t count = S::count(columns);
-  auto span = [&](int64_t from, int64_t to, Panels<T> ahead) {
+  auto span = [&](int64_t from, int64_t to, Panels<T> ahead, int64_t distance) {
     for (int64_t k = from; k < to; k++) {
       typename S::Wide b[WIDTH];
       for (int j = 0; j < WIDTH; j++) {
         b[j] = S::weights(panel_of<WIDTH>(w, j), k);
-        if (FETCH == Fetch::STREAMS) fetch(panel_of<WIDTH>(ahead, j) + (k - from) * S::SIZE);
+        if (FETCH == Fetch::STREAMS) fetch(panel_of<WIDTH>(ahead, j) + (k + distance) * S::SIZE);
       }
       if (FETCH == Fetch::PANEL) fetch2(panel_of<WIDTH>(next, next_panel) + k * S::SIZE);
       for (int i = 0; i < HEIGHT; i++) {
@@ -57,21 +55,36 @@ inline void tile(const T* x, int64_t ldx, Panels<T> w, int64_t columns, Panels<T
       }
     }
   };
-  if (FETCH == Fetch::STREAMS) {
-    const int64_t distance = AHEAD < count ? AHEAD : count;
-    span(0, count - distance, {w.low + distance * S::SIZE, w.high + distance * S::SIZE, w.size});
-    span(count - distance, count, next);
-  } else {
-    span(0, count, next);
-  }
-  if constexpr (sizeof(T) == 2) {
-    if (columns & 1)
+  const int64_t columns = segments.bounds[segments.count], count = S::count(columns);
+  const int64_t distance = AHEAD < count ? AHEAD : count, turn = count - distance;  // from there on the next panels come
+  alignas(64) float waiting[Segments::DEPTH][HEIGHT * WIDTH * LANES];  // sums of finished pieces, for their partners
+  int depth = 0;
+  for (int64_t s = 0; s < segments.count; s++) {
+    const int64_t from = S::count(segments.bounds[s]), to = S::count(segments.bounds[s + 1]);
+    for (int i = 0; i < HEIGHT; i++)
+      for (int j = 0; j < WIDTH; j++) acc[i][j] = vset(0.f);
+    if (FETCH == Fetch::STREAMS) {
+      const int64_t middle = turn < from ? from : turn < to ? turn : to;
+      span(from, middle, w, distance);
+      span(middle, to, next, -turn);
+    } else {
+      span(from, to, next, 0);
+    }
+    if constexpr (sizeof(T) == 2) {
+      if ((columns & 1) && s + 1 == segments.count)
+        for (int i = 0; i < HEIGHT; i++)
+          for (int j = 0; j < WIDTH; j++)
+            acc[i][j] = vdot(acc[i][j], bdup_first(x + i * ldx + columns - 1), S::weights(panel_of<WIDTH>(w, j), count));
+    }
+    for (int64_t pairs = s; pairs & 1; pairs >>= 1) {  // as a binary counter carries
+      const float* partner = waiting[--depth];
       for (int i = 0; i < HEIGHT; i++)
-        for (int j = 0; j < WIDTH; j++)
-          acc[i][j] = vdot(acc[i][j], bdup_first(x + i * ldx + columns - 1), S::weights(panel_of<WIDTH>(w, j), count));
+        for (int j = 0; j < WIDTH; j++) acc[i][j] = vadd(vload(partner + (i * WIDTH + j) * LANES), acc[i][j]);
+    }
+    float* place = s + 1 < segments.count ? waiting[depth++] : sums;
+    for (int i = 0; i < HEIGHT; i++)
+      for (int j = 0; j < WIDTH; j++) vstore(place + (i * WIDTH + j) * LANES, acc[i][j]);
   }
-  for (int i = 0; i < HEIGHT; i++)
-    for (int j = 0; j < WIDTH; j++) vstore(sums + (i * WIDTH + j) * LANES, acc[i][j]);
 }
 
 template <class T>
@@ -119,13 +132,13 @@ inline void tile_of(const Linear<T>& job, int64_t row, int height, int64_t panel
                     int next_panel) {
   alignas(64) float sums[ROWS * WIDE * LANES];
   const T* x = job.x + row * job.ldx;
-  const int64_t columns = job.w.columns;
+  const Segments segments = job.segments.count ? job.segments : Segments{1, {0, job.w.columns}};
   switch (height) {
-    case 1: tile<T, 1, WIDTH, FETCH>(x, job.ldx, w, columns, next, next_panel, sums); break;
-    case 2: tile<T, 2, WIDTH, FETCH>(x, job.ldx, w, columns, next, next_panel, sums); break;
-    case 3: tile<T, 3, WIDTH, FETCH>(x, job.ldx, w, columns, next, next_panel, sums); break;
+    case 1: tile<T, 1, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums); break;
+    case 2: tile<T, 2, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums); break;
+    case 3: tile<T, 3, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums); break;
 #if defined(NANO_AVX512)
-    case 4: tile<T, 4, WIDTH, FETCH>(x, job.ldx, w, columns, next, next_panel, sums); break;
+    case 4: tile<T, 4, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums); break;
 #endif
   }
   finish_tile(job, row, height, panel, WIDTH, sums);

@@ -39,6 +39,18 @@ class Program {
   }
 
   int run(const Step& step) {
+    if (step.first < 0 || step.last > int64_t(ops_.size())) return BAD_LENGTHS;
+    if (step.first == 0)
+      if (int problem = begin(step)) return problem;
+    step_ = &step;
+    auto work = [this](Team& team) { spec_.is_bf16 ? perform<bf16>(team) : perform<float>(team); };
+    run_team(int(step.num_threads), work);
+    return NONE;
+  }
+
+ private:
+  // What all runs of a step share.
+  int begin(const Step& step) {
     if (int problem = check(step)) return problem;
     step_ = &step;
     share();
@@ -48,12 +60,9 @@ class Program {
       plans_[w].build(step.rows, shape, int(step.num_threads), sharing_ == Sharing::SEQUENCES ? cuts_.data() : nullptr);
     }
     for (int64_t i = 0; i < spec_.num_ops; i++) taken_[i].store(0, std::memory_order_relaxed);
-    auto work = [this](Team& team) { spec_.is_bf16 ? perform<bf16>(team) : perform<float>(team); };
-    run_team(int(step.num_threads), work);
     return NONE;
   }
 
- private:
   int check(const Step& step) const {
     const BatchRows& b = step.rows;
     const int64_t slots = spec_.num_blocks * spec_.block_size;
@@ -80,7 +89,7 @@ class Program {
     for (const Op& op : ops_)
       if (op.kind == Kind::EMBED)
         for (int64_t i = 0; i < b.num_rows; i++)
-          if (step.input_ids[i] < 0 || step.input_ids[i] >= op.rows) return BAD_TOKEN;
+          if (step.input_ids[i] < 0 || step.input_ids[i] >= (op.vocab ? op.vocab : op.rows)) return BAD_TOKEN;
     return NONE;
   }
 
@@ -124,9 +133,10 @@ class Program {
     Clock clock(team.thread == 0 ? step_->seconds : nullptr);
     if (sharing_ == Sharing::COLUMNS) return perform_by_columns<T>(team, clock);
     const int64_t row = cuts_[team.thread], end_row = cuts_[team.thread + 1];
-    for (size_t i = 0; i < ops_.size();) {
+    const size_t last = size_t(step_->last);
+    for (size_t i = size_t(step_->first); i < last;) {
       size_t end = i;
-      while (end < ops_.size() && ops_[end].kind != Kind::ATTENTION) end++;
+      while (end < last && ops_[end].kind != Kind::ATTENTION) end++;
       for (int64_t from = row; from < end_row; from += BLOCK_OF_ROWS)
         for (size_t k = i; k < end; k++) {
           const int64_t to = std::min(from + BLOCK_OF_ROWS, end_row);
@@ -134,7 +144,7 @@ class Program {
           else by_rows<T>(ops_[k], from, to);
           clock.lap(k);
         }
-      if (end < ops_.size()) {
+      if (end < last) {
         if (sharing_ == Sharing::ROWS) team.wait();
         attend<T>(end, team);
         if (sharing_ == Sharing::ROWS) team.wait();
@@ -149,7 +159,7 @@ class Program {
     const int64_t n = step_->rows.num_rows;
     static thread_local std::vector<T> own;  // normalised rows of this thread
     bool has_own = false;
-    for (size_t i = 0; i < ops_.size(); i++) {
+    for (size_t i = size_t(step_->first); i < size_t(step_->last); i++) {
       const Op& op = ops_[i];
       if (op.kind == Kind::NORM && op.read_once && op.in < 0 && n <= FEW_ROWS) {
         own.resize(size_t(n * op.columns));
@@ -180,8 +190,8 @@ class Program {
   Linear<T> linear_of(const Op& op) const {
     const bool gates = op.finish == Finish::SILU || op.finish == Finish::GELU;
     const int64_t ldo = gates ? stride<T>(op.out) : stride<float>(op.out);
-    return {at<const T>(op.in, 0), stride<T>(op.in), {static_cast<const T*>(op.weight), op.rows, op.columns},
-            static_cast<const T*>(op.bias), op.finish, op.scale, at<void>(op.out, 0), ldo, false};
+    return {at<const T>(op.in, 0) + op.first_column, stride<T>(op.in), {static_cast<const T*>(op.weight), op.rows, op.columns},
+            static_cast<const T*>(op.bias), op.finish, op.scale, at<void>(op.out, 0), ldo, false, op.segments};
   }
 
   template <class T>
@@ -237,7 +247,7 @@ class Program {
       const float* in = op.in >= 0 ? at<const float>(op.in, i) : nullptr;
       switch (op.kind) {
         case Kind::EMBED:
-          embed<T>({static_cast<const T*>(op.weight), op.rows, op.columns}, step_->input_ids[i], op.scale,
+          embed<T>({static_cast<const T*>(op.weight), op.rows, op.columns}, step_->input_ids[i] - op.first_token, op.scale,
                    at<float>(op.out, i));
           break;
         case Kind::NORM:

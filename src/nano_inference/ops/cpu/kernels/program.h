@@ -21,10 +21,13 @@ struct Op {
   int32_t wide;         // NORM: out is float32. GATE: it is GELU
   float scale;          // EMBED; NORM and ADD: of what is added
   int32_t read_once;    // NORM: nothing but the product that follows reads its output
+  int64_t first_column;  // LINEAR: where in a row of `in` what it reads begins
   const void *weight, *bias;  // EMBED, LINEAR
   int64_t rows, columns;      // of the weight; NORM: columns of the row; GATE: rows is the width of the output
   NormWeight norm, key_norm;  // NORM; ROPE_AND_STORE: of queries and of keys, data null for none
   const float *cos, *sin;     // ROPE_AND_STORE: [positions, head_dim / 2]
+  Segments segments;          // LINEAR
+  int64_t first_token, vocab;  // EMBED: the token of the weight's first row; tokens of all ranks, 0: the weight's rows
 };
 
 struct Layer {
@@ -53,6 +56,7 @@ struct Step {
   void* const* buffers;      // each with room for N rows
   const int64_t* row_bytes;  // of each buffer
   int64_t num_threads;
+  int64_t first, last;  // operations to run; a step begins with a run from operation 0
   double* seconds;  // [num_ops] time of each operation as the first thread sees it, added up; or null
 };
 

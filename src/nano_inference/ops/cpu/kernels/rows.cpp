@@ -55,6 +55,10 @@ Vec gated(Vec gate, Vec up, bool gelu) {
 
 template <class T>
 void embed(Matrix<T> w, int64_t id, float scale, float* out) {
+  if (id < 0 || id >= w.rows) {
+    for (int64_t k = 0; k < w.columns; k++) out[k] = -0.f;
+    return;
+  }
   const T* p = w.panel(id / LANES) + id % LANES * (sizeof(T) == 2 ? 2 : 1);
   for (int64_t k = 0; k < w.columns; k++) {
     if constexpr (sizeof(T) == 2) out[k] = widen1(p[k / 2 * 2 * LANES + k % 2]) * scale;

@@ -13,7 +13,8 @@ struct NormWeight {
   float eps, offset;
 };
 
-// out = row `id` of a packed weight, times scale
+// out = row `id` of a packed weight, times scale; zeros where there is no such row, since another rank has it. They are
+// negative: adding them changes no bit, not even of a zero.
 template <class T>
 void embed(Matrix<T> w, int64_t id, float scale, float* out);
 

@@ -1,0 +1,1 @@
+"""Fleets that are too large to have: the real router over simulated replicas, weights to a thousand, and arithmetic."""

@@ -1,0 +1,270 @@
+"""Engines in lockstep: each has requests, a scheduler and attention of its own, and all have the experts in common.
+
+Rows go to the engine that holds their expert (`models/expert_exchange.py`), so no engine can compute a layer while
+another does nothing: a step of one is a **round** of all, and who has no rows takes part with none. Rounds that follow
+each other are a **wave**. It begins when an engine that rests has work and rings the bell for the next wave, and ends
+with a round in which nobody had any: then all rest, and count it. A ring for a wave that has ended means nothing any
+more, so a bell that is heard late begins nothing twice. (vLLM's engines with data-parallel attention rest by such a
+counter too.)
+
+At the start of a round everybody says what it brings. From that follows, the same for all:
+
+- which weight sets are computed, one after the other;
+- whether the wave ends;
+- which weight update is applied by all before the next round: the one that everybody has received, checked, and could
+  apply. So no row meets experts of another version, and rows of one version see experts of that version.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed
+
+from nano_inference.errors import RankLost
+from nano_inference.parallel.collectives import Group, ProcessGroup
+from nano_inference.scheduling.sequence import POLICY, REFERENCE
+
+dist: Any = torch.distributed
+
+SETS = (POLICY, REFERENCE)  # that all engines have, in the order in which they are computed
+NOTHING = -1
+LISTENING = 1.0  # seconds until a bell looks whether it was closed
+KEPT = 8  # waves whose keys a store holds; who listens is never so far behind
+
+
+class Bell(Protocol):
+    """How an engine that has work wakes those that rest."""
+
+    def ring(self, wave: int) -> None:
+        """Let wave number `wave` begin, if it has not."""
+        ...
+
+    def heard(self) -> float:
+        """The last wave that anybody has rung for; -1: none yet."""
+        ...
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Call `wake` whenever somebody rings."""
+        ...
+
+    def close(self) -> None:
+        """Leave: ring for every wave to come, so that the others find out."""
+        ...
+
+
+class ThreadBell:
+    """For engines of one process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wave: float = NOTHING
+        self._listeners: list[Callable[[], None]] = []
+
+    def ring(self, wave: float) -> None:
+        """See `Bell`."""
+        with self._lock:
+            self._wave = max(self._wave, wave)
+            listeners = list(self._listeners)
+        for wake in listeners:
+            wake()
+
+    def heard(self) -> float:
+        """See `Bell`."""
+        return self._wave
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """See `Bell`."""
+        with self._lock:
+            self._listeners.append(wake)
+
+    def close(self) -> None:
+        """See `Bell`."""
+        self.ring(math.inf)
+
+
+class StoreBell:
+    """For engines that are processes: a store of `torch.distributed` that all of them reach has a key for each wave.
+
+    Args:
+        store: of the lockstep alone.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._waiting = store, store.clone()  # a wait keeps a connection to itself
+        self._lock = threading.Lock()
+        self._wave: float = NOTHING
+        self._closed = self._gone = False
+        self._wake: Callable[[], None] = lambda: None
+
+    def ring(self, wave: int) -> None:
+        """See `Bell`. Raises `RankLost` where the store is gone."""
+        if self._gone:
+            raise RankLost("the store in which the engines in lockstep meet is gone, and an engine with it.")
+        if self._wave < wave:
+            self._store.set(f"wave/{wave}", "")
+            self._hear(wave)
+
+    def heard(self) -> float:
+        """See `Bell`."""
+        return self._wave
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """See `Bell`; a thread of its own listens."""
+        self._wake = wake
+        threading.Thread(target=self._listen, name="bell of the lockstep", daemon=True).start()
+
+    def close(self) -> None:
+        """See `Bell`. They see by the next wave that this one is gone."""
+        self._closed = True
+        if not self._gone:
+            with suppress(RuntimeError):
+                self.ring(int(self._wave) + 1)
+
+    def _hear(self, wave: float) -> None:
+        with self._lock:
+            self._wave = max(self._wave, wave)
+
+    def _listen(self) -> None:
+        while not self._closed:
+            wave = int(self._wave) + 1
+            try:
+                if not self._comes(f"wave/{wave}"):
+                    continue
+            except RuntimeError:
+                self._gone, self._wave = True, math.inf  # a wave is due that cannot begin
+                self._wake()
+                return
+            self._hear(wave)
+            self._wake()
+            with suppress(RuntimeError):
+                self._waiting.delete_key(f"wave/{wave - KEPT}")
+
+    def _comes(self, key: str) -> bool:
+        """Wait for a key. Raises `RuntimeError` where the store is gone."""
+        try:
+            self._waiting.wait([key], timedelta(seconds=LISTENING))
+        except RuntimeError:  # of either kind: not yet, or never
+            return self._waiting.check([key])
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What an engine says of itself in a round.
+
+    Attributes:
+        busy: it has requests to compute.
+        version: of the weights that it serves.
+        update: version of the update that it could apply now; None: there is none.
+    """
+
+    busy: bool
+    version: int
+    update: int | None
+
+
+class Lockstep:
+    """One engine's side of the lockstep.
+
+    Args:
+        group: the engines, by number. Its experts are those of `part_of(spec, engines=(group.rank, group.size))`.
+        bell: that all of them hear.
+
+    Attributes:
+        wave: how many waves have ended.
+        running: whether the next one has begun.
+    """
+
+    def __init__(self, group: Group, bell: Bell) -> None:
+        self.group = group
+        self.wave = 0
+        self.running = False
+        self.num_rounds = 0
+        self._bell = bell
+        self._say: Callable[[], Member] | None = None
+        self._device = torch.device("cpu")
+        self._agreed: int | None = None  # the update that all apply before the next round
+        self._told: int | None = None  # the update that the others know of
+
+    def attach(self, say: Callable[[], Member], wake: Callable[[], None], device: torch.device) -> None:
+        """Take part: `say` is asked in every round, `wake` is called when one is wanted; what is said lies on `device`
+        as it travels.
+        """
+        self._say, self._device = say, device
+        self._bell.listen(wake)
+
+    def is_due(self) -> bool:
+        """Whether this engine has to take part in a round."""
+        if self.running or self._bell.heard() >= self.wave:
+            return True
+        mine = self._member()
+        return mine.busy or mine.update not in (None, self._told)
+
+    def allows(self, version: int | None) -> bool:
+        """Whether everybody applies the update of this version now."""
+        return version is not None and version == self._agreed
+
+    def begin(self, weight_sets: Collection[str] = ()) -> list[str]:
+        """Begin a round; returns all weight sets that somebody computes, in order.
+
+        Args:
+            weight_sets: that this engine computes.
+
+        Raises `RankLost` where an engine does not come, or serves another version.
+        """
+        if unknown := set(weight_sets) - set(SETS):
+            raise RuntimeError(f"engines in lockstep have no weight set {min(unknown)!r} in common.")
+        if not self.running:
+            self._bell.ring(self.wave)
+            self.running = True
+        mine = self._member()
+        sets = sum(1 << place for place, name in enumerate(SETS) if name in weight_sets)
+        update = NOTHING if mine.update is None else mine.update
+        said = torch.tensor([mine.busy, mine.version, update, sets], device=self._device)
+        try:
+            told = torch.stack(self.group.all_gather(said))
+        except RankLost as lost:
+            raise RankLost(f"the engines in lockstep cannot go on: {lost}") from lost
+        return self._take_in(told.tolist(), mine)
+
+    def close(self) -> None:
+        """Leave; the others end too, since their experts are incomplete."""
+        self.group.close()
+        self._bell.close()
+
+    def _take_in(self, told: list[list[int]], mine: Member) -> list[str]:
+        busy, versions, updates, sets = zip(*told, strict=True)
+        if len(set(versions)) > 1:
+            raise RankLost(f"the engines in lockstep serve different weight versions: {', '.join(map(str, versions))}.")
+        self.num_rounds += 1
+        self._told = mine.update
+        self._agreed = mine.update if set(updates) == {mine.update} else None
+        if not any(busy) and not any(sets) and self._agreed is None:
+            self.running, self.wave = False, self.wave + 1
+        return [name for place, name in enumerate(SETS) if any(each >> place & 1 for each in sets)]
+
+    def _member(self) -> Member:
+        assert self._say is not None
+        return self._say()
+
+
+def process_in_lockstep(meeting: str, rank: int, size: int, device: torch.device) -> Lockstep:
+    """The lockstep of an engine that has a process to itself.
+
+    Args:
+        meeting: path of a file that all engines of this machine see, and that nobody has used before.
+        rank: this engine's number.
+        size: how many there are.
+        device: that it computes on.
+
+    Raises `RankLost` if the others do not come in time.
+    """
+    store = dist.FileStore(meeting, -1)
+    group = ProcessGroup(dist.PrefixStore("group", store), rank, size, device)
+    return Lockstep(group, StoreBell(dist.PrefixStore("bell", store)))

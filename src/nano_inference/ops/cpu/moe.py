@@ -1,0 +1,110 @@
+"""The CPU backend's layers of experts: kernels/moe.cpp on tensors."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from nano_inference.ops.cpu.weights import LANES, as_packed
+from nano_inference.ops.moe import Exchange, Experts, MoeSteps, mixture
+
+ROW_BLOCK = 512
+PROBLEMS = {1: "a row does not exist.", 2: "an expert does not exist."}
+
+
+class CpuMoe:
+    """`Ops.moe` of some number of threads."""
+
+    def __init__(self, kernels: ctypes.CDLL, num_threads: int) -> None:
+        self._c = kernels
+        self.num_threads = num_threads
+        self.steps = MoeSteps(self.route, self.products, self.combine)
+
+    def __call__(self, x: Tensor, experts: Experts, exchange: Exchange | None = None) -> Tensor:
+        """See `Ops.moe`."""
+        return mixture(self.steps, x.contiguous(), experts, exchange, ROW_BLOCK)
+
+    def route(self, x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+        """See `MoeSteps`."""
+        router = as_packed(experts.router)
+        _require_rows(x, router.columns, router.dtype)
+        ids = torch.empty((len(x), experts.per_token), dtype=torch.int64)
+        weights = torch.empty((len(x), experts.per_token))
+        if not 1 <= experts.per_token <= router.rows:
+            raise ValueError(f"{experts.per_token} experts a row cannot be chosen of {router.rows}.")
+        self._c.nano_moe_route(
+            x.data_ptr(),
+            len(x),
+            router.columns,
+            router.data_ptr(),
+            router.rows,
+            x.dtype == torch.bfloat16,
+            experts.per_token,
+            experts.renormalized,
+            ids.data_ptr(),
+            weights.data_ptr(),
+            self.num_threads,
+        )
+        return ids, weights
+
+    def products(self, x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
+        """See `MoeSteps`; float32."""
+        gate_up, down = as_packed(experts.gate_up), as_packed(experts.down)
+        hidden, inner = gate_up.columns, down.columns
+        require_sizes(hidden, inner)
+        _require_rows(x, hidden, gate_up.dtype)
+        if gate_up.rows != experts.num_held * 2 * inner or down.dtype != gate_up.dtype:
+            raise ValueError(
+                f"weights {tuple(gate_up.shape)} and {tuple(down.shape)} are not those of the same experts."
+            )
+        if any(
+            each.dtype != torch.int64 or not each.is_contiguous() or each.shape != rows.shape for each in (rows, held)
+        ):
+            raise ValueError("rows and experts must be contiguous int64 tensors of one size.")
+        out = torch.empty((len(rows), hidden))
+        problem = self._c.nano_moe_products(
+            x.data_ptr(),
+            len(x),
+            rows.data_ptr(),
+            held.data_ptr(),
+            len(rows),
+            experts.num_held,
+            hidden,
+            inner,
+            gate_up.data_ptr(),
+            down.data_ptr(),
+            x.dtype == torch.bfloat16,
+            experts.activation != "silu",
+            out.data_ptr(),
+            self.num_threads,
+        )
+        if problem:
+            raise ValueError(f"the rows do not fit the experts: {PROBLEMS[problem]}")
+        return out
+
+    def combine(self, products: Tensor, weights: Tensor) -> Tensor:
+        """See `MoeSteps`."""
+        num_rows, per_token, hidden = products.shape
+        products, weights = products.float().contiguous(), weights.float().contiguous()
+        out = torch.empty((num_rows, hidden))
+        self._c.nano_moe_combine(
+            products.data_ptr(),
+            weights.data_ptr(),
+            num_rows,
+            per_token,
+            hidden,
+            out.data_ptr(),
+            self.num_threads,
+        )
+        return out
+
+
+def require_sizes(hidden: int, inner: int) -> None:
+    """Raise ValueError unless the weights of an expert begin where a panel does."""
+    if hidden % LANES or inner % LANES:
+        raise ValueError(f"experts of {hidden} x {inner} cannot be packed: both must be multiples of {LANES}.")
+
+
+def _require_rows(x: Tensor, columns: int, dtype: torch.dtype) -> None:
+    if x.dim() != 2 or x.shape[1] != columns or x.dtype != dtype or not x.is_contiguous():
+        raise ValueError(f"expected contiguous rows of {columns} {dtype}, not {x.dtype} {tuple(x.shape)}.")

@@ -1,0 +1,222 @@
+"""Layers of experts on a GPU: routing, products grouped by expert, and the sum over a row's experts.
+
+Rows are sorted by expert and cut into tiles of `ROWS`, the last of each expert not whole; a program computes a tile by
+some columns, adding up in the order of k with the same instruction whatever the tile holds. So a row's bits know
+nothing of the other rows of its expert. Nothing is read on the host: how many tiles there are follows from the number
+of rows, and those that no expert needs do nothing.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportUnreachable=false, reportOperatorIssue=false
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nano_inference.ops.cuda.matmul import invariant_product
+from nano_inference.ops.cuda.rows import aligned, gated
+from nano_inference.ops.moe import Exchange, Experts, MoeSteps, mixture
+
+ROWS = 16  # of a tile: few, since in a decode step an expert gets about one
+COLUMNS = 64
+ROW_BLOCK = 4096  # rows whose products with all of their experts are in memory at once
+SUM_BLOCK = 1024
+
+
+class Tiles(NamedTuple):
+    """Places, which are rows sorted by expert, cut into tiles."""
+
+    order: Tensor  # int64 [P]: who stands at a place
+    experts: Tensor  # int64 [T]: of each tile; the number of experts where it is not needed
+    firsts: Tensor  # int64 [T]: its first place
+    ends: Tensor  # int64 [T]: the end of its expert's places
+
+
+def moe(x: Tensor, experts: Experts, exchange: Exchange | None = None) -> Tensor:
+    """See `Ops.moe`."""
+    return mixture(STEPS, x, experts, exchange, ROW_BLOCK)
+
+
+def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """See `MoeSteps`."""
+    logits = invariant_product(x, experts.router, None, torch.float32)
+    ids = torch.empty((len(x), experts.per_token), dtype=torch.int64, device=x.device)
+    weights = torch.empty((len(x), experts.per_token), device=x.device)
+    if len(x):
+        count = experts.num_experts
+        _route_kernel[(len(x),)](
+            logits,
+            ids,
+            weights,
+            count,
+            experts.per_token,
+            experts.renormalized,
+            triton.next_power_of_2(count),
+            num_warps=1 if count <= 256 else 4,
+            enable_fp_fusion=False,
+        )
+    return ids, weights
+
+
+def products(x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
+    """See `MoeSteps`; float32."""
+    hidden, inner = x.shape[1], experts.down.shape[1]
+    x = aligned(x.to(experts.gate_up.dtype))
+    out = torch.empty((len(rows), hidden), dtype=torch.float32, device=x.device)
+    if not len(rows):
+        return out
+    tiles = _tiles(held, experts.num_held)
+    between = torch.empty((len(rows), inner), dtype=x.dtype, device=x.device)
+    depth = 32 if x.dtype == torch.float32 else 64
+    for source, weight, result, columns, silu in (
+        (x, experts.gate_up, between, inner, experts.activation == "silu"),
+        (between, experts.down, out, hidden, None),
+    ):
+        _products_kernel[(len(tiles.experts), triton.cdiv(columns, COLUMNS))](
+            source,
+            weight,
+            result,
+            rows,
+            *tiles,
+            experts.num_held,
+            columns,
+            source.shape[1],
+            silu is not None,
+            silu is True,
+            ROWS,
+            COLUMNS,
+            depth,
+            "ieee" if x.dtype == torch.float32 else "tf32",  # no choice but for float32
+            num_warps=4,
+            num_stages=3,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+def combine(products: Tensor, weights: Tensor) -> Tensor:
+    """See `MoeSteps`."""
+    num_rows, per_token, hidden = products.shape
+    out = torch.empty((num_rows, hidden), dtype=torch.float32, device=products.device)
+    if num_rows:
+        _combine_kernel[(num_rows, triton.cdiv(hidden, SUM_BLOCK))](
+            aligned(products), aligned(weights), out, hidden, per_token, SUM_BLOCK, num_warps=4, enable_fp_fusion=False
+        )
+    return out
+
+
+STEPS = MoeSteps(route, products, combine)
+
+
+def _tiles(held: Tensor, num_experts: int) -> Tiles:
+    by_expert, order = held.sort(stable=True)
+    starts = torch.searchsorted(by_expert, torch.arange(num_experts + 1, device=held.device))  # [E + 1]
+    ends = ((starts.diff() + ROWS - 1) // ROWS).cumsum(0)  # tiles up to and with each expert's
+    tiles = torch.arange(-(-len(held) // ROWS) + min(num_experts, len(held)), device=held.device)
+    experts = torch.searchsorted(ends, tiles, right=True)
+    own = experts.clamp(max=num_experts - 1)
+    before = torch.where(own > 0, ends[(own - 1).clamp(min=0)], 0)
+    return Tiles(order, experts, starts[own] + (tiles - before) * ROWS, starts[own + 1])
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    ids_ptr,
+    weights_ptr,
+    EXPERTS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    RENORMALIZED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    inside = lanes < EXPERTS
+    logits = tl.load(logits_ptr + row * EXPERTS + lanes, mask=inside, other=-float("inf"))
+    sizes = tl.where(inside, tl.exp(logits - tl.max(logits, axis=0)), 0.0)
+    taken = lanes >= EXPERTS
+    for _ in tl.static_range(PER_TOKEN):
+        left = tl.where(taken, -float("inf"), logits)
+        # Of equal ones the lowest; where none is equal to the highest, which is then NaN, the lowest of all.
+        keys = tl.where(taken, 2 * BLOCK, tl.where(left == tl.max(left, axis=0), lanes, lanes + BLOCK))
+        taken = taken | (lanes == tl.min(keys, axis=0) % BLOCK)
+    chosen = taken & inside
+    total = tl.sum(tl.where(chosen, sizes, 0.0) if RENORMALIZED else sizes, axis=0)
+    places = row * PER_TOKEN + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    tl.store(ids_ptr + places, lanes.to(tl.int64), mask=chosen)
+    tl.store(weights_ptr + places, sizes / total, mask=chosen)
+
+
+@triton.jit
+def _products_kernel(
+    x_ptr,  # [M, K], or where not GATE sorted [P, K]
+    weight_ptr,  # [experts * rows, K]; of each expert COLUMNS_IN_ALL rows, with GATE as many up rows behind them
+    out_ptr,  # GATE: sorted [P, columns]; else [P, columns]
+    rows_ptr,  # row of x
+    order_ptr,
+    experts_ptr,
+    firsts_ptr,
+    ends_ptr,
+    num_experts,
+    COLUMNS_IN_ALL: tl.constexpr,
+    K: tl.constexpr,
+    GATE: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (tiles, tiles of columns)."""
+    expert = tl.load(experts_ptr + tl.program_id(0))
+    if expert >= num_experts:
+        return
+    places = tl.load(firsts_ptr + tl.program_id(0)) + tl.arange(0, ROWS)
+    mask = places < tl.load(ends_ptr + tl.program_id(0))
+    who = tl.load(order_ptr + places, mask=mask, other=0)
+    sources = tl.load(rows_ptr + who, mask=mask, other=0) if GATE else places
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column_mask = columns < COLUMNS_IN_ALL
+    first_row = expert * COLUMNS_IN_ALL
+    if GATE:
+        first_row = first_row * 2
+    ks = tl.arange(0, DEPTH)
+    x_ptrs = x_ptr + sources[:, None] * K + ks[None, :]
+    weight_ptrs = weight_ptr + (first_row + columns)[None, :] * K + ks[:, None]
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    others = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, K, DEPTH):
+        inside = ks < K - k
+        x = tl.load(x_ptrs + k, mask=mask[:, None] & inside[None, :], other=0.0)
+        weight_mask = inside[:, None] & column_mask[None, :]
+        weight = tl.load(weight_ptrs + k, mask=weight_mask, other=0.0)
+        sums = tl.dot(x, weight, sums, input_precision=PRECISION)
+        if GATE:
+            weight = tl.load(weight_ptrs + COLUMNS_IN_ALL * K + k, mask=weight_mask, other=0.0)
+            others = tl.dot(x, weight, others, input_precision=PRECISION)
+    if GATE:
+        sums = gated(sums, others, SILU)
+        targets = places
+    else:
+        targets = who
+    out_ptrs = out_ptr + targets[:, None] * COLUMNS_IN_ALL + columns[None, :]
+    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask[:, None] & column_mask[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    products_ptr, weights_ptr, out_ptr, WIDTH: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid (rows, parts of a row)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(PER_TOKEN):
+        product = tl.load(products_ptr + (row * PER_TOKEN + k) * WIDTH + columns, mask=inside, other=0.0)
+        total += product.to(tl.float32) * tl.load(weights_ptr + row * PER_TOKEN + k)
+    tl.store(out_ptr + row * WIDTH + columns, total, mask=inside)

@@ -1,0 +1,76 @@
+"""Layers of experts: what every backend does the same way.
+
+A row's result is the sum, in float32 and by rising expert id, of weight times product over the experts that it chose.
+Each product is a function of the row and the expert's weights alone, so neither the other rows of an expert nor the
+rank that holds it change a bit.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Experts(NamedTuple):
+    """The experts of a layer, or those of them that a rank holds. E experts in all, H wide, I inside of each."""
+
+    router: Any  # [E, H]
+    gate_up: Any  # [held * 2 * I, H]: gate and up rows of one expert, then those of the next
+    down: Any  # [held * H, I]
+    per_token: int
+    renormalized: bool  # the weights of a row's experts add up to 1
+    activation: str
+
+    @property
+    def num_experts(self) -> int:
+        """Of the layer, wherever they are."""
+        return self.router.shape[0]
+
+    @property
+    def num_held(self) -> int:
+        """Whose weights are here."""
+        return self.down.shape[0] // self.router.shape[1]
+
+
+class MoeSteps(NamedTuple):
+    """The parts of a backend's `Ops.moe`: what can be done at different ranks.
+
+    Attributes:
+        route: (x [N, H], experts) -> ids int64 [N, K], rising in each row, and weights float32 [N, K]. Of two experts
+            with the same logit the one with the lower id is chosen.
+        products: (x [M, H], rows int64 [P], held int64 [P], experts) -> [P, H]: row `rows[i]` through the expert that
+            is number `held[i]` of those that are here.
+        combine: (products [N, K, H], weights [N, K]) -> float32 [N, H], added in the order of K.
+    """
+
+    route: Callable[[Tensor, Experts], tuple[Tensor, Tensor]]
+    products: Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
+    combine: Callable[[Tensor, Tensor], Tensor]
+
+
+# Who brings rows to the ranks of their experts and back: (steps, x [N, H], experts) -> float32 [N, H].
+Exchange = Callable[[MoeSteps, Tensor, Experts], Tensor]
+
+
+def mixture(steps: MoeSteps, x: Tensor, experts: Experts, exchange: Exchange | None, row_block: int) -> Tensor:
+    """`Ops.moe`: x [N, H] -> float32 [N, H].
+
+    Args:
+        steps: of the backend.
+        x: rows, in the weights' dtype.
+        experts: of the layer.
+        exchange: who asks the other ranks; None: all experts are here.
+        row_block: rows that are computed at once, each with K products of its width; no bit depends on it.
+    """
+    if exchange is not None:
+        return exchange(steps, x, experts)
+    blocks = [_all_here(steps, rows, experts) for rows in x.split(row_block)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+def _all_here(steps: MoeSteps, x: Tensor, experts: Experts) -> Tensor:
+    ids, weights = steps.route(x, experts)
+    rows = torch.arange(len(x), device=x.device).repeat_interleave(experts.per_token)
+    products = steps.products(x, rows, ids.flatten(), experts)
+    return steps.combine(products.view(len(x), experts.per_token, x.shape[1]), weights)

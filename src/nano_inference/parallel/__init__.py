@@ -1,0 +1,1 @@
+"""How ranks share one model: their places, and what they tell each other."""

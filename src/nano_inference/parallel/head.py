@@ -1,0 +1,129 @@
+"""`ShardedHead`: the end of a step where each rank holds some tokens of the vocabulary. The bits are those of one rank.
+
+All ranks have the same hidden rows and the same batch, and all get the whole result. Plain draws and scores exchange
+maxima, sums of blocks and each rank's best token. The logits of a row travel where filters, sampling masks or best
+tokens look at all of them, or where the backend cannot do it by parts.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import fields, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nano_inference.parallel.collectives import Group
+from nano_inference.sampling.parts import VocabPart
+from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.sampling_batch import SamplingBatch
+
+T = TypeVar("T")
+SCORE_TILE = 256  # rows whose logits travel at once where only one number of each is wanted
+
+
+class HeadOps(Protocol):
+    """What the head needs of a backend: see `Ops`."""
+
+    @property
+    def logits(self) -> Any:
+        """Logits of hidden rows."""
+        ...
+
+    @property
+    def sample_logits(self) -> Any:
+        """Draws from logits."""
+        ...
+
+    @property
+    def score_logits(self) -> Any:
+        """Log-probabilities of given tokens."""
+        ...
+
+    @property
+    def head_parts(self) -> Any:
+        """Both by parts of the head, or None."""
+        ...
+
+
+class ShardedHead:
+    """Draws, logits and scores by the rows of the head that this rank holds.
+
+    Args:
+        ops: of the backend.
+        group: the ranks that share the head.
+        bounds: rank r holds tokens [bounds[r], bounds[r + 1]).
+    """
+
+    def __init__(self, ops: HeadOps, group: Group, bounds: Sequence[int]) -> None:
+        self.part = VocabPart(tuple(bounds), group.rank)
+        self._ops, self._group = ops, group
+        parts = ops.head_parts
+        self._parts = parts if parts is not None and self.part.is_of_blocks(parts.block) else None
+
+    def sample(self, hidden: Tensor, weight: Any, divisor: float, batch: SamplingBatch) -> Draw:
+        """See `Ops.sample`; `weight` is this rank's."""
+        if self._parts is None or batch.most_top or (batch.any_filter and batch.any_mask):
+            return self._ops.sample_logits(self.logits(hidden, weight, divisor), batch)
+        whole = _filtered(batch, self.part.vocab_size)
+        if not bool(whole.any()):
+            return self._together(self._parts.sample(hidden, weight, divisor, batch, self.part))
+        chosen = [mask.nonzero()[:, 0] for mask in (~whole, whole)]
+        plain, gathered = replace(batch.select(chosen[0]), any_filter=False), batch.select(chosen[1])
+        rows, places = gathered.rows.unique(return_inverse=True)
+        logits = self.logits(hidden[rows], weight, divisor)
+        drawn = (
+            self._together(self._parts.sample(hidden, weight, divisor, plain, self.part)),
+            self._ops.sample_logits(logits, replace(gathered, rows=places)),
+        )
+        order = torch.cat(chosen).argsort()
+        pairs = {field.name: [getattr(draw, field.name) for draw in drawn] for field in fields(Draw)}
+        whole: Any = {name: None if pair[0] is None else torch.cat(pair)[order] for name, pair in pairs.items()}
+        return Draw(**whole)
+
+    def sample_logits(self, logits: Tensor, batch: SamplingBatch) -> Draw:
+        """See `Ops.sample_logits`: from logits of the whole vocabulary."""
+        return self._ops.sample_logits(logits, batch)
+
+    def logits(self, hidden: Tensor, weight: Any, divisor: float = 1.0) -> Tensor:
+        """See `Ops.logits`: of the whole vocabulary."""
+        sizes = self.part.sizes
+        if not len(hidden):
+            return hidden.new_zeros((0, self.part.vocab_size), dtype=torch.float32)
+        own = (
+            self._ops.logits(hidden, weight, divisor)
+            if self.part.size
+            else hidden.new_zeros((len(hidden), 0), dtype=torch.float32)
+        )
+        gathered = self._group.all_gather(functional.pad(own, (0, max(sizes) - own.shape[1])))
+        return torch.cat([each[:, :size] for each, size in zip(gathered, sizes, strict=True)], dim=1)
+
+    def gather_logprobs(
+        self, hidden: Tensor, weight: Any, divisor: float, token_ids: Tensor, temperatures: Tensor
+    ) -> Tensor:
+        """See `Ops.gather_logprobs`."""
+        if self._parts is not None:
+            return self._together(self._parts.score(hidden, weight, divisor, token_ids, temperatures, self.part))
+        scores = [
+            self._ops.score_logits(self.logits(rows, weight, divisor), targets, own)
+            for rows, targets, own in zip(
+                *(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True
+            )
+        ]
+        return torch.cat(scores)
+
+    def _together(self, steps: Generator[Tensor, list[Tensor], T]) -> T:
+        """Run what exchanges what it yields."""
+        try:
+            mine = next(steps)
+            while True:
+                mine = steps.send(self._group.all_gather(mine))
+        except StopIteration as done:
+            return done.value
+
+
+def _filtered(batch: SamplingBatch, vocab_size: int) -> Tensor:
+    """Which samples look at all logits of their row together, bool [R]."""
+    if not batch.any_filter:
+        return torch.zeros(len(batch), dtype=torch.bool, device=batch.rows.device)
+    return ((batch.top_k > 0) & (batch.top_k < vocab_size)) | (batch.top_p < 1) | (batch.min_p > 0)

@@ -1,0 +1,160 @@
+"""The draw where each rank holds the logits of a part of the vocabulary: the reference, to the bit that of one rank.
+
+What ranks tell each other is maxima, sums of blocks and each rank's best token. `sample_part` and `score_part` are
+generators: they yield what the others are to know, of one shape on all ranks, and are sent what all ranks yielded, in
+the order of the vocabulary.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nano_inference.sampling.logprobs import VOCAB_BLOCK, block_sums
+from nano_inference.sampling.noise import exponential_noise
+from nano_inference.sampling.pipeline import Bias, Distribution, Penalties, divide
+from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.sampling_batch import Entries, SamplingBatch
+
+ROW_TILE = 64  # rows of one exchange: bounds the memory of a large vocabulary
+
+
+class VocabPart(NamedTuple):
+    """Which tokens each rank holds: rank r those from bounds[r] to bounds[r + 1]."""
+
+    bounds: tuple[int, ...]
+    rank: int
+
+    @property
+    def first(self) -> int:
+        """The first token of this rank."""
+        return self.bounds[self.rank]
+
+    @property
+    def size(self) -> int:
+        """How many tokens this rank holds."""
+        return self.sizes[self.rank]
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of all ranks."""
+        return self.bounds[-1]
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many tokens each rank holds."""
+        return [end - first for first, end in pairwise(self.bounds)]
+
+    def is_of_blocks(self, block: int) -> bool:
+        """Whether every rank has some tokens and begins where a block of so many does."""
+        return all(self.sizes) and all(first % block == 0 for first in self.bounds[:-1])
+
+    def num_blocks(self, block: int) -> list[int]:
+        """How many blocks each rank has."""
+        return [-(-size // block) for size in self.sizes]
+
+    def own(self, entries: Entries) -> Entries:
+        """Those entries that are of this rank's tokens, counted from its first."""
+        rows, ids, values = entries
+        inside = (ids >= self.first) & (ids < self.first + self.size)
+        return Entries(rows[inside], ids[inside] - self.first, values[inside])
+
+
+def sample_part(logits: Tensor, batch: SamplingBatch, part: VocabPart) -> Generator[Tensor, list[Tensor], Draw]:
+    """Draw one token for each sample, as `sample` does from the logits of all ranks.
+
+    Args:
+        logits: float32 [L, this rank's tokens].
+        batch: R samples, without filters and best tokens.
+        part: begins with a block of `VOCAB_BLOCK` on every rank.
+    """
+    num, zeros = len(batch), torch.zeros(len(batch), device=logits.device)
+    drawn: list[tuple[Tensor, Tensor, Tensor]] = []
+    for start in range(0, num, ROW_TILE):
+        tile = slice(start, min(start + ROW_TILE, num))
+        drawn.append((yield from _sample_tile(logits[batch.rows[tile]], batch.tile(tile), part)))
+    if drawn:
+        token_ids, logprobs, raw = (torch.cat(column) for column in zip(*drawn, strict=True))
+    else:
+        token_ids, logprobs, raw = batch.rows, zeros, zeros
+    no_ids = torch.empty((num, 0), dtype=torch.int64, device=logits.device)
+    return Draw(token_ids, logprobs, raw, zeros, None, no_ids, no_ids.float())
+
+
+def _sample_tile(
+    own: Tensor, batch: SamplingBatch, part: VocabPart
+) -> Generator[Tensor, list[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    greedy = batch.temperature == 0
+    edited = _edited(own, batch, part)
+    highest, raw_highest = torch.stack((yield torch.stack([edited.amax(dim=-1), own.amax(dim=-1)]))).amax(dim=0)
+    temperatures = torch.where(greedy, 1.0, batch.temperature)
+    scaled, top = divide(edited, temperatures, highest), _scaled_highest(highest, temperatures)
+    odds = torch.exp(scaled - top[:, None])
+    noise = exponential_noise(batch.noise_keys, part.size, part.first)
+    values = torch.where(greedy[:, None], scaled, odds / noise)
+    tokens = values.argmax(dim=-1)
+    best = torch.stack([each.gather(1, tokens[:, None])[:, 0] for each in (values, scaled, own)])  # [3, R]
+    sums = [_sums(odds, part)]
+    if batch.any_raw:
+        sums.append(_sums(torch.exp(own - raw_highest[:, None]), part))
+    ids = (tokens + part.first).to(torch.int32).view(torch.float32)  # ids as they are, in a tensor of floats
+    gathered = yield torch.cat([best.T, ids[:, None], *sums], dim=1)
+    bests = torch.stack([each[:, :4] for each in gathered])  # [ranks, R, 4]
+    winner = bests[:, :, 0].argmax(dim=0)  # of equals the first, which has the lower ids
+    _, chosen, raw_logit, ids = bests.gather(0, winner[None, :, None].expand(1, -1, 4))[0].unbind(dim=1)
+    log_sums = _log_sums([each[:, 4:] for each in gathered], part, len(sums))
+    logprobs, raw = (chosen - top) - log_sums[0], torch.zeros_like(chosen)
+    if batch.any_raw:
+        raw = (raw_logit - raw_highest) - log_sums[1]
+        logprobs = torch.where(greedy, raw, logprobs)
+    return ids.contiguous().view(torch.int32).long(), logprobs, raw
+
+
+def score_part(
+    logits: Tensor, token_ids: Tensor, temperatures: Tensor, part: VocabPart
+) -> Generator[Tensor, list[Tensor], Tensor]:
+    """Logprobs of given tokens [L] under softmax of the logits of all ranks over the temperatures."""
+    highest = torch.stack((yield logits.amax(dim=-1))).amax(dim=0)
+    scaled, top = divide(logits, temperatures, highest), _scaled_highest(highest, temperatures)
+    places = (token_ids - part.first).clamp(0, part.size - 1)  # of a token that is another's: anything
+    chosen = scaled.gather(1, places[:, None])
+    gathered = yield torch.cat([chosen, _sums(torch.exp(scaled - top[:, None]), part)], dim=1)
+    ends = torch.tensor(part.bounds[1:], device=logits.device)
+    owners = torch.bucketize(token_ids, ends, right=True)
+    chosen = torch.stack([each[:, 0] for each in gathered], dim=1).gather(1, owners[:, None])[:, 0]
+    return (chosen - top) - _log_sums([each[:, 1:] for each in gathered], part, 1)[0]
+
+
+def _edited(own: Tensor, batch: SamplingBatch, part: VocabPart) -> Tensor:
+    """Bias, allowed tokens and penalties of this rank's tokens. What anybody's tokens need is done to all."""
+    local = replace(batch, **{name: part.own(getattr(batch, name)) for name in ("bias", "allowed", "counts")})
+    distribution = Distribution(own)
+    for stage in (Bias, Penalties):
+        if stage.used(batch):
+            stage.apply(distribution, local)
+    return distribution.logits
+
+
+def _scaled_highest(highest: Tensor, temperatures: Tensor) -> Tensor:
+    """The highest of the divided logits: 0, or NaN where a row is not finite."""
+    return divide(highest[:, None], temperatures, highest)[:, 0]
+
+
+def _sums(weights: Tensor, part: VocabPart) -> Tensor:
+    """Sums of this rank's blocks, with room for those of the rank that has most. [R, v] -> [R, B]."""
+    sums = block_sums(weights)
+    return functional.pad(sums, (0, max(part.num_blocks(VOCAB_BLOCK)) - sums.shape[1]))
+
+
+def _log_sums(gathered: Sequence[Tensor], part: VocabPart, count: int) -> list[Tensor]:
+    """Logs of the sums of all blocks in the order of the vocabulary, [R]; `count` of them lie side by side."""
+    counts = part.num_blocks(VOCAB_BLOCK)
+    chunks = [each.chunk(count, dim=1) for each in gathered]
+    return [
+        torch.log(torch.cat([own[i][:, :size] for own, size in zip(chunks, counts, strict=True)], dim=1).sum(dim=-1))
+        for i in range(count)
+    ]

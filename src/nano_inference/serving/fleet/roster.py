@@ -1,0 +1,346 @@
+"""`Roster`: the engines of a fleet from their start to their end, and what they have in common."""
+
+import asyncio
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Protocol
+
+from nano_inference.errors import NanoInferenceError
+from nano_inference.serving.client import EngineClient
+from nano_inference.serving.errors import ApiError
+from nano_inference.serving.fleet.replica import Failovers, Replica, ReplicaStatus, State
+from nano_inference.serving.fleet.router import Router
+from nano_inference.serving.messages import EngineInfo
+from nano_inference.types import Memory
+
+log = logging.getLogger("nano_inference.serving")
+
+GLANCE = 0.2  # seconds between two looks at the replicas
+BACKOFF = 0.5  # seconds before a new engine is started; doubled for each that did not last
+MAX_BACKOFF = 30.0
+LASTING = 60.0  # seconds after which an engine has lasted
+SYNC_TIMEOUT = 600.0  # seconds in which a replica gets the weights of another one
+BringWeights = Callable[[EngineClient, EngineClient, int], Coroutine[Any, Any, None]]
+_SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # of all replicas
+
+
+class Owner(Protocol):
+    """Who has the roster, and is told of what becomes of it."""
+
+    def opened(self, info: EngineInfo, again: bool) -> None:
+        """A first replica serves; `again`: after all had died."""
+        ...
+
+    def lost(self, why: str, public: str, coming: bool) -> None:
+        """None is left; `coming`: another one is on its way."""
+        ...
+
+    def hand_on(self, client: EngineClient) -> int:
+        """Others are to go on with what this one has; returns how many requests that is."""
+        ...
+
+    def changed(self) -> None:
+        """Other replicas serve than before, or they have reported."""
+        ...
+
+
+class Roster:
+    """Starts engines, ends those that hang, and lets a new one serve when it has what the others have: weights of the
+    same version, the same pause, the same sleep.
+
+    Args:
+        owner: who has it.
+        make: a client of an engine that is not started yet, by the number of its place.
+        router: is told which replicas take requests.
+        restart: start a new engine in the place of one that has died.
+        stall_timeout: seconds after which a replica that has something to do and gets nowhere is killed.
+        bring_weights: lets one that serves give another one the weights of a version; None: by way of a folder.
+
+    Attributes:
+        replicas: all of them, by name.
+        failovers: what became of requests whose replica was gone.
+        lock: held by what changes the state that all have in common, and by a replica that is brought to it.
+        version, paused, asleep: that state; see `Members`.
+        keeps_old: whether requests finish on the version before.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        make: Callable[[int], EngineClient],
+        router: Router,
+        *,
+        restart: bool,
+        stall_timeout: float,
+        bring_weights: "BringWeights | None" = None,
+    ) -> None:
+        self.replicas: dict[str, Replica] = {}
+        self.failovers = Failovers()
+        self.lock = asyncio.Lock()
+        self.version = 0
+        self.paused = False
+        self.asleep: tuple[Memory, ...] = ()
+        self.keeps_old = False
+        self._owner = owner
+        self._make = make
+        self._router = router
+        self._restart = restart
+        self._stall_timeout = stall_timeout
+        self._bring_weights = bring_weights if bring_weights is not None else by_folder
+        self._first: EngineInfo | None = None  # what all others must be like
+        self._num_made = 0
+        self._tasks = set[asyncio.Task[Any]]()
+        self._closing = False
+
+    async def start(self, count: int) -> None:
+        """Build so many at once. Raises what kept one from being built."""
+        replicas = [self._new() for _ in range(count)]
+        for answer in await asyncio.gather(*(each.client.start() for each in replicas), return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
+        self._first = replicas[0].client.info
+        for each in replicas:
+            self._require_same(each)
+        self._open(replicas, again=False)
+        self.spawn(self._watch())
+
+    async def close(self) -> None:
+        """Let all end."""
+        self._closing = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*(each.client.close() for each in self.replicas.values()), return_exceptions=True)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Let something go on, until the end."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def living(self) -> dict[str, EngineClient]:
+        """Those that serve, draining ones too."""
+        return {name: each.client for name, each in self.replicas.items() if each.is_alive}
+
+    def statuses(self) -> tuple[ReplicaStatus, ...]:
+        """Of all."""
+        return tuple(map(self._status, self.replicas.values()))
+
+    # -- coming and going ---------------------------------------------------------------------------------------------
+
+    async def add(self) -> str:
+        """One more; returns its name when it serves. Raises what keeps it from that."""
+        each = self._new()
+        try:
+            await each.client.start()
+            await self._sync(each)
+        except BaseException:
+            self.replicas.pop(each.name, None)
+            await each.client.close()
+            raise
+        return each.name
+
+    def drain(self, replica: str, *, move: bool, draining: bool) -> Replica:
+        """See `FleetClient.drain`; returns it."""
+        each = self.replicas.get(replica)
+        if each is None:
+            raise _unknown(replica)
+        if not each.is_alive:
+            raise ApiError(409, f"replica {replica!r} does not serve: it is {each.state}.")
+        if move:
+            self._require_others(each)
+        self._router.drain(replica, draining)
+        each.state = "draining" if draining else "serving"
+        if draining and move:
+            self._owner.hand_on(each.client)
+        return each
+
+    async def remove(self, replica: str) -> int:
+        """See `FleetClient.remove`."""
+        each = self.replicas.get(replica)
+        if each is None:
+            raise _unknown(replica)
+        if each.is_alive:
+            self._require_others(each)
+        del self.replicas[replica]
+        self._leave(each, "dead", "it was removed")
+        num_moved = self._owner.hand_on(each.client)
+        await each.client.close()
+        log.info("replica %s was removed; %d request(s) went on elsewhere.", replica, num_moved)
+        return num_moved
+
+    def _new(self) -> Replica:
+        number, self._num_made = self._num_made, self._num_made + 1
+        each = Replica(str(number), self._make(number))
+        self.replicas[each.name] = each
+        self._look_after(each)
+        return each
+
+    def _look_after(self, each: Replica) -> None:
+        client = each.client
+        client.on_dead = lambda: self._bury(each, client)
+
+    def _open(self, replicas: list[Replica], *, again: bool) -> None:
+        """These are the first that serve."""
+        info = replicas[0].client.info
+        self.version, self.paused, self.asleep, self.keeps_old = info.weight_version, False, (), False
+        self._owner.opened(info, again)
+        for each in replicas:
+            self._admit(each)
+
+    def _admit(self, each: Replica) -> None:
+        each.state, each.why, each.ready_at = "serving", "", time.monotonic()
+        self._router.add(each.name)
+        self._owner.changed()
+        log.info("replica %s serves weight version %d.", each.name, self.version)
+
+    def _leave(self, each: Replica, state: State, why: str) -> None:
+        each.state, each.why = state, why
+        if each.name in self._router.replicas:
+            self._router.remove(each.name)
+        self._owner.changed()
+
+    def _bury(self, each: Replica, client: EngineClient, why: str | None = None) -> None:
+        """An engine has died; its requests will fail next, and go on elsewhere."""
+        if self._closing or each.client is not client or each.state == "dead":
+            return
+        why = why or client.why_dead or "it has died."
+        log.error("replica %s has died (%s): %s", each.name, each.state, why)
+        served = each.state not in ("starting", "dead")
+        self._leave(each, "dead", why)
+        self.spawn(client.close())
+        if served:
+            self.failovers.deaths += 1
+            if not self.living():
+                coming = any(other.state in ("starting", "syncing") for other in self.replicas.values())
+                self._owner.lost(why, client.public_reason, coming)
+        if self._restart and each.name in self.replicas:
+            lasted = each.ready_at and time.monotonic() - each.ready_at > LASTING
+            each.num_short = 0 if lasted else each.num_short + 1
+            each.ready_at = 0.0
+            self.spawn(self._start_again(each, min(BACKOFF * 2 ** max(0, each.num_short - 1), MAX_BACKOFF)))
+
+    async def _start_again(self, each: Replica, delay: float) -> None:
+        await asyncio.sleep(delay)
+        if self.replicas.get(each.name) is not each:  # it was removed
+            return
+        each.client, each.state = self._make(int(each.name)), "starting"
+        each.num_starts += 1
+        self._look_after(each)
+        await self._bring_up(each, each.client.start)
+
+    async def _bring_up(self, each: Replica, begin: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Let a replica serve, when it has what the others have; end it if it cannot have that."""
+        client = each.client
+        try:
+            if begin is not None:
+                await begin()
+            await self._sync(each)
+        except Exception as problem:
+            log.error("replica %s could not be brought up: %s", each.name, problem)
+            if each.client is client:
+                client.kill()
+                self._bury(each, client, str(problem))
+
+    # -- what all have in common --------------------------------------------------------------------------------------
+
+    def new_version(self, version: int, keeps_old: bool) -> None:
+        """See `Members`."""
+        self.version, self.keeps_old = version, keeps_old
+
+    def flushed(self) -> None:
+        """See `Members`."""
+        self._router.forget()
+
+    def left_behind(self, replica: str, why: str) -> None:
+        """See `Members`. Its requests go on elsewhere meanwhile."""
+        each = self.replicas[replica]
+        log.warning("replica %s is brought to the others: %s", replica, why)
+        self._leave(each, "syncing", why)
+        self._owner.hand_on(each.client)
+        self.spawn(self._bring_up(each))
+
+    async def _sync(self, each: Replica) -> None:
+        """Weights, pause and sleep as the others have them. With the lock, so that nothing changes meanwhile."""
+        each.state = "syncing"
+        async with self.lock:
+            self._require_same(each)
+            if not self.living():  # it is the first one again
+                self._open([each], again=True)
+                return
+            if "weights" in self.asleep:
+                raise ApiError(409, "the weights of the other replicas are asleep; wake them first.")
+            client = each.client
+            if await client.call("get_weight_version") != self.version:
+                began = time.monotonic()
+                await self._bring_weights(next(iter(self.living().values())), client, self.version)
+                log.info(
+                    "replica %s got weight version %d in %.2f s.", each.name, self.version, time.monotonic() - began
+                )
+            if self.paused:
+                await client.call("pause_within", mode="keep", seconds=60.0)
+            else:
+                await client.call("end_pause")
+            if self.asleep:
+                await client.call("sleep", memory=list(self.asleep))
+            if client.why_dead is None and self.replicas.get(each.name) is each:
+                self._admit(each)
+
+    def _require_same(self, each: Replica) -> None:
+        info, first = each.client.info, self._first
+        for name in _SAME:
+            if first is not None and getattr(info, name) != getattr(first, name):
+                raise NanoInferenceError(
+                    f"the replicas differ in {name}: {getattr(info, name)!r} and {getattr(first, name)!r}; they could "
+                    "not go on with each other's requests."
+                )
+
+    def _require_others(self, each: Replica) -> None:
+        if not any(other is not each and other.is_alive for other in self.replicas.values()):
+            raise ApiError(409, "it is the last replica that serves; nobody could go on with what it has.")
+
+    # -- now and then -------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Let the owner gather what replicas report, and end those that hang."""
+        while True:
+            await asyncio.sleep(GLANCE)
+            self._owner.changed()
+            for name, client in self.living().items():
+                if client.stalled(self._stall_timeout):
+                    log.error("replica %s has got nowhere for %g s, and is killed.", name, self._stall_timeout)
+                    client.kill()
+
+    def _status(self, each: Replica) -> ReplicaStatus:
+        routed, alive = each.name in self._router.replicas, each.is_alive
+        return ReplicaStatus(
+            name=each.name,
+            state=each.state,
+            waiting=self._router.waiting(each.name) if routed else 0,
+            running=self._router.running(each.name) if routed else 0,
+            weight_version=self.version if alive else None,
+            num_starts=each.num_starts,
+            pid=each.client.info.pid if alive else None,
+            why=each.why,
+        )
+
+
+async def by_folder(donor: EngineClient, client: EngineClient, version: int) -> None:
+    """The weights that `donor` serves, for another engine on this machine."""
+    folder = Path(tempfile.mkdtemp(prefix="nano-inference-weights-"))
+    try:
+        path = str(folder / "all")
+        await donor.call("save_weights", path=path, version=version, timeout=SYNC_TIMEOUT)
+        await client.call("begin_update", session=0, complete=True)
+        options = {"session": 0, "seconds": SYNC_TIMEOUT, "timeout": SYNC_TIMEOUT}
+        await client.call("receive_folder", path=path, **options)
+        await client.call("finish_update", version=version, kv_policy="abort", **options)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, True)
+
+
+def _unknown(replica: str) -> ApiError:
+    return ApiError(404, f"there is no replica {replica!r}.")

@@ -1,0 +1,380 @@
+"""`Together`: a call of one engine, made of all replicas of a fleet. What it changes, it changes on all or on none."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any, Protocol
+
+from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError, WeightUpdateConflict
+from nano_inference.serving.client import EngineClient
+from nano_inference.types import EngineStats, Memory, TrainingSample
+
+log = logging.getLogger("nano_inference.serving")
+
+SOON = 60.0  # seconds of calls that wait for a step at most
+Arguments = Mapping[str, Any]
+
+
+class Members(Protocol):
+    """A fleet as its control plane sees it. Replicas go by their names.
+
+    Attributes:
+        lock: held by what changes its state, also by a replica that joins.
+        version: of the weights that all of them serve.
+        paused: whether somebody has paused it.
+        asleep: the parts of the memory that were given back.
+    """
+
+    lock: asyncio.Lock
+    version: int
+    paused: bool
+    asleep: tuple[Memory, ...]
+
+    def living(self) -> dict[str, EngineClient]:
+        """Those that serve, draining ones too."""
+        ...
+
+    def left_behind(self, replica: str, why: str) -> None:
+        """It does not have what the others have: it is to be brought there before it serves again."""
+        ...
+
+    def new_version(self, version: int, keeps_old: bool) -> None:
+        """All others serve this version now; `keeps_old`: requests finish on the one before."""
+        ...
+
+    def flushed(self) -> None:
+        """No prefix is cached any more."""
+        ...
+
+
+class Together:
+    """The control plane: pause, memory, weight updates and questions, for all replicas at once.
+
+    A replica that dies meanwhile leaves the fleet, and the others go on. Whatever else fails on one is undone on all.
+    An update is first checked by all (`prepare_update`), then all stop between two steps, take it, and go on: while one
+    of them has the old weights no other draws a token with the new ones.
+    """
+
+    def __init__(self, fleet: Members) -> None:
+        self.lock = fleet.lock
+        self._fleet = fleet
+        self._session: frozenset[str] = frozenset()  # that take part in the open weight session
+        self._groups: dict[str, frozenset[str]] = {}
+        self._calls: dict[str, Callable[[str, float, Arguments], Awaitable[Any]]] = {
+            "stats": self._stats,
+            "get_weight_version": self._same,
+            "weights_checksum": self._checksums,
+            "flush_cache": self._flush,
+            "pause": self._pause,
+            "pause_within": self._pause,
+            "resume": self._resume,
+            "end_pause": self._resume,
+            "is_paused": self._any,
+            "sleep": self._sleep,
+            "wake": self._wake,
+            "sleeping": self._sleeping,
+            "take_in": self._nothing,
+            "join_group": self._join,
+            "leave_group": self._any,
+            "has_group": self._has_group,
+            "begin_update": self._begin,
+            "finish_update": self._finish,
+            "cancel_update": self._cancel,
+            "describe": self._describe,
+        }
+
+    async def call(self, name: str, seconds: float, arguments: Arguments) -> Any:
+        """As `EngineClient.call`, of the whole fleet."""
+        if name in ("receive_broadcast", "receive_stream", "receive_file", "receive_folder", "receive_bucket"):
+            return await self._receive(name, seconds, arguments)
+        if name not in self._calls:
+            raise InvalidRequest(f"{name!r} is not a call of a fleet; there are {', '.join(self._calls)}.")
+        return await self._calls[name](name, seconds, arguments)
+
+    @staticmethod
+    def patience(name: str, seconds: float) -> float:
+        """The time that a call may take in all: one that is made of several gets it for each."""
+        return (4 if name == "finish_update" else 2) * seconds
+
+    def forget(self) -> None:
+        """All replicas are gone, and what they had with them."""
+        self._session = frozenset()
+        self._groups.clear()
+
+    # -- all of them --------------------------------------------------------------------------------------------------
+
+    async def each(
+        self,
+        name: str,
+        seconds: float,
+        arguments: Arguments,
+        among: Iterable[str] | None = None,
+        more: Callable[[int], Arguments] = lambda _: {},
+    ) -> dict[str, Any]:
+        """Call all replicas (or these); what each returned, or the error that it raised. The dead are left out.
+
+        Raises `EngineDead` if none is left.
+        """
+        clients = self._fleet.living()
+        if among is not None:
+            clients = {replica: clients[replica] for replica in among if replica in clients}
+        answers = await asyncio.gather(
+            *(
+                client.call(name, timeout=seconds, **arguments, **more(place))
+                for place, client in enumerate(clients.values())
+            ),
+            return_exceptions=True,
+        )
+        living = self._fleet.living()
+        found = {
+            replica: answer
+            for replica, answer in zip(clients, answers, strict=True)
+            if replica in living and not isinstance(answer, EngineDead)
+        }
+        if not found:
+            raise EngineDead("no replica is left that could answer.")
+        for answer in found.values():
+            if isinstance(answer, asyncio.CancelledError):
+                raise answer
+        return found
+
+    async def all_or_error(self, name: str, seconds: float, arguments: Arguments, **options: Any) -> dict[str, Any]:
+        """As `each`; raises the first error."""
+        found = await self.each(name, seconds, arguments, **options)
+        _raise_first(found)
+        return found
+
+    async def _nothing(self, name: str, seconds: float, arguments: Arguments) -> None:
+        await self.all_or_error(name, seconds, arguments)
+
+    async def _any(self, name: str, seconds: float, arguments: Arguments) -> bool:
+        return any((await self.all_or_error(name, seconds, arguments)).values())
+
+    async def _has_group(self, name: str, seconds: float, arguments: Arguments) -> bool:
+        """Of those that joined it; a replica that came later gets its weights from them."""
+        living = frozenset(self._fleet.living())
+        among = self._groups.get(arguments["group"], living) & living or living
+        return all((await self.all_or_error(name, seconds, arguments, among=among)).values())
+
+    async def _same(self, name: str, seconds: float, arguments: Arguments) -> Any:
+        found = await self.all_or_error(name, seconds, arguments)
+        if len(set(found.values())) > 1:
+            raise NanoInferenceError(f"the replicas do not agree on {name}: {found}.")
+        return next(iter(found.values()))
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    async def _stats(self, name: str, seconds: float, arguments: Arguments) -> EngineStats:
+        return joined_stats(list((await self.all_or_error("stats", seconds, arguments)).values()))
+
+    async def _checksums(self, name: str, seconds: float, arguments: Arguments) -> dict[str, str]:
+        found: dict[str, dict[str, str]] = await self.all_or_error("weights_checksum", seconds, arguments)
+        (first, expected), *others = found.items()
+        for replica, checksums in others:
+            differ = sorted(name for name in expected.keys() & checksums if expected[name] != checksums[name])
+            if differ:
+                raise NanoInferenceError(
+                    f"replicas {first} and {replica} do not have the same weights: {differ[0]!r} differs, one of "
+                    f"{len(differ)}."
+                )
+            expected = checksums | expected  # of engines in lockstep each has some of the experts
+        return expected
+
+    async def _describe(self, name: str, seconds: float, arguments: Arguments) -> dict[str, Any]:
+        found: dict[str, dict[str, Any]] = await self.all_or_error("describe", seconds, arguments)
+        return {**next(iter(found.values())), "replicas": len(found)}
+
+    async def _sleeping(self, name: str, seconds: float, arguments: Arguments) -> list[Memory]:
+        found = await self.all_or_error("sleeping", seconds, arguments)
+        return list(next(iter(found.values())))
+
+    # -- pauses and memory --------------------------------------------------------------------------------------------
+
+    async def _flush(self, name: str, seconds: float, arguments: Arguments) -> None:
+        await self.all_or_error("flush_cache", seconds, arguments)
+        self._fleet.flushed()
+
+    async def _pause(self, name: str, seconds: float, arguments: Arguments) -> Any:
+        if arguments.get("mode") == "wait":  # and somebody may resume meanwhile
+            return await self._pause_now(name, seconds, arguments)
+        async with self.lock:
+            return await self._pause_now(name, seconds, arguments)
+
+    async def _pause_now(self, name: str, seconds: float, arguments: Arguments) -> Any:
+        was_paused = self._fleet.paused
+        found = await self.each(name, seconds, arguments)
+        failed = [answer for answer in found.values() if isinstance(answer, BaseException) or answer is False]
+        if failed and not was_paused:
+            await self.each("end_pause", SOON, {})
+        _raise_first(found)
+        if failed:
+            return False
+        self._fleet.paused = True
+        if name == "pause_within":
+            return True
+        samples: list[TrainingSample] = [sample for answer in found.values() for sample in answer]
+        return samples
+
+    async def _resume(self, name: str, seconds: float, arguments: Arguments) -> None:
+        async with self.lock:
+            await self.all_or_error(name, seconds, arguments)
+            self._fleet.paused = False
+
+    async def _sleep(self, name: str, seconds: float, arguments: Arguments) -> None:
+        async with self.lock:
+            before = self._fleet.asleep
+            found = await self.each("sleep", seconds, arguments)
+            if any(isinstance(answer, BaseException) for answer in found.values()):
+                slept = [part for part in ("kv_cache", "weights") if part not in before]
+                await self.each("wake", seconds, {"memory": slept})
+                _raise_first(found)
+            self._fleet.asleep = await self._parts(seconds)
+            if "kv_cache" in self._fleet.asleep:
+                self._fleet.flushed()
+
+    async def _wake(self, name: str, seconds: float, arguments: Arguments) -> None:
+        async with self.lock:
+            before = self._fleet.asleep
+            found = await self.each("wake", seconds, arguments)
+            if any(isinstance(answer, BaseException) for answer in found.values()):
+                await self.each("sleep", seconds, {"memory": list(before)})
+                _raise_first(found)
+            self._fleet.asleep = await self._parts(seconds)
+            if before and arguments.get("memory") is None and not self._fleet.asleep:
+                self._fleet.paused = False
+
+    async def _parts(self, seconds: float) -> tuple[Memory, ...]:
+        return tuple(await self._sleeping("sleeping", seconds, {}))
+
+    # -- groups and updates -------------------------------------------------------------------------------------------
+
+    async def _join(self, name: str, seconds: float, arguments: Arguments) -> None:
+        """Replicas get rank, rank + 1, … in the order in which they came to the fleet."""
+        replicas, rank = tuple(self._fleet.living()), arguments["rank"]
+        if rank + len(replicas) > arguments["world_size"]:
+            raise InvalidRequest(
+                f"rank={rank} and world_size={arguments['world_size']} leave no room for {len(replicas)} replicas, "
+                f"which are as many engines; the world size has to be at least {rank + len(replicas)}."
+            )
+        plain = {key: value for key, value in arguments.items() if key != "rank"}
+        found = await self.each("join_group", seconds, plain, replicas, lambda place: {"rank": rank + place})
+        if any(isinstance(answer, BaseException) for answer in found.values()):
+            joined = [replica for replica, answer in found.items() if not isinstance(answer, BaseException)]
+            if joined:
+                await self.each("leave_group", SOON, {"group": arguments["group"]}, joined)
+            _raise_first(found)
+        self._groups[arguments["group"]] = frozenset(found)
+
+    async def _begin(self, name: str, seconds: float, arguments: Arguments) -> int:
+        async with self.lock:
+            found = await self.each("begin_update", seconds, arguments)
+            if any(isinstance(answer, BaseException) for answer in found.values()):
+                reason = "another replica could not begin this weight update."
+                begun = [replica for replica, answer in found.items() if not isinstance(answer, BaseException)]
+                if begun:
+                    await self.each("cancel_update", SOON, {"session": arguments["session"], "reason": reason}, begun)
+                _raise_first(found)
+            self._session = frozenset(found)
+            return max(found.values())
+
+    async def _receive(self, name: str, seconds: float, arguments: Arguments) -> Any:
+        """Those receive that are in the session and in the group; the others are brought to the new version later."""
+        among = self._session & self._groups.get(arguments.get("group", ""), self._session)
+        among &= frozenset(self._fleet.living())
+        if not among:  # as one engine says it
+            among = frozenset(self._fleet.living())
+        session = arguments.get("session")
+        reason = "another replica could not receive this weight update."
+
+        async def one(replica: str) -> Any:
+            found = await self.each(name, seconds, arguments, [replica])
+            answer = found[replica]
+            if isinstance(answer, BaseException):  # the others need not wait for what will not come
+                await self.each("cancel_update", SOON, {"session": session, "reason": reason})
+                raise answer
+            return answer
+
+        answers = await asyncio.gather(*(one(replica) for replica in sorted(among)), return_exceptions=True)
+        living = self._fleet.living()
+        kept = [
+            answer
+            for replica, answer in zip(sorted(among), answers, strict=True)
+            if replica in living and not isinstance(answer, EngineDead)
+        ]
+        errors = [answer for answer in kept if isinstance(answer, BaseException)]
+        if errors:  # the one that came first; others were cancelled for it
+            raise next((each for each in errors if reason not in str(each)), errors[0])
+        if not kept:
+            raise WeightUpdateConflict("every replica that received this weight update has died.")
+        self._session = frozenset(replica for replica in among if replica in living)
+        return kept[0]
+
+    async def _cancel(self, name: str, seconds: float, arguments: Arguments) -> bool:
+        self._session = frozenset()
+        return any(answer is True for answer in (await self.each("cancel_update", seconds, arguments)).values())
+
+    async def _finish(self, name: str, seconds: float, arguments: Arguments) -> int:
+        async with self.lock:
+            return await self._finish_locked(seconds, arguments)
+
+    async def _finish_locked(self, seconds: float, arguments: Arguments) -> int:
+        fleet, version, policy = self._fleet, arguments["version"], arguments["kv_policy"]
+        members = self._session & frozenset(fleet.living()) or frozenset(fleet.living())
+        await self.all_or_error("prepare_update", seconds, arguments, among=members)
+        stopped = not fleet.paused
+        if stopped:
+            within = {"mode": "wait" if policy == "wait" else "keep", "seconds": arguments["seconds"]}
+            found = await self.each("pause_within", seconds, within)
+            if any(isinstance(answer, BaseException) or answer is False for answer in found.values()):
+                await self.each("end_pause", SOON, {})
+                _raise_first(found)
+                raise WeightUpdateConflict(f"the requests did not end in time for weight version {version}.")
+        try:
+            found = await self.each("finish_update", seconds, arguments, members)
+            took = [replica for replica, answer in found.items() if not isinstance(answer, BaseException)]
+            if not took:
+                _raise_first(found)
+            fleet.new_version(version, policy == "finish_old")
+            for replica in fleet.living():
+                if replica not in took:
+                    why = found.get(replica, "it took no part in the update")
+                    fleet.left_behind(replica, f"it does not serve weight version {version}: {why}")
+            self._session = frozenset()
+            return version
+        finally:
+            if stopped:
+                await self.each("end_pause", SOON, {})
+
+
+def _raise_first(found: Mapping[str, Any]) -> None:
+    for replica, answer in found.items():
+        if isinstance(answer, BaseException):
+            log.warning("replica %s: %s", replica, answer)
+            raise answer
+
+
+def joined_stats(each: list[EngineStats]) -> EngineStats:
+    """Statistics of several engines as if they were one."""
+    total: dict[str, Any] = {
+        field.name: sum(getattr(one, field.name) for one in each)
+        for field in fields(EngineStats)
+        if field.name not in _NOT_SUMS
+    }
+    blocks, steps = total["num_blocks"] or 1, total["num_steps"] or 1
+    asked = total["prompt_tokens_computed"] + total["prompt_tokens_cached"]
+    phases = {phase for one in each for phase in one.step_microseconds}
+    return EngineStats(
+        **total,
+        kv_use=sum(one.kv_use * one.num_blocks for one in each) / blocks,
+        hit_rate=total["prompt_tokens_cached"] / asked if asked else 0.0,
+        step_microseconds={
+            phase: sum(one.step_microseconds.get(phase, 0.0) * one.num_steps for one in each) / steps
+            for phase in sorted(phases)
+        },
+        ranks_busy=tuple(seconds for one in each for seconds in one.ranks_busy),
+        ranks_waiting=tuple(seconds for one in each for seconds in one.ranks_waiting),
+    )
+
+
+_NOT_SUMS = ("kv_use", "hit_rate", "step_microseconds", "ranks_busy", "ranks_waiting")

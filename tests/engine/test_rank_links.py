@@ -1,0 +1,192 @@
+"""Who may join an engine: a rank of it that proves to be one, once. Nobody else holds it up."""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+msgspec = pytest.importorskip("msgspec")
+
+from nano_inference.engine.ranks.launcher import Handle  # noqa: E402
+from nano_inference.engine.ranks.link import (  # noqa: E402
+    FRAME_BYTES,
+    Identity,
+    Link,
+    LinkLost,
+    NotOurs,
+    connect,
+    greet_rank_0,
+)
+from nano_inference.engine.ranks.meeting import Meeting  # noqa: E402
+from nano_inference.engine.ranks.messages import Begin  # noqa: E402
+from nano_inference.errors import ConfigError  # noqa: E402
+
+
+class Nobody:
+    """Starts nothing."""
+
+    host: str | None = None
+    port = 0
+
+    def ranks_here(self, world_size: int) -> int:
+        return world_size
+
+    def start(self, begins: Sequence[Begin]) -> list[Handle]:
+        return []
+
+
+class Gone:
+    def alive(self) -> bool:
+        return False
+
+    def ended(self) -> str:
+        return "ended with exit code 3"
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def meeting(request: pytest.FixtureRequest) -> Any:
+    launcher = Nobody()
+    launcher.host = None if request.param == "unix" else "127.0.0.1"
+    meeting = Meeting(launcher, 3, "1.0.0")
+    yield meeting
+    meeting.close()
+
+
+def identity(meeting: Meeting, rank: int, **changes: Any) -> Identity:
+    return Identity(
+        **({"token": meeting.token, "version": "1.0.0", "world_size": 3, "rank": rank} | changes)  # pyright: ignore
+    )
+
+
+def join(meeting: Meeting, me: Identity) -> Link:
+    link = connect(meeting.begins()[0].address, 5)
+    try:
+        greet_rank_0(link, me, 5)
+    except NotOurs:
+        link.close()
+        raise
+    return link
+
+
+def test_ranks_join_among_strangers(meeting: Meeting) -> None:
+    found: dict[int, Link] = {}
+    collecting = threading.Thread(target=lambda: found.update(meeting.collect([], 20)))
+    collecting.start()
+    silent = connect(meeting.begins()[0].address, 5)  # says nothing, and holds up nobody
+    loud = connect(meeting.begins()[0].address, 5)
+    loud.send(b"GET / HTTP/1.1\r\n\r\n")
+    huge = connect(meeting.begins()[0].address, 5)
+    huge._socket.sendall(struct.pack(">I", 2**31))
+    with pytest.raises(NotOurs, match="another token"):
+        join(meeting, identity(meeting, 1, token=b"x" * 32))
+    first = join(meeting, identity(meeting, 2))
+    with pytest.raises(NotOurs, match="rank 2 is here already"):
+        join(meeting, identity(meeting, 2))
+    with pytest.raises(NotOurs, match=r"rank 1 runs nano-inference 0\.9\.9 .*rank 0 1\.0\.0"):
+        join(meeting, identity(meeting, 1, version="0.9.9"))
+    with pytest.raises(NotOurs, match=r"\(protocol 7\), rank 0 .*\(protocol 1\); install the same version"):
+        join(meeting, identity(meeting, 1, protocol=7))
+    with pytest.raises(NotOurs, match="one of 4 ranks, rank 0 as one of 3"):
+        join(meeting, identity(meeting, 1, world_size=4))
+    with pytest.raises(NotOurs, match="rank 3 is no rank"):
+        join(meeting, identity(meeting, 3))
+    second = join(meeting, identity(meeting, 1))
+    collecting.join(5)
+    assert sorted(found) == [1, 2]
+    for there, here in ((first, found[2]), (second, found[1])):
+        for each in (there, here):
+            each.settle(5)
+        frames = [b"", b"x", bytes(1000), bytes(range(256)) * 2**13]
+        sending = threading.Thread(target=lambda end=there, all_of=frames: [end.send(frame) for frame in all_of])
+        sending.start()
+        assert [bytes(here.receive()) for _ in frames] == frames
+        sending.join()
+        there.close()
+        with pytest.raises(LinkLost, match="hung up"):
+            here.receive()
+        here.close()
+    for each in (silent, loud, huge):
+        each.close()
+
+
+def test_ranks_join_behind_a_hundred_who_say_nothing(meeting: Meeting) -> None:
+    found: dict[int, Link] = {}
+    collecting = threading.Thread(target=lambda: found.update(meeting.collect([], 20)))
+    collecting.start()
+    silent = [connect(meeting.begins()[0].address, 5) for _ in range(100)]
+    links = [join(meeting, identity(meeting, rank)) for rank in (1, 2)]
+    collecting.join(5)
+    assert sorted(found) == [1, 2]
+    for each in (*silent, *links, *found.values()):
+        each.close()
+
+
+def test_a_greeting_has_one_deadline_however_slowly_it_comes() -> None:
+    here, there = (Link(end) for end in socket.socketpair())
+    there.set_deadline(0.3)
+    began = time.monotonic()
+    ended = threading.Event()
+
+    def drip() -> None:
+        here._socket.sendall(struct.pack(">I", 4096))
+        while not ended.wait(0.05) and time.monotonic() < began + 30:
+            here._socket.sendall(b"x")
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    with pytest.raises(LinkLost, match="does not answer"):
+        there.receive()
+    assert time.monotonic() - began < 20
+    ended.set()
+    dripping.join()
+    for each in (here, there):
+        each.close()
+
+
+def test_who_does_not_come_is_named(meeting: Meeting) -> None:
+    with pytest.raises(ConfigError, match=r"rank 1, 2 of 3 did not come within 0\.2 s"):
+        meeting.collect([], 0.2)
+    with pytest.raises(ConfigError, match="rank 1 of 3 ended with exit code 3 before it came"):
+        meeting.collect([Gone(), Gone()], 5)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        launcher = Nobody()
+        launcher.host, launcher.port = "127.0.0.1", taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"rank 0 cannot listen at 127.0.0.1:{launcher.port}.*in use"):
+            Meeting(launcher, 2, "1.0.0")
+
+
+def test_frames_have_bounds() -> None:
+    here, there = (Link(end) for end in socket.socketpair())
+    with pytest.raises(ValueError, match="larger than"):
+        here.send(bytes(FRAME_BYTES + 1))
+    here._socket.sendall(struct.pack(">I", FRAME_BYTES + 1))
+    with pytest.raises(LinkLost, match="where 536,870,912 are the most"):
+        there.receive()
+    here.close()
+
+
+def send_for_ever(link: Link) -> None:
+    while True:
+        link.send(bytes(2**20))
+
+
+def test_a_link_that_nobody_reads_ends_at_its_deadline() -> None:
+    here, there = (Link(end) for end in socket.socketpair())
+    here.settle(0.3)
+    began = time.monotonic()
+    with pytest.raises(LinkLost, match="takes no message"):
+        send_for_ever(here)
+    assert 0.2 < time.monotonic() - began < 20
+    there.close()

@@ -1,0 +1,216 @@
+"""Layers of experts: the backends beside each other, rows alone and together, and experts spread over ranks."""
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nano_inference.models.expert_exchange import ExpertExchange
+from nano_inference.models.spec import spec_from_config
+from nano_inference.ops import reference
+from nano_inference.ops.cpu.backend import CpuOps
+from nano_inference.ops.cpu.weights import as_packed
+from nano_inference.ops.moe import Exchange, Experts, MoeSteps
+from nano_inference.parallel.collectives import ThreadGroup
+from tests.models.tiny import MORE_FAMILIES, llama_config
+
+HIDDEN = 48
+CALM = settings(deadline=None, max_examples=20)
+
+
+class Backend(NamedTuple):
+    run: Callable[[Tensor, Experts, Exchange | None], Tensor]
+    steps: MoeSteps
+    weight: Callable[[Tensor], Any]
+
+
+CPU, ONE_THREAD = CpuOps(2), CpuOps(1)
+BACKENDS = {
+    "reference": Backend(reference.moe, reference.MOE, lambda weight: weight),
+    "cpu": Backend(CPU.moe, CPU.moe.steps, as_packed),
+}
+try:
+    from nano_inference.ops.cuda import moe as triton_moe
+
+    BACKENDS["triton"] = Backend(triton_moe.moe, triton_moe.STEPS, lambda weight: weight)
+except ImportError:
+    pass
+
+
+def rows_of(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn((count, HIDDEN), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def experts_of(
+    backend: Backend,
+    *,
+    count: int = 6,
+    per_token: int = 3,
+    inner: int = 32,
+    renormalized: bool = False,
+    activation: str = "silu",
+    dtype: torch.dtype = torch.float32,
+    held: range | None = None,
+    router: Tensor | None = None,
+) -> Experts:
+    """Random ones; `held` are here."""
+    generator = torch.Generator().manual_seed(7)
+    held = range(count) if held is None else held
+    drawn = torch.randn((count, HIDDEN), generator=generator) * 0.3
+    gate_up = torch.randn((count, 2 * inner, HIDDEN), generator=generator) * 0.2
+    down = torch.randn((count, HIDDEN, inner), generator=generator) * 0.2
+    parts = (
+        drawn if router is None else router,
+        *(each[held.start : held.stop].flatten(0, 1) for each in (gate_up, down)),
+    )
+    weights = [backend.weight(each.to(dtype)) for each in parts]
+    return Experts(weights[0], weights[1], weights[2], per_token, renormalized, activation)
+
+
+def expected(x: Tensor, experts: Experts) -> Tensor:
+    """In float64, one row and one expert after the other."""
+    router, gate_up, down = (each.double() for each in (experts.router, experts.gate_up, experts.down))
+    gate_ups, downs = gate_up.chunk(len(router)), down.chunk(len(router))
+    activations = {
+        "silu": torch.nn.functional.silu,
+        "gelu_tanh": lambda z: torch.nn.functional.gelu(z, approximate="tanh"),
+    }
+    out = torch.zeros((len(x), HIDDEN), dtype=torch.float64)
+    for row, total in zip(x.double(), out, strict=True):
+        shares = (router @ row).softmax(dim=0)
+        chosen = shares.topk(experts.per_token)
+        scale = chosen.values.sum() if experts.renormalized else 1.0
+        for expert, share in zip(chosen.indices.tolist(), chosen.values, strict=True):
+            gate, up = (gate_ups[expert] @ row).chunk(2)
+            total += share / scale * (downs[expert] @ (activations[experts.activation](gate) * up))
+    return out
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("renormalized", "activation"), [(True, "silu"), (False, "gelu_tanh")])
+def test_the_sum_over_a_rows_experts(name: str, renormalized: bool, activation: str) -> None:
+    backend, options = BACKENDS[name], {"renormalized": renormalized, "activation": activation}
+    x = rows_of(9)
+    found = backend.run(x, experts_of(backend, **options), None)  # pyright: ignore[reportArgumentType]
+    assert found.dtype == torch.float32
+    plain = experts_of(BACKENDS["reference"], **options)  # pyright: ignore[reportArgumentType]
+    torch.testing.assert_close(found.double(), expected(x, plain), rtol=1e-5, atol=1e-5)
+    assert backend.run(x[:0], experts_of(backend), None).shape == (0, HIDDEN)
+
+
+def test_bfloat16_on_the_cpu_is_near_the_reference() -> None:
+    x = rows_of(33, torch.bfloat16)
+    found = CPU.moe(x, experts_of(BACKENDS["cpu"], dtype=torch.bfloat16))
+    near = reference.moe(x, experts_of(BACKENDS["reference"], dtype=torch.bfloat16))
+    torch.testing.assert_close(found, near, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@CALM
+@given(data=st.data(), count=st.integers(1, 20))
+def test_a_rows_bits_know_nothing_of_the_others(name: str, data: st.DataObject, count: int) -> None:
+    """Any rows in any order: some experts get many of them, and some get none."""
+    backend = BACKENDS[name]
+    float32 = name == "triton" or data.draw(st.booleans())  # the interpreter's product of bfloat16 is wrong
+    dtype = torch.float32 if float32 else torch.bfloat16
+    x, experts = rows_of(20, dtype), experts_of(backend, dtype=dtype)
+    whole = backend.run(x, experts, None)
+    some = torch.tensor(data.draw(st.lists(st.integers(0, 19), min_size=count, max_size=count)))
+    assert torch.equal(backend.run(x[some], experts, None), whole[some])
+    if name == "cpu":
+        assert torch.equal(ONE_THREAD.moe(x[some], experts), whole[some])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_of_equal_experts_the_lower_ids_are_chosen(name: str) -> None:
+    backend = BACKENDS[name]
+    router = rows_of(2)[[0, 1, 0, 1, 1, 0]]
+    ids, weights = backend.steps.route(rows_of(16), experts_of(backend, router=router))
+    assert {tuple(each) for each in ids.tolist()} <= {(0, 2, 5), (1, 3, 4)}
+    assert torch.equal(weights[:, 0], weights[:, 2])
+    ids, _ = backend.steps.route(rows_of(16), experts_of(backend, router=router, per_token=2))
+    assert {tuple(each) for each in ids.tolist()} <= {(0, 2), (1, 3)}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_row_of_nan_is_its_own_misfortune(name: str) -> None:
+    backend = BACKENDS[name]
+    x, experts = rows_of(4), experts_of(backend)
+    whole = backend.run(x, experts, None)
+    x[1] = torch.nan
+    found = backend.run(x, experts, None)
+    assert bool(found[1].isnan().all())
+    assert torch.equal(found[[0, 2, 3]], whole[[0, 2, 3]])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    experts = experts_of(BACKENDS["cpu"])
+    none = torch.empty(0, dtype=torch.int64)
+    for rows, held, problem in ((5, 0, "a row does not exist"), (0, 6, "an expert does not exist")):
+        with pytest.raises(ValueError, match=problem):
+            CPU.moe.products(rows_of(2), none.new_tensor([rows]), none.new_tensor([held]), experts)
+    with pytest.raises(ValueError, match="contiguous rows of 48"):
+        CPU.moe(torch.ones((2, 32)), experts)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        CPU.moe(rows_of(2), experts_of(BACKENDS["cpu"], inner=24))
+
+
+def on_ranks(size: int, run: Callable[[ThreadGroup], Tensor]) -> list[Tensor]:
+    groups = ThreadGroup.make(size, patience=20)
+    found: dict[int, Tensor] = {}
+
+    def work(group: ThreadGroup) -> None:
+        try:
+            found[group.rank] = run(group)
+        finally:
+            group.close() if group.rank not in found else None
+
+    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(size)]
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize(("size", "shared"), list(itertools.product((2, 3, 4), (True, False))))
+def test_where_an_expert_is_changes_no_bit(name: str, size: int, shared: bool) -> None:
+    """Ranks with the same rows, or with rows of their own, of which one has none."""
+    backend = BACKENDS[name]
+    bounds = [6 * rank // size for rank in range(size + 1)]
+    for count in (1, 3, 41):
+        x = rows_of(count)
+        whole = backend.run(x, experts_of(backend), None)
+        cuts = [0, 0, *(count * rank // (size - 1) for rank in range(1, size))]
+
+        def run(group: ThreadGroup) -> Tensor:
+            held = range(bounds[group.rank], bounds[group.rank + 1])
+            own = x if shared else x[cuts[group.rank] : cuts[group.rank + 1]]  # noqa: B023
+            exchange = ExpertExchange(group, bounds, shared=shared)
+            return backend.run(own, experts_of(backend, held=held), exchange)
+
+        found = on_ranks(size, run)
+        if shared:
+            assert all(torch.equal(each, whole) for each in found)
+        else:
+            assert torch.equal(torch.cat(found), whole)
+
+
+def test_what_a_config_says_of_experts() -> None:
+    config = llama_config() | MORE_FAMILIES["qwen3-moe"]
+    moe = spec_from_config(config | {"num_hidden_layers": 6, "mlp_only_layers": [3], "decoder_sparse_step": 2}).moe
+    assert moe is not None
+    assert moe.layers == (False, True, False, False, False, True)
+    assert not moe.renormalized
+    assert spec_from_config(config | {"num_experts": 0}).moe is None
+    renamed = {name: value for name, value in config.items() if name != "num_experts"} | {"num_local_experts": 6}
+    assert spec_from_config(renamed).moe == spec_from_config(config).moe
+    with pytest.raises(Exception, match="7 experts a token cannot be chosen of 6"):
+        spec_from_config(config | {"num_experts_per_tok": 7})

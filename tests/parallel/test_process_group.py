@@ -1,0 +1,101 @@
+"""Groups of processes, tried by ranks that are threads: gloo does not mind."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+from nano_inference.errors import RankLost
+from nano_inference.parallel.collectives import Group, ProcessGroup, ThreadGroup
+
+dist: Any = torch.distributed
+CPU = torch.device("cpu")
+
+
+def of_processes(size: int, patience: float = 10.0) -> list[Callable[[], Group]]:
+    store = dist.HashStore()
+    return [lambda rank=rank: ProcessGroup(store, rank, size, CPU, patience) for rank in range(size)]
+
+
+def of_threads(size: int, patience: float = 10.0) -> list[Callable[[], Group]]:
+    return [lambda group=group: group for group in ThreadGroup.make(size, patience)]
+
+
+def together(makers: list[Callable[[], Group]], run: Callable[[Group], Any]) -> list[Any]:
+    """What each rank found, or raised."""
+    found: list[Any] = [None] * len(makers)
+
+    def one(rank: int) -> None:
+        try:
+            group = makers[rank]()
+            found[rank] = run(group)
+        except Exception as problem:
+            found[rank] = problem
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(makers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+@pytest.mark.parametrize("make", [of_threads, of_processes])
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives(make: Callable[[int], list[Callable[[], Group]]], size: int) -> None:
+    own = [torch.randn((3, 5), generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+
+    def run(group: Group) -> Any:
+        mine = own[group.rank]
+        gathered = group.all_gather(mine.to(torch.bfloat16))
+        total = group.tree_sum(mine)
+        parts = [torch.full((peer % 2 * 2, 2), 10 * group.rank + peer) for peer in range(size)]
+        parts[group.rank] = torch.empty((0, 2), dtype=torch.int64)
+        turned = group.all_to_all(parts)
+        group.send(mine, (group.rank + 1) % size)
+        group.send(mine + 1, (group.rank + 1) % size)
+        before = [group.receive((3, 5), torch.float32, (group.rank - 1) % size) for _ in range(2)]
+        group.barrier()
+        return gathered, total, turned, before
+
+    found = together(make(size), run)
+    assert not [each for each in found if isinstance(each, Exception)]
+    for rank, (gathered, total, turned, before) in enumerate(found):
+        assert all(torch.equal(each, one.to(torch.bfloat16)) for each, one in zip(gathered, own, strict=True))
+        pairs = [own[place] + own[place + 1] for place in range(0, size, 2)]
+        assert torch.equal(total, pairs[0] if size == 2 else pairs[0] + pairs[1])
+        for peer, part in enumerate(turned):
+            rows = 0 if peer == rank else rank % 2 * 2
+            assert torch.equal(part, torch.full((rows, 2), 10 * peer + rank))
+        assert torch.equal(before[0], own[rank - 1])
+        assert torch.equal(before[1], own[rank - 1] + 1)
+
+
+def test_who_waits_in_vain_is_told() -> None:
+    def run(group: Group) -> None:
+        if group.rank == 0:
+            group.tree_sum(torch.zeros(3))
+
+    found = together(of_processes(2, 0.5), run)
+    assert isinstance(found[0], RankLost)
+    assert "rank 0 of a group of 2 waited for another" in str(found[0])
+
+
+def test_ranks_that_do_not_come() -> None:
+    found = together(of_processes(2, 0.5)[:1], lambda group: group.barrier())
+    assert isinstance(found[0], RankLost)
+    assert "did not meet" in str(found[0])
+
+
+def test_a_group_can_be_closed_twice() -> None:
+    def run(group: Group) -> None:
+        group.close()
+        group.close()
+
+    assert together(of_processes(2), run) == [None, None]
+    for thread in threading.enumerate():
+        if thread.name == "end of a group":
+            thread.join(10)  # what one raises is a warning, and that an error

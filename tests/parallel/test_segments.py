@@ -1,0 +1,151 @@
+"""Sums in eight segments: bounds, the tree, products by both backends, and embeddings of a part of the vocabulary."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nano_inference.ops import reference
+from nano_inference.ops.cpu.backend import CpuOps
+from nano_inference.ops.cpu.build import INSTRUCTION_SETS, _processor_flags
+from nano_inference.ops.cpu.weights import as_packed
+from nano_inference.parallel.collectives import ThreadGroup
+from nano_inference.parallel.segments import SEGMENTS, check_segments, row_segments, segment_unit, tree_sum
+from tests.ops.compiler import NEEDS_COMPILER
+from tests.parallel.test_tensor_parallel import on_ranks
+
+FEW = settings(max_examples=25, deadline=None)
+SETS = [name for name, (needs, _) in INSTRUCTION_SETS.items() if needs <= _processor_flags()]
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+heights = st.sampled_from([1, 2, 3, 4, 5, 8, 17, 64, 65])
+widths = st.sampled_from([1, 16, 17, 33, 96, 130])
+
+
+def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@st.composite
+def bounds(draw: st.DrawFn) -> tuple[int, ...]:
+    """Of 1, 2, 4 or 8 segments, some of them empty; they begin at even columns."""
+    columns, count = draw(st.sampled_from([1, 7, 16, 48, 100, 257, 576])), draw(st.sampled_from([1, 2, 4, 8]))
+    inner = sorted(2 * draw(st.integers(0, columns // 2)) for _ in range(count - 1))
+    return (0, *inner, columns)
+
+
+@given(st.integers(1, 5000), st.sampled_from([2, 16, 32, 64, 128]))
+def test_segments_cover_all_columns(columns: int, unit: int) -> None:
+    for own in (row_segments(columns, unit), row_segments(columns, segment_unit(columns))):
+        check_segments(own, columns)
+        assert len(own) == SEGMENTS + 1
+        assert all(bound % 2 == 0 for bound in own[:-1])
+    units = -(-columns // unit)
+    sizes = [-(-(end - first) // unit) for first, end in pairwise(row_segments(columns, unit))]
+    assert max(sizes) - min(sizes) <= 1
+    assert sum(sizes) == units
+
+
+@pytest.mark.parametrize("wrong", [(0, 4), (1, 8), (0, 5, 4, 6, 8), (0, 2, 4, 8), (0,), (), tuple(range(17))])
+def test_bounds_that_are_none_are_refused(wrong: tuple[int, ...]) -> None:
+    x = numbers(1, 2, 8)
+    with pytest.raises(ValueError, match="not the bounds"):
+        reference.linear(x, x, None, wrong)
+
+
+def test_the_tree() -> None:
+    """Numbers whose sum depends on the order: neighbours first, then pairs of pairs."""
+    parts = [torch.tensor([value]) for value in (1e8, -1e8, 1.0, 1e8, 1.0, 3.0, -1e8, 2.0)]
+    p = [float(part) for part in parts]
+    f = lambda value: torch.tensor(value, dtype=torch.float32).item()  # noqa: E731
+    expected = f(f(f(p[0] + p[1]) + f(p[2] + p[3])) + f(f(p[4] + p[5]) + f(p[6] + p[7])))
+    assert tree_sum(parts).item() == tree_sum(torch.stack(parts)).item() == expected
+    assert expected != f(sum(p))
+    with pytest.raises(ValueError, match="1, 2, 4, 8"):
+        tree_sum(parts[:3])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (64, 576)])
+def test_ranks_add_up_as_the_tree_does(ranks: int, shape: tuple[int, ...]) -> None:
+    parts = numbers(ranks, SEGMENTS, *shape) * 10.0 ** torch.arange(SEGMENTS).view(-1, 1, 1)
+    groups, own = ThreadGroup.make(ranks, patience=20), parts.chunk(ranks)
+    for total in on_ranks(ranks, lambda rank: groups[rank].tree_sum(tree_sum(own[rank]))):
+        assert torch.equal(total, tree_sum(parts))
+
+
+@FEW
+@given(heights, widths, bounds(), dtypes, st.booleans(), st.integers(0, 9))
+def test_the_reference(m: int, n: int, segments: tuple[int, ...], dtype: Any, with_bias: bool, seed: int) -> None:
+    x, weight = numbers(seed, m, segments[-1], dtype=dtype), numbers(seed + 1, n, segments[-1], dtype=dtype)
+    bias = numbers(seed + 2, n, dtype=dtype) if with_bias else None
+    got = reference.linear(x, weight, bias, segments)
+    require_near(got, x, weight, bias)
+    assert torch.equal(reference.linear(x[m // 2 :], weight, bias, segments), got[m // 2 :])
+    half = len(segments) // 2  # what two ranks have, each in memory of its own
+    if len(segments) > 2:
+        cut = segments[half]
+        parts = [
+            reference.linear(x[:, :cut], weight[:, :cut].clone(), None, segments[: half + 1]),
+            reference.linear(x[:, cut:], weight[:, cut:].clone(), None, tuple(b - cut for b in segments[half:])),
+        ]
+        whole = tree_sum(parts)
+        assert torch.equal(whole if bias is None else whole + bias.float(), got)
+
+
+@NEEDS_COMPILER
+@FEW
+@given(heights, widths, bounds(), dtypes, st.booleans(), st.integers(0, 9))
+def test_the_kernels(m: int, n: int, segments: tuple[int, ...], dtype: Any, with_bias: bool, seed: int) -> None:
+    """Each segment has the bits of a product of its own; all instruction sets and numbers of threads agree."""
+    x, weight = numbers(seed, m, segments[-1], dtype=dtype), numbers(seed + 1, n, segments[-1], dtype=dtype)
+    bias = numbers(seed + 2, n, dtype=dtype) if with_bias else None
+    packed, best = as_packed(weight), CpuOps(2)
+    got = best.linear(x, packed, bias, segments)
+    require_near(got, x, weight, bias)
+    parts = [
+        best.linear(x[:, first:end].contiguous(), weight[:, first:end].contiguous())
+        if first < end
+        else torch.zeros(m, n)
+        for first, end in pairwise(segments)
+    ]
+    whole = tree_sum(parts)
+    assert torch.equal(whole if bias is None else whole + bias.float(), got)
+    assert all(torch.equal(CpuOps(1, name).linear(x, packed, bias, segments), got) for name in SETS)
+
+
+@NEEDS_COMPILER
+def test_the_kernels_read_pairs() -> None:
+    x = numbers(1, 2, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="even columns"):
+        CpuOps(1).linear(x, x, None, (0, 3, 8))
+    with pytest.raises(ValueError, match="not the bounds"):
+        CpuOps(1).linear(x, x, None, (0, 4, 6))
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_embeddings_of_parts_add_up(dtype: torch.dtype) -> None:
+    """Also zeros keep their sign, so that ranks have the bits of one."""
+    weight = numbers(1, 50, 20, dtype=dtype)
+    weight[7, 3], weight[40, 5] = -0.0, 0.0
+    ids = torch.tensor([7, 0, 40, 49, 16, 15])
+    for embed in (reference.embed, CpuOps(1).embed):
+        expected = embed(ids, weight, 3.0)
+        parts = [embed(ids, weight[first:end], 3.0, (first, 50)) for first, end in ((0, 16), (16, 50))]
+        assert torch.equal(tree_sum(parts).view(torch.int32), expected.view(torch.int32))
+        assert expected[0, 3].signbit()
+    for wrong in (-1, 50):
+        with pytest.raises(ValueError, match="vocabulary"):
+            CpuOps(1).embed(torch.tensor([wrong]), weight[:16], 1.0, (0, 50))
+
+
+def require_near(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    assert got.dtype == torch.float32, "sums are not rounded"
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    bound = 4 * 2.0**-24 * math.sqrt(x.shape[1]) * (x.double().abs() @ weight.double().abs().T + 1)
+    assert ((got.double() - exact).abs() <= bound).all()

@@ -1,0 +1,310 @@
+"""Engines over ranks that are threads of this process: the real loop, a `ModelRunner` a rank, steps as diffs.
+
+`mesh_engine` gives an `InferenceEngine` whose runner is `ThreadRanks`. Every rank has its part of the weights, its own
+KV tensors (filled with NaN) and a thread that runs steps in the order in which they come, so stages do overlap.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import torch
+
+from nano_inference import EngineConfig, InferenceEngine
+from nano_inference.batch import ForwardBatch
+from nano_inference.engine import engine as engine_module
+from nano_inference.engine.assembly import Parts, assemble
+from nano_inference.engine.backends import choose_ops
+from nano_inference.engine.ranks.step_diff import Draw, Forward, MirroredUnits, StepDecoder, StepEncoder
+from nano_inference.engine.runner import ModelRunner
+from nano_inference.engine.storage import KVStorage, UnitMap, common_layout, storage_key
+from nano_inference.kv_cache.paged import PagedKVCache
+from nano_inference.models.decoder import Decoder
+from nano_inference.models.joints import Joints
+from nano_inference.models.part import ModelPart, part_of
+from nano_inference.models.spec import ModelSpec
+from nano_inference.models.weights import allocate, param_table, read, slots, write
+from nano_inference.parallel.clock import RankClock
+from nano_inference.parallel.collectives import ThreadGroup
+from nano_inference.parallel.mesh import Mesh, Place
+from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.scheduling.commit import SampledTokens
+from nano_inference.scheduling.sequence import POLICY, PREVIOUS
+
+PATIENCE = 30.0  # seconds for any step
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Forward | Draw).decode
+
+
+class OnTheirWay:
+    """Samples of a step that a rank is still drawing."""
+
+    def __init__(self) -> None:
+        self.future: Future[SampledTokens] = Future()
+
+    def wait(self) -> SampledTokens:
+        return self.future.result(PATIENCE)
+
+
+class Rank:
+    """One rank: its thread, and what it mirrors."""
+
+    def __init__(self, part: ModelPart, runner: ModelRunner, block_size: int, units: MirroredUnits | None) -> None:
+        self.part, self.runner, self.units = part, runner, units
+        self.decoder = StepDecoder(block_size)
+        self.commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self.failed: BaseException | None = None
+        self._result: Any = None
+        self._newest: Any = None
+        self._thread = threading.Thread(target=self._run, name=f"rank {part.place.rank}", daemon=True)
+        self._thread.start()
+
+    def forward(self, frame: bytes) -> None:
+        message = decode(frame)
+        assert isinstance(message, Forward)
+        if self.units is not None:
+            self.units.follow(message.units)
+        batches, copies = self.decoder.forward(message)
+        self._result = self.runner.forward(batches, copies, self._newest)
+
+    def sample(self, frame: bytes, told: Future[SampledTokens] | None) -> None:
+        message = decode(frame)
+        assert isinstance(message, Draw)
+        batch = self.decoder.draw(message)
+        if self.part.place.is_last_stage:
+            self._newest = self.runner.sample(self._result, batch)
+            tokens = self._newest.wait()
+            if told is not None:
+                told.set_result(tokens)
+
+    def stop(self) -> None:
+        self.commands.put(None)
+        self._thread.join(PATIENCE)
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        while (command := self.commands.get()) is not None:
+            if self.failed is None:
+                try:
+                    command()
+                except BaseException as problem:
+                    self.failed = problem
+
+
+class ThreadRanks(ModelRunner):
+    """The loop's `Runner` over ranks. `whole` has all weights: updates are written there, and spread before a step."""
+
+    def __init__(self, config: EngineConfig, mesh: Mesh, parts: Parts) -> None:
+        self.whole, self.mesh = parts.runner, mesh
+        self.models, self.storages = self.whole.models, self.whole.storages  # of the whole model; they run nothing
+        self.device, self.lockstep = self.whole.device, None
+        self.version_of: Callable[[], int] = lambda: 0
+        self._version = 0
+        self._encoder = StepEncoder()
+        self._pool = parts.cache.units
+        # stages or tensor ranks with the same other places
+        self._groups: list[ThreadGroup] = []
+        tensor = self._meet(mesh, "tensor_peers", mesh.tensor)
+        pipeline = self._meet(mesh, "pipeline_peers", mesh.pipeline)
+        context = self._meet(mesh, "context_peers", mesh.context)
+        self.joints: dict[tuple[int, str], Joints] = {}
+        self.ranks: list[Rank] = []
+        for index in range(mesh.world_size):
+            groups = {"tensor": tensor.get(index), "pipeline": pipeline.get(index), "context": context.get(index)}
+            self.ranks.append(self._rank(config, Place(mesh, index), parts, groups))
+        self._teller = mesh.rank(mesh.pipeline - 1, 0, 0)
+
+    @property
+    def storage(self) -> KVStorage:
+        return self.storages[POLICY]
+
+    @property
+    def tokens_computed(self) -> int:  # pyright: ignore
+        return self.ranks[0].runner.tokens_computed
+
+    @property
+    def prompt_tokens_computed(self) -> int:  # pyright: ignore
+        return self.ranks[0].runner.prompt_tokens_computed
+
+    def rank_times(self) -> list[tuple[int, int]]:
+        return [(rank.runner.clock.busy, rank.runner.clock.waiting) for rank in self.ranks]
+
+    def forward(
+        self, batches: tuple[ForwardBatch, ...], block_copies: tuple[tuple[int, int], ...], previous: Any
+    ) -> Any:
+        if self.version_of() != self._version:
+            self._version = self.version_of()
+            self._spread()
+        frame = encode(self._encoder.forward(batches, block_copies, self._pool))
+        if self._pool is not None:
+            self._pool.changed.clear()
+        for rank in self.ranks:
+            rank.commands.put(lambda rank=rank: rank.forward(frame))
+
+    def sample(self, result: Any, batch: SamplingBatch) -> OnTheirWay:
+        self._raise_what_failed()
+        frame = encode(self._encoder.draw(batch))
+        told = OnTheirWay()
+        for index, rank in enumerate(self.ranks):
+            future = told.future if index == self._teller else None
+            rank.commands.put(lambda rank=rank, future=future: self._answer(rank, frame, future))
+        return told
+
+    def set_aside(self, weight_set: str, name: str, changing: Any) -> None:
+        self.whole.set_aside(weight_set, name, changing)
+        for rank in self.ranks:
+            rank.runner.set_aside(weight_set, name, list(rank.runner.models[weight_set].params))
+
+    def drop(self, weight_set: str) -> None:
+        self.whole.drop(weight_set)
+        for rank in self.ranks:
+            rank.commands.put(lambda rank=rank: rank.runner.drop(weight_set))
+
+    def poison(self, free: list[int]) -> None:
+        """Fill units (blocks, where there are none) that nobody may read any more with NaN, once the steps before are
+        done.
+        """
+        for rank in self.ranks:
+            rank.commands.put(lambda rank=rank: _poison(rank.runner, free))
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.close()
+        for rank in self.ranks:
+            rank.stop()
+        self.whole.close()
+
+    def _meet(self, mesh: Mesh, peers: str, size: int) -> dict[int, ThreadGroup]:
+        """For each rank its group of one kind; none where it would be alone."""
+        found: dict[int, ThreadGroup] = {}
+        if size > 1:
+            for every in {getattr(Place(mesh, index), peers) for index in range(mesh.world_size)}:
+                members = ThreadGroup.make(size, PATIENCE)
+                self._groups += members
+                found |= dict(zip(every, members, strict=True))
+        return found
+
+    def _rank(self, config: EngineConfig, place: Place, parts: Parts, groups: dict[str, ThreadGroup | None]) -> Rank:
+        models: dict[str, Decoder] = {}
+        clock = RankClock()
+        storages: dict[str, KVStorage] = {}
+        by_key: dict[Any, KVStorage] = {}
+        budget, units = parts.memory_budget, None
+        if self._pool is not None:
+            units = MirroredUnits(self._pool.num_units, self._pool.num_blocks, self._pool.layout)
+        unit_map = UnitMap(units, self.device) if units is not None else None  # pyright: ignore[reportArgumentType]
+        for name, model in self.whole.models.items():
+            if name == PREVIOUS:
+                continue
+            part = part_of(model.spec, place)
+            ops = choose_ops(config, {name: model.spec}, model.dtype, self.device)(budget.num_blocks)
+            params = allocate(param_table(model.spec, part), model.dtype, self.device, ops.allocate)
+            _load(params, part, model)
+            models[name] = Decoder(part.spec, params, ops, budget.max_model_len, Joints(part, **groups, clock=clock))
+            key = storage_key(part.spec, budget.layout)
+            if key not in by_key:
+                size = config.block_size // place.mesh.context
+                by_key[key] = KVStorage(part.spec, budget.num_blocks, size, model.dtype, self.device, unit_map)
+                by_key[key].keys.fill_(torch.nan)
+                by_key[key].values.fill_(torch.nan)
+            storages[name] = by_key[key]
+        return Rank(models[POLICY].part, ModelRunner(models, storages), config.block_size, units)
+
+    def _spread(self) -> None:
+        """Bring an update of the whole model to every rank. Nothing is in flight."""
+        for rank in self.ranks:
+            model = rank.runner.models[POLICY]
+            rank.commands.put(lambda model=model: _load(model.params, model.part, self.models[POLICY]))
+        self._settle()
+
+    def _settle(self) -> None:
+        done = [threading.Event() for _ in self.ranks]
+        for rank, event in zip(self.ranks, done, strict=True):
+            rank.commands.put(event.set)
+        for event in done:
+            while not event.wait(0.1):
+                self._raise_what_failed()
+
+    def _answer(self, rank: Rank, frame: bytes, future: "Future[SampledTokens] | None") -> None:
+        try:
+            rank.sample(frame, future)
+        except BaseException as problem:
+            if future is not None:
+                future.set_exception(problem)
+            raise
+
+    def _raise_what_failed(self) -> None:
+        for rank in self.ranks:
+            if rank.failed is not None:
+                raise rank.failed
+
+
+@contextmanager
+def mesh_engine(config: EngineConfig, mesh: Mesh, groups: int | None = None) -> Iterator[InferenceEngine]:
+    """An engine whose ranks are threads. `config` is that of one rank; its memory is given as blocks of one rank.
+
+    Args:
+        config: of the engine, without parallel options.
+        mesh: of the ranks.
+        groups: of sequences in flight; None: as many as stages.
+    """
+
+    def assemble_ranks(own: EngineConfig, *_: Any) -> Parts:
+        parts = assemble(own)
+        specs: list[ModelSpec] = [model.spec for model in parts.runner.models.values()]
+        budget = parts.memory_budget
+        layout = common_layout(specs, budget.max_model_len, mesh.pipeline)
+        if layout != budget.layout:  # the stages share blocks in another way: as many blocks of it
+            num_units = budget.num_units // budget.layout.num_units * layout.num_units
+            budget = replace(budget, layout=layout, num_units=num_units)
+            kind = type(parts.cache)
+            cache = kind(budget.num_blocks, own.block_size, layout=layout, num_units=num_units)
+            parts = replace(parts, cache=cache, memory_budget=budget)
+        return replace(parts, runner=ThreadRanks(own, mesh, parts))
+
+    original, before = engine_module.assemble_all, torch.get_num_threads()
+    engine_module.assemble_all = assemble_ranks  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        engine = InferenceEngine(config)
+    finally:
+        engine_module.assemble_all = original
+    groups = groups if groups is not None else mesh.pipeline
+    if groups > 1:
+        engine.loop.config = replace(engine.loop.config, groups=groups)
+        engine.loop.lookahead = groups - 1
+    ranks: Any = engine.runner
+    ranks.version_of = lambda: engine.weight_sync.version
+    try:
+        with engine:
+            yield engine
+    finally:
+        torch.set_num_threads(before)
+
+
+def poison(engine: InferenceEngine) -> None:
+    """Fill what nobody holds and nobody can match with NaN, on every rank."""
+    cache: PagedKVCache | Any = engine.cache
+    free = [block.block_id for block in cache.blocks if block.ref_count == 0 and not block.hash]
+    if cache.units is not None:
+        free = list(cache.units.free)
+    runner: Any = engine.runner
+    runner.poison(free)
+
+
+def _load(params: dict[str, Any], part: ModelPart, model: Decoder) -> None:
+    """A part of what a whole model holds now."""
+    whole = slots(param_table(part.whole))
+    for name, slot in slots(param_table(part.whole, part)).items():
+        write(params, slot, slot.take(read(model.params, whole[name])))
+
+
+def _poison(runner: ModelRunner, free: list[int]) -> None:
+    for storage in set(runner.storages.values()):
+        storage.keys[:, :, free] = torch.nan
+        storage.values[:, :, free] = torch.nan

@@ -1,0 +1,148 @@
+"""Fleets of scripted engines, and what tests do with them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from nano_inference.serving.fleet.fleet_client import FleetClient
+from nano_inference.serving.messages import Call, Failed, Generate, Outputs, Refused, Resume, Returned, ToEngine
+from nano_inference.types import Delta, TrainingSample
+from tests.serving.scripted import Script, ScriptedClient, _Sample
+
+
+class Engine(ScriptedClient):
+    """A scripted engine that can also go on with what another one began, that can be held, and that has weights.
+
+    Attributes:
+        resumed: requests that it went on with.
+        held: nothing comes of requests until it is set again.
+        refuses: it goes on with nothing.
+        version: of its weights.
+        fails: call -> what it raises, or a function that is called.
+    """
+
+    def __init__(self, number: int, script: Script) -> None:
+        super().__init__(script)
+        self.number = number
+        self.resumed: list[Resume] = []
+        self.go = asyncio.Event()
+        self.go.set()
+        self.refuses = False
+        self.version = 0
+        self.paused = False
+        self.saved: str | None = None
+        self.fails: dict[str, Exception | Callable[[], None]] = {}
+        self.returns |= dict.fromkeys(("join_group", "leave_group", "receive_broadcast", "prepare_update"), None)
+        self.returns |= dict.fromkeys(("begin_update", "flush_cache", "receive_folder"), 0) | {"cancel_update": True}
+        self.returns |= {
+            "describe_blocks": {"block_size": 4, "block_bytes": 64},
+            "count_blocks": 0,
+            "export_blocks": None,
+        }
+        self.returns |= {"has_group": True, "sleeping": [], "save_weights": 0}
+
+    def said(self, name: str) -> list[Call]:
+        return [call for call in self.calls if call.name == name]
+
+    def _send(self, message: ToEngine) -> None:
+        match message:
+            case Resume(request_id, samples):
+                self.resumed.append(message)
+                if self.refuses:
+                    asyncio.get_running_loop().call_soon(self._receive, Refused(request_id, "InvalidRequest", "no"))
+                    return
+                self._running[request_id] = [self._spawn(self._resume(message, sample)) for sample in samples]
+            case Call(call_id, name, arguments):
+                self.calls.append(message)
+                self._spawn(self._answer_call(call_id, name, arguments))
+            case _:
+                super()._send(message)
+
+    async def _answer_call(self, call_id: int, name: str, arguments: dict[str, Any]) -> None:
+        await asyncio.sleep(0)
+        failure = self.fails.get(name)
+        if isinstance(failure, Exception):
+            return self._receive(Failed(call_id, type(failure).__name__, str(failure)))
+        if failure is not None:
+            failure()
+        match name:
+            case "finish_update":
+                self.version = arguments["version"]
+            case "pause_within":
+                self.paused = True
+            case "end_pause":
+                self.paused = False
+            case _:
+                pass
+        special = {"get_weight_version": self.version, "finish_update": self.version, "pause_within": True}
+        value = special.get(name, self.returns.get(name))
+        return self._receive(Returned(call_id, value))
+
+    def _spawn(self, work: Any) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _play(self, request: Generate, index: int, script: Script) -> None:
+        await self.go.wait()
+        await super()._play(request, index, script)
+
+    async def _resume(self, message: Resume, partial: TrainingSample) -> None:
+        params = partial.sampling_params
+        assert params is not None
+        request = Generate(message.request_id, list(partial.prompt_tokens), params, stream=message.stream)
+        assert isinstance(self.script, Script)
+        sample = _Sample(request, partial.sample_index, self.script, self.tokenizer)
+        known = len(partial.completion_tokens)
+        assert tuple(sample.token_ids[:known]) == partial.completion_tokens
+        for at in range(known, len(sample.token_ids)):
+            await asyncio.sleep(self.script.delay)
+            await self.go.wait()
+            if message.stream:
+                self._receive(Outputs([sample.delta(at, at + 1)], [message.request_id]))
+        self._receive(Outputs([sample.last()], [message.request_id]))
+
+    def tell(self, request_id: int, deltas: list[Delta]) -> None:
+        """As an engine tells now and then what requests have that do not stream."""
+        self._receive(Outputs(deltas, [request_id] * len(deltas)))
+
+
+class Made:
+    """A fleet and its engines, by the order in which they were made."""
+
+    def __init__(self, count: int, script: Script, **options: Any) -> None:
+        self.engines: list[Engine] = []
+        self.script = script
+
+        def make(number: int) -> Engine:
+            self.engines.append(Engine(number, self.script))
+            return self.engines[-1]
+
+        self.client = FleetClient(make, count, 4096, **options)
+
+
+@asynccontextmanager
+async def fleet(count: int = 2, script: Script | None = None, **options: Any) -> AsyncIterator[Made]:
+    made = Made(count, script if script is not None else Script(list(range(100, 130)), delay=0.001), **options)
+    await made.client.start()
+    try:
+        yield made
+    finally:
+        await made.client.close()
+
+
+def play(test: Any) -> None:
+    asyncio.run(asyncio.wait_for(test, 30))
+
+
+def told(deltas: list[Delta]) -> tuple[list[int], str]:
+    """Tokens and text of a stream of one sample."""
+    return [each for delta in deltas for each in delta.token_ids], "".join(delta.text or "" for delta in deltas)
+
+
+def plain(sample: TrainingSample) -> TrainingSample:
+    """What must be the same wherever it was made."""
+    return replace(sample, request_id=0, cached_tokens=0, kv_versions=())

@@ -1,0 +1,283 @@
+"""Real engines of a tiny model behind one client: killed, moved, updated, added, and never another bit."""
+
+import asyncio
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nano_inference.config import EngineConfig
+from nano_inference.engine.transports.files import write_folder
+from nano_inference.serving.client import EngineClient, RequestStream
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.control import Control
+from nano_inference.serving.fleet.fleet_client import FleetClient
+from nano_inference.serving.in_process import InProcessClient
+from nano_inference.serving.main import engine_client, running_server
+from nano_inference.serving.process_client import ProcessClient
+from nano_inference.types import Delta, SamplingParams, TrainingSample
+from tests.models.tiny import tiny_llama
+from tests.serving.engines import config_of, finished, params_of
+from tests.serving.fleet.fleets import plain
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@asynccontextmanager
+async def fleet_of(kind: Any, config: EngineConfig, count: int = 2, **options: Any) -> AsyncIterator[FleetClient]:
+    client = FleetClient(lambda _: kind(config, 4096), count, 4096, **options)
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def play(test: Any) -> None:
+    threads = torch.get_num_threads()
+    asyncio.run(asyncio.wait_for(test, 120))
+    torch.set_num_threads(threads)
+
+
+def kinds_of_requests(tokens: int) -> list[tuple[list[int], SamplingParams, int, bool]]:
+    """32 requests: streamed and not, groups, penalties, filters, prompts' logprobs, masks."""
+    requests: list[tuple[list[int], SamplingParams, int, bool]] = []
+    for each in range(32):
+        params = params_of(each, tokens - each % 8)
+        more: list[dict[str, Any]] = [
+            {},
+            {"top_logprobs": 2, "raw_logprobs": True},
+            {"presence_penalty": 0.5, "min_p": 0.01},
+            {"sampling_mask": True},
+            {"prompt_logprobs": True},
+            {"temperature": 0.0},
+            {"logit_bias": {5: 2.0}, "repetition_penalty": 1.1, "top_k": 0},
+            {"temperature": 0.7, "cache_salt": "s"},
+        ]
+        requests.append(([1, 2, 3, each], replace(params, **more[each % 8]), 2 if each % 5 == 0 else 1, each % 3 > 0))
+    return requests
+
+
+def asked(client: EngineClient, tokens: int) -> list[RequestStream]:
+    return [
+        client.submit(prompt, params, count, stream=stream)
+        for prompt, params, count, stream in kinds_of_requests(tokens)
+    ]
+
+
+def bits(samples: list[TrainingSample]) -> str:
+    return repr(list(map(plain, samples)))
+
+
+async def answers(streams: list[RequestStream], heard: dict[int, list[Delta]] | None = None) -> list[str]:
+    heard = heard or {}
+    return [bits(await finished(stream, heard.get(place, []))) for place, stream in enumerate(streams)]
+
+
+def test_32_streams_end_with_the_bits_of_a_quiet_run_when_a_replica_is_killed_in_the_middle(model: Path) -> None:
+    """kill -9."""
+
+    async def test() -> None:
+        async with fleet_of(ProcessClient, config_of(model)) as client:
+            quiet = await answers(asked(client, 200))
+            streams = asked(client, 200)
+            heard: dict[int, list[Delta]] = {}
+            for place, stream in enumerate(streams):
+                if kinds_of_requests(200)[place][3]:
+                    heard[place] = await stream.next()
+            victim = client.roster.replicas["0"].client
+            on_it = sum(flight.client is victim for flight in client._flights.values())
+            assert on_it > 4
+            os.kill(victim.info.pid, signal.SIGKILL)
+            assert await answers(streams, heard) == quiet
+            assert client.failovers.moved >= on_it - 4  # some may have ended meanwhile
+            assert 0 < client.failovers.longest < 20
+            assert [each.state for each in client.replica_statuses()] == ["dead", "serving"]
+
+    play(test())
+
+
+def test_a_new_replica_gets_the_weights_that_serve_and_the_pause_before_it_serves(model: Path) -> None:
+    async def test() -> None:
+        async with fleet_of(InProcessClient, config_of(model), 1) as client:
+            old = await answers(asked(client, 10))
+            control = Control(client, ServerConfig(rl=True))
+            await control.begin_update()
+            await control.receive_folder(str(new_weights(model)))
+            assert await control.finish_update(version="seven") == "seven"
+            before = await control.checksums()
+            new = await answers(asked(client, 10))
+            assert new != old
+            await control.pause("keep")
+            name = await client.add()
+            assert await client.roster.replicas[name].client.call("is_paused")
+            await control.resume()
+            assert await control.checksums() == before  # of both, or it is an error
+            await client.remove("0")
+            assert await answers(asked(client, 10)) == new
+            assert await control.serving_version() == "seven"
+
+            await client.add()  # and updates reach both
+            await control.begin_update()
+            await control.receive_folder(str(model))
+            await control.finish_update(kv_policy="wait")
+            assert await answers(asked(client, 10)) != new
+            assert await control.checksums() != before
+
+    play(test())
+
+
+def new_weights(model: Path) -> Path:
+    torch.manual_seed(1)
+    weights = {
+        name: each + 0.05 * torch.randn_like(each) for name, each in load_file(model / "model.safetensors").items()
+    }
+    return write_folder(model / "new", weights, version=7)
+
+
+def test_moves_between_replicas_change_no_bit(model: Path) -> None:
+    """Again and again, of all kinds of requests, amid whatever they do."""
+
+    async def test() -> None:
+        async with fleet_of(InProcessClient, config_of(model)) as client:
+            quiet = await answers(asked(client, 150))
+            streams = asked(client, 150)
+            for turn in range(15):
+                await asyncio.sleep(0.04)
+                name = str(turn % 2)
+                client.drain(name, move=True)
+                client.drain(name, draining=False)
+            assert await answers(streams) == quiet
+            assert client.failovers.moved > 3  # how many depends on speed
+            for each in ("0", "1"):
+                stats = await client.roster.replicas[each].client.call("stats")
+                assert stats.num_free_blocks == stats.num_blocks
+
+    play(test())
+
+
+def test_a_wanted_few_and_a_pause_survive_a_move(model: Path) -> None:
+    async def test() -> None:
+        async with fleet_of(InProcessClient, config_of(model)) as client:
+            stream = client.submit([1, 2], params_of(0, 300), 4, stream=True, num_wanted=2, max_staleness=1)
+            deltas = await stream.next()
+            await client.call("pause_within", mode="keep", seconds=5.0)
+            (flight,) = client._flights.values()
+            name = next(name for name, each in client.roster.living().items() if each is flight.client)
+            client.drain(name, move=True)
+            await asyncio.sleep(0.2)
+            assert stream.samples_left == 4
+            await client.call("end_pause")
+            reasons = sorted(sample.finish_reason for sample in await finished(stream, deltas))
+            assert reasons in (["abort", "abort", "length", "length"], ["length"] * 4)  # all may end in one step
+
+    play(test())
+
+
+def test_requests_that_finish_on_old_weights_do_so_wherever_they_are(model: Path) -> None:
+    """As long as that replica has kept them; else they go on with those that serve."""
+
+    async def test() -> None:
+        async with fleet_of(InProcessClient, config_of(model)) as client:
+            control = Control(client, ServerConfig(rl=True))
+            quiet = [bits(await finished(client.submit([1, 2], params_of(each, 400), stream=True))) for each in (0, 1)]
+            for has_kept in (True, False):
+                streams = [client.submit([1, 2], params_of(each, 400), stream=True) for each in (0, 1)]
+                heard = [await stream.next() for stream in streams]
+                flights = list(client._flights.values())
+                assert flights[0].client is not flights[1].client
+                if not has_kept:
+                    streams[1].close()
+                    await client.call("take_in")
+                await control.begin_update()
+                await control.receive_folder(str(new_weights(model) if has_kept else model))
+                await control.finish_update(kv_policy="finish_old")
+                name = next(name for name, each in client.roster.living().items() if each is flights[0].client)
+                client.drain(name, move=True)
+                client.drain(name, draining=False)
+                (sample,) = await finished(streams[0], heard[0])
+                versions = [span.version for span in sample.weight_versions]
+                if has_kept:
+                    assert [bits([sample]), bits(await finished(streams[1], heard[1]))] == quiet
+                    assert versions == [0]
+                else:
+                    assert versions == [7, 8]
+                    assert len(sample.completion_tokens) == 400
+
+    play(test())
+
+
+def test_the_server_shows_its_replicas_and_lets_an_administrator_change_them(model: Path) -> None:
+    config = ServerConfig(port=0, in_process=True, replicas=2, admin_key="boss")
+    client = engine_client(config_of(model), config)
+    assert isinstance(client, FleetClient)
+
+    def ask(path: str, body: Any = None, key: str = "boss") -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json", "x-session-id": "me"}
+        request = urllib.request.Request(url + path, data, headers)
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.read()
+
+    with running_server(client, config) as url:
+        body = {"prompt": [1, 2, 3], "max_tokens": 4, "seed": 1, "model": str(model)}
+        for _ in range(3):
+            ask("/v1/completions", body)
+        assert set(client.router._sessions) == {"me"}
+        found = json.loads(ask("/fleet"))
+        assert [each["state"] for each in found["replicas"]] == ["serving", "serving"]
+        assert json.loads(ask("/fleet/add", {}))["replica"] == "2"
+        assert json.loads(ask("/fleet/drain", {"replica": "0", "move": True}))["requests_left"] == 0
+        assert json.loads(ask("/fleet/remove", {"replica": "1"}))["requests_moved"] == 0
+        ask("/v1/completions", body)
+        metrics = ask("/metrics").decode()
+        assert 'replica_state{model_name="' in metrics
+        assert 'replica="2",state="serving"} 1.0' in metrics
+        assert "failover_pause_seconds_count" in metrics
+        for path, wrong in (("/fleet/drain", {"replica": "9"}), ("/fleet/drain", {"other": 1}), ("/fleet/remove", {})):
+            with pytest.raises(urllib.error.HTTPError, match=r"40[04]"):
+                ask(path, wrong)
+        with pytest.raises(urllib.error.HTTPError, match=r"40[13]"):
+            ask("/fleet", key="guest")
+
+
+@pytest.mark.slow
+def test_smollm2_streams_survive_their_replica() -> None:
+    """With text and stop strings, of a real tokenizer."""
+    config = EngineConfig("smollm2-135m", num_threads=1, kv_cache_memory=2**28)
+    params = [SamplingParams(max_tokens=60, seed=each, stop=(" the", "\n\n")[: each % 3]) for each in range(16)]
+
+    async def test() -> None:
+        async with fleet_of(ProcessClient, config) as client:
+
+            def go() -> list[RequestStream]:
+                return [client.submit([504, 3575, each], params[each], stream=True) for each in range(16)]
+
+            quiet = [await text_and_bits(stream) for stream in go()]
+            streams = go()
+            heard = [await stream.next() for stream in streams]
+            os.kill(client.roster.replicas["1"].client.info.pid, signal.SIGKILL)
+            assert [await text_and_bits(*each) for each in zip(streams, heard, strict=True)] == quiet
+            assert client.failovers.moved
+
+    play(test())
+
+
+async def text_and_bits(stream: RequestStream, heard: list[Delta] | None = None) -> tuple[str, str]:
+    deltas = heard or []
+    while stream.samples_left:
+        deltas += await stream.next()
+    return "".join(delta.text or "" for delta in deltas), bits(await finished(stream, deltas))
