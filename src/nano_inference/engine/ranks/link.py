@@ -7,6 +7,7 @@ between machines a network of one's own is taken for granted.
 
 import contextlib
 import hmac
+import os
 import secrets
 import socket
 import struct
@@ -48,6 +49,7 @@ class Link:
         self._first = self._last = 0  # what stands in the buffer unread
         self._closed = False
         self._end: float | None = None  # of all waits together
+        self._awake = 0.0
 
     def fileno(self) -> int:
         """Of the socket."""
@@ -103,6 +105,12 @@ class Link:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _notice_a_cut(self._socket)
 
+    def stay_awake(self, seconds: float) -> None:
+        """From now on the thread that receives keeps its core for so long before it sleeps: to be woken takes longer
+        than most messages take to be read, and costs whoever sends as much. It yields to whatever else wants the core.
+        """
+        self._awake = seconds
+
     def _take(self, length: int) -> bytearray:
         """So many bytes."""
         taken = bytearray(length)
@@ -131,7 +139,9 @@ class Link:
         try:
             if self._end is not None:  # one that brings a byte now and then has no longer than one that says nothing
                 self._socket.settimeout(max(self._end - time.monotonic(), 0.001))
-            count = self._socket.recv_into(target)
+            count = self._read_awake(target) if self._awake else None
+            if count is None:
+                count = self._socket.recv_into(target)
         except TimeoutError:
             raise LinkLost("it does not answer") from None
         except (OSError, ValueError) as problem:  # a closed socket
@@ -139,6 +149,16 @@ class Link:
         if not count:
             raise LinkLost("it hung up")
         return count
+
+    def _read_awake(self, target: memoryview) -> int | None:
+        """Read without sleeping; None: nothing came."""
+        end = time.monotonic() + self._awake
+        while time.monotonic() < end:
+            try:
+                return self._socket.recv_into(target, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                os.sched_yield()
+        return None
 
 
 class Listener:
