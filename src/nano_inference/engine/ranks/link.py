@@ -24,6 +24,8 @@ GREETING_BYTES = 4096  # of a frame before the other end is known
 FRAME_BYTES = 2**29  # of any other: masks of a whole batch over a large vocabulary, say
 BUFFER_BYTES = 2**18  # read at once
 ACCEPT_SECONDS = 10.0  # for one stranger to say all of who it is
+CONTENDED = 200e-6  # seconds; a yield that takes longer gave the core to someone else
+SLEEPY_SECONDS = 1.0  # without staying awake, after such a yield
 NETWORK_SECONDS = 30  # after which a network that carries nothing is taken for cut
 
 _LENGTH = struct.Struct(">I")
@@ -49,7 +51,7 @@ class Link:
         self._first = self._last = 0  # what stands in the buffer unread
         self._closed = False
         self._end: float | None = None  # of all waits together
-        self._awake = 0.0
+        self._awake = self._awake_from = 0.0
 
     def fileno(self) -> int:
         """Of the socket."""
@@ -107,7 +109,8 @@ class Link:
 
     def stay_awake(self, seconds: float) -> None:
         """From now on the thread that receives keeps its core for so long before it sleeps: to be woken takes longer
-        than most messages take to be read, and costs whoever sends as much. It yields to whatever else wants the core.
+        than most messages take to be read, and costs whoever sends as much. Where something else wants the core, which
+        shows in yields that take long, it sleeps at once for a while: who sleeps comes before who runs all the time.
         """
         self._awake = seconds
 
@@ -152,12 +155,17 @@ class Link:
 
     def _read_awake(self, target: memoryview) -> int | None:
         """Read without sleeping; None: nothing came."""
-        end = time.monotonic() + self._awake
-        while time.monotonic() < end:
+        now = time.monotonic()
+        end = now + self._awake if now >= self._awake_from else now
+        while now < end:
             try:
                 return self._socket.recv_into(target, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 os.sched_yield()
+            before, now = now, time.monotonic()
+            if now - before > CONTENDED:
+                self._awake_from = now + SLEEPY_SECONDS
+                break
         return None
 
 
