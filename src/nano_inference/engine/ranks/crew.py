@@ -35,6 +35,7 @@ BEAT = 1.0  # seconds between two beats of a worker
 SILENCE = 5.0  # seconds without one after which a rank is named as the one that hangs
 BUILD_SECONDS = 3600.0  # for a model to be read
 STOP_PATIENCE = 5.0  # seconds that workers get to end by themselves
+ENDED = "the engine has ended, and its ranks with it"
 LAST_WORDS = 0.5  # seconds for a rank's end to be seen, once another one could not reach it
 
 
@@ -74,7 +75,6 @@ class Crew:
         self.samples = SampleQueue(timeout, lambda: self.lost)
         self._changed = threading.Condition()
         self._num_calls = 0
-        self._num_sent = 0
         self._ending = False
         for worker in self.workers:
             worker.link.settle(timeout)
@@ -85,7 +85,6 @@ class Crew:
     def tell(self, message: Any) -> None:
         """Tell all. Raises `RankLost`."""
         frame = encode(message)
-        self._num_sent += 1
         for worker in self.workers:
             self._send(worker, frame)
 
@@ -167,7 +166,7 @@ class Crew:
         """Why a wait for the others failed, as soon as it can be known: which rank it was."""
         with self._changed:
             if self._ending:
-                return self.lost or RankLost("the engine has ended, and its ranks with it")
+                return self.lost or RankLost(ENDED)
             self._changed.wait_for(lambda: self.lost is not None, LAST_WORDS)
         if self.lost is None:
             self._lose(self._slowest(), f"does not go on ({problem})")
@@ -177,6 +176,7 @@ class Crew:
         """End all, in order if that works."""
         with self._changed:
             self._ending = True
+            self._changed.notify_all()  # whoever waits for an answer gets none
         for worker in self.workers:
             with suppress(LinkLost):
                 worker.link.send(encode(Stop()))
@@ -189,6 +189,7 @@ class Crew:
         """End all at once."""
         with self._changed:
             self._ending = True
+            self._changed.notify_all()  # whoever waits for an answer gets none
         for worker in self.workers:
             worker.link.close()
         for worker in self.workers:
@@ -209,9 +210,11 @@ class Crew:
         end = time.monotonic() + seconds
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self.lost is not None or all(map(done, self.workers)), BEAT)
-                if self.lost is not None:
-                    raise self.lost
+                self._changed.wait_for(
+                    lambda: self.lost is not None or self._ending or all(map(done, self.workers)), BEAT
+                )
+                if self.lost is not None or self._ending:
+                    raise self.lost or RankLost(ENDED)
                 left = [worker for worker in self.workers if not done(worker)]
             if not left:
                 return
