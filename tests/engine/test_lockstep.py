@@ -198,6 +198,43 @@ def test_updates_serve_in_the_same_round_everywhere(folder: Path) -> None:
         engines.rest()
 
 
+def test_an_update_that_all_have_agreed_on_is_not_withdrawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody gives it up here while the others are about to write it."""
+    weights = family_weights(CONFIG, seed=3)
+    in_time: list[bool] = []
+    with lockstep(folder) as engines:
+        one, other = engines.each
+        early, member = one.update_weights(weights), one.loop.lockstep
+        assert member is not None
+        take_in = member._take_in
+        threads: list[threading.Thread] = []
+
+        def withdraw() -> None:
+            in_time.append(one.weight_sync.withdraw(early, WeightUpdateError("it takes too long.")))
+
+        def take_in_and_withdraw(*arguments: Any) -> list[str]:
+            found = take_in(*arguments)
+            if member.allows(early.version) and not threads:
+                threads.append(threading.Thread(target=withdraw))
+                threads[0].start()
+                threads[0].join(0.3)
+            return found
+
+        monkeypatch.setattr(member, "_take_in", take_in_and_withdraw)
+        assert other.update_weights(weights).result(10) == 1
+        assert early.wait(20)
+        one.add_request(PROMPTS[0], PARAMS)
+        engines.wait_until(lambda: bool(engines.samples[0] or engines.dead[0]))
+        threads[0].join()
+        assert engines.dead == [None, None]
+        assert in_time == [False]
+        assert early.result(0) == 1
+        gone = one.update_weights(weights)
+        engines.rest()
+        assert one.weight_sync.withdraw(gone, WeightUpdateError("nobody else has it."))
+        assert other.update_weights(weights).version == 2
+
+
 def test_in_the_middle_of_requests_all_change_at_once(folder: Path) -> None:
     long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with lockstep(folder) as engines:
