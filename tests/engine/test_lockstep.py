@@ -1,5 +1,6 @@
 """Engines with requests of their own and experts in common, as threads of one process."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -7,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,14 @@ from torch import Tensor
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.engine import sleep_together
 from nano_inference.engine.lockstep import Lockstep, StoreBell, ThreadBell
-from nano_inference.errors import ConfigError, EngineDead, InvalidRequest, NanoInferenceError, WeightUpdateError
+from nano_inference.errors import (
+    ConfigError,
+    EngineDead,
+    InvalidRequest,
+    NanoInferenceError,
+    RankLost,
+    WeightUpdateError,
+)
 from nano_inference.parallel.collectives import ProcessGroup, ThreadGroup
 from nano_inference.rl import differences, replay
 from tests.models.tiny import FAMILIES, family_weights, llama_config, tiny_model
@@ -392,6 +401,21 @@ def test_one_that_is_gone_ends_all(folder: Path, make: Callable[[int], list[Lock
         assert told in str(engines.dead[0])
         with pytest.raises(EngineDead, match=told):
             engines.each[0].add_request(PROMPTS[0], PARAMS)
+
+
+def test_a_store_that_is_gone_is_an_engine_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before the thread that listens to it has found out, or while it does."""
+    dist: Any = torch.distributed
+    bell = StoreBell(dist.HashStore())
+
+    def gone(*_: Any) -> None:
+        raise RuntimeError("Broken pipe")
+
+    monkeypatch.setattr(bell, "_store", SimpleNamespace(set=gone))
+    with pytest.raises(RankLost, match="the engines in lockstep meet is gone"):
+        bell.ring(0)
+    bell._wave = math.inf  # by the other thread, just now
+    bell.close()
 
 
 def test_what_lockstep_cannot_do_is_refused(folder: Path, tmp_path: Path) -> None:

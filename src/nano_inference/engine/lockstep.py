@@ -105,11 +105,14 @@ class StoreBell:
 
     def ring(self, wave: int) -> None:
         """See `Bell`. Raises `RankLost` where the store is gone."""
+        if self._wave < wave and not self._gone:
+            try:
+                self._store.set(f"wave/{wave}", "")
+            except RuntimeError:
+                self._gone = True
+            self._hear(wave)
         if self._gone:
             raise RankLost("the store in which the engines in lockstep meet is gone, and an engine with it.")
-        if self._wave < wave:
-            self._store.set(f"wave/{wave}", "")
-            self._hear(wave)
 
     def heard(self) -> float:
         """See `Bell`."""
@@ -123,9 +126,10 @@ class StoreBell:
     def close(self) -> None:
         """See `Bell`. They see by the next wave that this one is gone."""
         self._closed = True
-        if not self._gone:
-            with suppress(RuntimeError):
-                self.ring(int(self._wave) + 1)
+        wave = self._wave
+        if wave < math.inf:  # else the store is gone
+            with suppress(RankLost):
+                self.ring(int(wave) + 1)
 
     def _hear(self, wave: float) -> None:
         with self._lock:
