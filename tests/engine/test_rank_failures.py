@@ -1,6 +1,7 @@
 """What fails beside the steps of an engine of several ranks: nobody waits for ever, and nothing is left behind."""
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,7 +27,7 @@ from nano_inference.engine.ranks.shard import Shard
 from nano_inference.engine.ranks.sharing import SentUpdates
 from nano_inference.engine.sleeping import Sleep
 from nano_inference.engine.weight_update import WeightUpdate
-from tests.engine.rank_threads import ThreadLauncher
+from tests.engine.rank_threads import ThreadHandle, ThreadLauncher
 from tests.models.tiny import tiny_model
 from tests.parallel.test_meshes import changed
 
@@ -174,3 +175,13 @@ def test_a_session_that_one_rank_cannot_take_is_closed(
             pair.weight_sync.end()
     assert update.done()
     assert pair.update_weights(new, blocking=True).version == 1
+
+
+def test_ranks_that_nobody_can_look_at_hold_up_no_shutdown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of torchrun: that they have hung up must do."""
+    monkeypatch.setattr(crew, "STOP_PATIENCE", 30.0)
+    monkeypatch.setattr(ThreadHandle, "alive", lambda _: True)
+    engine = InferenceEngine(config_of(folder), ThreadLauncher())
+    began = time.monotonic()
+    engine.shutdown()
+    assert time.monotonic() - began < 15

@@ -46,6 +46,7 @@ class Worker:
         self.rank, self.link, self.handle = rank, link, handle
         self.who = f"rank {rank}"
         self.last_beat = time.monotonic()
+        self.has_hung_up = False
         self.handled = 0
         self.times: tuple[int, int] = (0, 0)  # nanoseconds: busy, waiting for another stage
         self.answers: dict[int, Answer] = {}
@@ -180,9 +181,9 @@ class Crew:
         for worker in self.workers:
             with suppress(LinkLost):
                 worker.link.send(encode(Stop()))
-        end = time.monotonic() + (STOP_PATIENCE if self.lost is None else 0)
-        while time.monotonic() < end and any(worker.handle.alive() for worker in self.workers):
-            time.sleep(0.01)
+        if self.lost is None:
+            self._wait_for_ends(lambda worker: worker.has_hung_up, STOP_PATIENCE)
+            self._wait_for_ends(lambda _: False, LAST_WORDS)  # of those that can be seen
         self.kill()
 
     def kill(self) -> None:
@@ -204,6 +205,11 @@ class Crew:
             worker.link.send(frame)
         except LinkLost as problem:
             raise self.explain(problem) from problem
+
+    def _wait_for_ends(self, done: Callable[[Worker], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and any(worker.handle.alive() and not done(worker) for worker in self.workers):
+            time.sleep(0.01)
 
     def _wait(self, done: Callable[[Worker], bool], seconds: float, what: str, beats: bool = False) -> None:
         """Until it is so of all workers. With `beats` a worker that is silent for `timeout` is lost before that."""
@@ -259,6 +265,7 @@ class Crew:
                             worker.said.append(message)
                             self._changed.notify_all()
         except LinkLost as problem:
+            worker.has_hung_up = True
             how, silent = self._how_it_ended(worker, str(problem)), self._silent()
             if silent is None or silent is worker or "signal" in how:
                 self._lose(worker, how)
