@@ -1,11 +1,14 @@
 """Engines with requests of their own and experts in common, as threads of one process."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +17,16 @@ import torch.distributed
 from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.engine import sleep_together
 from nano_inference.engine.lockstep import Lockstep, StoreBell, ThreadBell
-from nano_inference.errors import ConfigError, EngineDead, InvalidRequest, WeightUpdateError
+from nano_inference.errors import (
+    ConfigError,
+    EngineDead,
+    InvalidRequest,
+    NanoInferenceError,
+    RankLost,
+    WeightUpdateError,
+)
 from nano_inference.parallel.collectives import ProcessGroup, ThreadGroup
 from nano_inference.rl import differences, replay
 from tests.models.tiny import FAMILIES, family_weights, llama_config, tiny_model
@@ -198,6 +209,43 @@ def test_updates_serve_in_the_same_round_everywhere(folder: Path) -> None:
         engines.rest()
 
 
+def test_an_update_that_all_have_agreed_on_is_not_withdrawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody gives it up here while the others are about to write it."""
+    weights = family_weights(CONFIG, seed=3)
+    in_time: list[bool] = []
+    with lockstep(folder) as engines:
+        one, other = engines.each
+        early, member = one.update_weights(weights), one.loop.lockstep
+        assert member is not None
+        take_in = member._take_in
+        threads: list[threading.Thread] = []
+
+        def withdraw() -> None:
+            in_time.append(one.weight_sync.withdraw(early, WeightUpdateError("it takes too long.")))
+
+        def take_in_and_withdraw(*arguments: Any) -> list[str]:
+            found = take_in(*arguments)
+            if member.allows(early.version) and not threads:
+                threads.append(threading.Thread(target=withdraw))
+                threads[0].start()
+                threads[0].join(0.3)
+            return found
+
+        monkeypatch.setattr(member, "_take_in", take_in_and_withdraw)
+        assert other.update_weights(weights).result(10) == 1
+        assert early.wait(20)
+        one.add_request(PROMPTS[0], PARAMS)
+        engines.wait_until(lambda: bool(engines.samples[0] or engines.dead[0]))
+        threads[0].join()
+        assert engines.dead == [None, None]
+        assert in_time == [False]
+        assert early.result(0) == 1
+        gone = one.update_weights(weights)
+        engines.rest()
+        assert one.weight_sync.withdraw(gone, WeightUpdateError("nobody else has it."))
+        assert other.update_weights(weights).version == 2
+
+
 def test_in_the_middle_of_requests_all_change_at_once(folder: Path) -> None:
     long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with lockstep(folder) as engines:
@@ -237,6 +285,111 @@ def test_a_paused_engine_serves_the_others(folder: Path) -> None:
         assert bits(engines.samples[0] + engines.samples[1]) == alone(folder, PROMPTS[:2])
 
 
+def on_all(engines: Engines, call: Callable[[InferenceEngine], Any]) -> list[Any]:
+    """What a call gives, made of all engines at once."""
+    with ThreadPoolExecutor(len(engines.each)) as pool:
+        return list(pool.map(call, engines.each))
+
+
+def sleep_with_weights(engine: InferenceEngine) -> str:
+    try:
+        engine.sleep(weights=True)
+    except NanoInferenceError as problem:
+        return str(problem)
+    return ""
+
+
+@pytest.mark.parametrize("make", [of_threads, of_processes])
+def test_weights_sleep_together_amid_requests(folder: Path, make: Callable[[int], list[Lockstep]]) -> None:
+    """Put aside while both compute, updated while the KV cache sleeps, and gone on with."""
+    weights = family_weights(CONFIG, seed=3)
+    long = replace(PARAMS, max_tokens=60)
+    with InferenceEngine(config_of(folder)) as engine:
+        before = bits(engine.generate(PROMPTS[:2], long))
+        engine.update_weights(weights, blocking=True)
+        after = bits(engine.generate(PROMPTS[:2], long))
+    with lockstep(folder, make=make) as engines:
+        for engine, prompt in zip(engines.each, PROMPTS, strict=False):
+            engine.add_request(prompt, long)
+        engines.wait_until(lambda: engines.rounds()[0] > 5)
+        assert on_all(engines, sleep_with_weights) == ["", ""]
+        assert [engine.sleeping() for engine in engines.each] == [("weights", "kv_cache")] * 2
+        asleep = engines.rounds()
+        assert asleep[0] == asleep[1]
+        time.sleep(0.2)
+        assert engines.rounds() == asleep
+        on_all(engines, lambda engine: engine.wake())
+        engines.wait_until(lambda: all(len(samples) == 1 for samples in engines.samples))
+        assert bits(engines.samples[0] + engines.samples[1]) == before
+
+        assert on_all(engines, sleep_with_weights) == ["", ""]
+        on_all(engines, lambda engine: engine.wake(memory=["weights"]))
+        updates = [engine.update_weights(weights) for engine in engines.each]
+        assert [update.result(20) for update in updates] == [1, 1]
+        assert all(engine.is_paused() for engine in engines.each)
+        on_all(engines, lambda engine: engine.wake())
+        for engine, prompt, samples in zip(engines.each, PROMPTS, engines.samples, strict=False):
+            samples.clear()
+            engine.add_request(prompt, long)
+        engines.wait_until(lambda: all(len(samples) == 1 for samples in engines.samples))
+        assert bits(engines.samples[0] + engines.samples[1]) == after
+        engines.rest()
+
+
+def test_weights_stay_where_others_need_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One alone is asked to sleep, and one alone is woken: it waits for the other, and not for ever."""
+    monkeypatch.setattr(sleep_together, "SLEEP_SECONDS", 0.3)
+    monkeypatch.setattr(sleep_together, "WAKE_SECONDS", 0.3)
+    with lockstep(folder) as engines:
+        one, other = engines.each
+        other.add_request(PROMPTS[1], replace(PARAMS, max_tokens=150))
+        other.add_request(PROMPTS[0], PARAMS)
+        assert "not all of these were asked to sleep within 0.3 s" in sleep_with_weights(one)
+        assert (one.sleeping(), one.is_paused()) == ((), False)
+        one.add_request(PROMPTS[1], PARAMS)
+        engines.wait_until(lambda: [len(samples) for samples in engines.samples] == [1, 2])
+        assert [*bits(engines.samples[0]), *bits(engines.samples[1][:1])] == alone(folder, [PROMPTS[1], PROMPTS[0]])
+        assert on_all(engines, sleep_with_weights) == ["", ""]
+        one.add_request(PROMPTS[0], PARAMS)
+        with pytest.raises(NanoInferenceError, match="other engines in lockstep sleep on"):
+            one.wake()
+        assert (one.sleeping(), one.is_paused()) == ((), True)
+        assert "not all" not in sleep_with_weights(one)  # again: the other one sleeps on
+        on_all(engines, lambda engine: engine.wake())
+        engines.wait_until(lambda: len(engines.samples[0]) == 2)
+        assert bits(engines.samples[0][1:]) == alone(folder, PROMPTS[:1])
+        assert not any(engine.is_paused() for engine in engines.each)
+
+
+def test_weights_that_cannot_be_put_aside_on_one_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others sleep, and it waits for them; waking all undoes it."""
+    with lockstep(folder) as engines:
+        one, _ = engines.each
+
+        def fails(_: str) -> Any:
+            raise OSError("no space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(one.runner, "give_back", fails)
+            first, second = on_all(engines, sleep_with_weights)
+        assert ("no space left" in first, second) == (True, "")
+        assert (one.sleeping(), one.is_paused()) == ((), True)
+        one.add_request(PROMPTS[0], PARAMS)
+        one.resume()  # in vain: the other one's experts sleep
+        on_all(engines, lambda engine: engine.wake())
+        engines.wait_until(lambda: len(engines.samples[0]) == 1)
+        assert bits(engines.samples[0]) == alone(folder, PROMPTS[:1])
+
+
+def test_one_that_is_gone_while_weights_sleep_ends_all(folder: Path) -> None:
+    with lockstep(folder) as engines:
+        assert on_all(engines, sleep_with_weights) == ["", ""]
+        engines.each[1].shutdown()
+        engines.wait_until(lambda: engines.dead[0] is not None)
+        with pytest.raises(EngineDead):
+            engines.each[0].wake()
+
+
 @pytest.mark.parametrize("make", [of_threads, of_processes])
 def test_one_that_is_gone_ends_all(folder: Path, make: Callable[[int], list[Lockstep]]) -> None:
     with lockstep(folder, make=make) as engines:
@@ -248,6 +401,21 @@ def test_one_that_is_gone_ends_all(folder: Path, make: Callable[[int], list[Lock
         assert told in str(engines.dead[0])
         with pytest.raises(EngineDead, match=told):
             engines.each[0].add_request(PROMPTS[0], PARAMS)
+
+
+def test_a_store_that_is_gone_is_an_engine_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before the thread that listens to it has found out, or while it does."""
+    dist: Any = torch.distributed
+    bell = StoreBell(dist.HashStore())
+
+    def gone(*_: Any) -> None:
+        raise RuntimeError("Broken pipe")
+
+    monkeypatch.setattr(bell, "_store", SimpleNamespace(set=gone))
+    with pytest.raises(RankLost, match="the engines in lockstep meet is gone"):
+        bell.ring(0)
+    bell._wave = math.inf  # by the other thread, just now
+    bell.close()
 
 
 def test_what_lockstep_cannot_do_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -262,7 +430,5 @@ def test_what_lockstep_cannot_do_is_refused(folder: Path, tmp_path: Path) -> Non
         engine = engines.each[0]
         with pytest.raises(WeightUpdateError, match="finish_old"):
             engine.update_weights({"model.norm.weight": torch.ones(64)}, kv_policy="finish_old")
-        with pytest.raises(InvalidRequest, match="keeps its weights"):
-            engine.sleep(weights=True)
         with pytest.raises(InvalidRequest, match="not possible for engines in lockstep"):
             engine.shared.between_steps("policy", lambda: None)

@@ -11,6 +11,7 @@ import pytest
 
 msgspec = pytest.importorskip("msgspec")
 
+from nano_inference.engine.ranks import meeting as meetings  # noqa: E402
 from nano_inference.engine.ranks.launcher import Handle  # noqa: E402
 from nano_inference.engine.ranks.link import (  # noqa: E402
     FRAME_BYTES,
@@ -155,6 +156,36 @@ def test_who_does_not_come_is_named(meeting: Meeting) -> None:
         meeting.collect([], 0.2)
     with pytest.raises(ConfigError, match="rank 1 of 3 ended with exit code 3 before it came"):
         meeting.collect([Gone(), Gone()], 5)
+
+
+def test_who_comes_when_nobody_waits_any_more_is_hung_up_on(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for an engine that will not be: some launchers cannot kill."""
+    greeted, given_up = threading.Event(), threading.Event()
+    greet = meetings.greet_worker
+
+    def slow(*arguments: Any) -> int:
+        rank = greet(*arguments)
+        greeted.set()
+        assert given_up.wait(10)
+        return rank
+
+    monkeypatch.setattr(meetings, "greet_worker", slow)
+    links: list[Link] = []
+
+    def come() -> None:
+        links.append(join(meeting, identity(meeting, 2)))
+
+    coming = threading.Thread(target=come)
+    coming.start()
+    with pytest.raises(ConfigError, match="did not come"):
+        meeting.collect([], 0.5)
+    coming.join()
+    assert greeted.wait(10)
+    given_up.set()
+    links[0].set_deadline(5)
+    with pytest.raises(LinkLost, match="hung up"):
+        links[0].receive()
+    links[0].close()
 
 
 def test_a_port_that_is_taken_is_named() -> None:

@@ -13,6 +13,7 @@ At the start of a round everybody says what it brings. From that follows, the sa
 - whether the wave ends;
 - which weight update is applied by all before the next round: the one that everybody has received, checked, and could
   apply. So no row meets experts of another version, and rows of one version see experts of that version.
+- whether the weights may be put aside: once everybody wants that. Nobody computes then until everybody has them again.
 """
 
 import math
@@ -104,11 +105,14 @@ class StoreBell:
 
     def ring(self, wave: int) -> None:
         """See `Bell`. Raises `RankLost` where the store is gone."""
+        if self._wave < wave and not self._gone:
+            try:
+                self._store.set(f"wave/{wave}", "")
+            except RuntimeError:
+                self._gone = True
+            self._hear(wave)
         if self._gone:
             raise RankLost("the store in which the engines in lockstep meet is gone, and an engine with it.")
-        if self._wave < wave:
-            self._store.set(f"wave/{wave}", "")
-            self._hear(wave)
 
     def heard(self) -> float:
         """See `Bell`."""
@@ -122,9 +126,10 @@ class StoreBell:
     def close(self) -> None:
         """See `Bell`. They see by the next wave that this one is gone."""
         self._closed = True
-        if not self._gone:
-            with suppress(RuntimeError):
-                self.ring(int(self._wave) + 1)
+        wave = self._wave
+        if wave < math.inf:  # else the store is gone
+            with suppress(RankLost):
+                self.ring(int(wave) + 1)
 
     def _hear(self, wave: float) -> None:
         with self._lock:
@@ -179,18 +184,22 @@ class Lockstep:
     Attributes:
         wave: how many waves have ended.
         running: whether the next one has begun.
+        sleep_wanted: this engine's weights are put aside, or are to be as soon as all may be. It is paused.
+        asleep: all have said so, and not all have said since that they have them again.
     """
 
     def __init__(self, group: Group, bell: Bell) -> None:
         self.group = group
         self.wave = 0
         self.running = False
+        self.sleep_wanted = self.asleep = False
         self.num_rounds = 0
         self._bell = bell
         self._say: Callable[[], Member] | None = None
         self._device = torch.device("cpu")
         self._agreed: int | None = None  # the update that all apply before the next round
         self._told: int | None = None  # the update that the others know of
+        self._told_sleep = False
 
     def attach(self, say: Callable[[], Member], wake: Callable[[], None], device: torch.device) -> None:
         """Take part: `say` is asked in every round, `wake` is called when one is wanted; what is said lies on `device`
@@ -204,7 +213,17 @@ class Lockstep:
         if self.running or self._bell.heard() >= self.wave:
             return True
         mine = self._member()
-        return mine.busy or mine.update not in (None, self._told)
+        return mine.busy or mine.update not in (None, self._told) or self.sleep_wanted != self._told_sleep
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody's weights sleep, or this engine's are to."""
+        return self.sleep_wanted or self.asleep
+
+    @property
+    def may_sleep(self) -> bool:
+        """Whether nobody needs this engine's weights: it has said that they are to sleep, and so have all."""
+        return self.sleep_wanted and self.asleep
 
     def allows(self, version: int | None) -> bool:
         """Whether everybody applies the update of this version now."""
@@ -226,7 +245,7 @@ class Lockstep:
         mine = self._member()
         sets = sum(1 << place for place, name in enumerate(SETS) if name in weight_sets)
         update = NOTHING if mine.update is None else mine.update
-        said = torch.tensor([mine.busy, mine.version, update, sets], device=self._device)
+        said = torch.tensor([mine.busy, mine.version, update, sets, self.sleep_wanted], device=self._device)
         try:
             told = torch.stack(self.group.all_gather(said))
         except RankLost as lost:
@@ -239,11 +258,12 @@ class Lockstep:
         self._bell.close()
 
     def _take_in(self, told: list[list[int]], mine: Member) -> list[str]:
-        busy, versions, updates, sets = zip(*told, strict=True)
+        busy, versions, updates, sets, sleepers = zip(*told, strict=True)
         if len(set(versions)) > 1:
             raise RankLost(f"the engines in lockstep serve different weight versions: {', '.join(map(str, versions))}.")
         self.num_rounds += 1
-        self._told = mine.update
+        self._told, self._told_sleep = mine.update, bool(sleepers[self.group.rank])
+        self.asleep = all(sleepers) or (self.asleep and any(sleepers))
         self._agreed = mine.update if set(updates) == {mine.update} else None
         if not any(busy) and not any(sets) and self._agreed is None:
             self.running, self.wave = False, self.wave + 1

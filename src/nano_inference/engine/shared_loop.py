@@ -14,6 +14,7 @@ from nano_inference.engine.faults import Why, failed
 from nano_inference.engine.interrupts import HeldInterrupts
 from nano_inference.engine.lockstep import Lockstep, Member
 from nano_inference.engine.loop import Abort, Add, EngineLoop, Message
+from nano_inference.engine.sleep_together import not_together, sleep_with_others, wake_with_others
 from nano_inference.engine.sleeping import Sleep
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
 from nano_inference.scheduling.sequence import POLICY, Sequence
@@ -231,13 +232,13 @@ class SharedLoop:
         self.require_alive()
         if unknown := sorted(set(memory) - set(get_args(Memory))):
             raise InvalidRequest(f"memory holds {unknown[0]!r}; its parts are {', '.join(get_args(Memory))}.")
-        if "weights" in memory and self.loop.lockstep is not None:
-            raise InvalidRequest("an engine in lockstep keeps its weights: the others need its experts.")
+        self._wait_for_others(memory)
         with self.lock:
             parts: list[Memory] = [each for each in get_args(Memory) if each in memory and each not in self._asleep]
             if not parts:
                 return
             self._stop()
+            self._require_together(parts)
             try:
                 for part in parts:
                     if part == "kv_cache":
@@ -248,8 +249,9 @@ class SharedLoop:
             except Exception as problem:  # the device's: some of it is given back, and some is not
                 self._fail(failed("the memory could not be given back", problem), problem)
             finally:
+                if "weights" in parts:
+                    self._have_weights(not self.has_no_weights())
                 if self._dead is None:
-                    self.loop.writable = not self.has_no_weights()
                     self._go_on()
 
     def wake(self, memory: Collection[Memory] | None = None) -> None:
@@ -260,16 +262,19 @@ class SharedLoop:
         self.require_alive()
         with self.lock:
             parts: list[Memory] = [part for part in self.asleep() if memory is None or part in memory]
-            if not parts:
+            if not parts and not self._is_held():
                 return
             if memory is None:
                 self._pause_asked = False
             for part in parts:
                 self._wake(part)
-            if not self.loop.writable and not self.has_no_weights():
-                self.loop.writable = True
-                self.work_arrived.set()  # an update may have waited for them
+            if not self.has_no_weights():
+                self._have_weights(True)
             self._go_on()
+        if self.loop.lockstep is not None and self._is_held() and not self.has_no_weights():
+            wake_with_others(self.loop.lockstep, self)
+            with self.lock:
+                self._go_on()
 
     def _wake(self, part: Memory) -> None:
         try:
@@ -283,6 +288,33 @@ class SharedLoop:
             self._fail(failed(f"the memory that was given back ({part}) is lost", problem), problem)
         del self._asleep[part]
 
+    def _wait_for_others(self, memory: Collection[Memory]) -> None:
+        """Stop, and serve the engines in lockstep until the weights of all may sleep; not for ever."""
+        lockstep = self.loop.lockstep
+        if lockstep is not None and "weights" in memory and not self.has_no_weights():
+            with self.lock:
+                self._stop()
+                lockstep.sleep_wanted = True
+            sleep_with_others(lockstep, self)
+
+    def _require_together(self, parts: Collection[Memory]) -> None:
+        """Raise `NanoInferenceError` where engines in lockstep need the weights, and go on. With the lock."""
+        if self.loop.lockstep is not None and "weights" in parts and not self.loop.lockstep.may_sleep:
+            self._have_weights(True)
+            self._go_on()
+            raise not_together()
+
+    def _have_weights(self, here: bool) -> None:
+        """They are here, or not: updates wait for them, and engines in lockstep. With the lock."""
+        self.loop.writable = here
+        if self.loop.lockstep is not None:
+            self.loop.lockstep.sleep_wanted = not here
+        self.work_arrived.set()
+
+    def _is_held(self) -> bool:
+        """Whether the weights of engines in lockstep, or of one of them, sleep or are about to."""
+        return self.loop.lockstep is not None and self.loop.lockstep.is_held
+
     def _stop(self) -> None:
         """Compute nothing from now on. With the lock."""
         self._running.clear()
@@ -292,7 +324,7 @@ class SharedLoop:
 
     def _go_on(self) -> None:
         """Go on, if nothing is asleep and no pause is asked for. With the lock."""
-        if not self._asleep and not self._pause_asked:
+        if not self._asleep and not self._pause_asked and not self._is_held():
             self.loop.resume()
             self._paused_by = None
             self._running.set()

@@ -22,7 +22,9 @@ class Updates:
 
     def __init__(self, model: Decoder, runner: ModelRunner, shared: SharedLoop, workspace: int) -> None:
         room = partial(staging_room, model.device, workspace)
-        self.manager = WeightSyncManager(model, self._announce, room, runner.shares)
+        lockstep = shared.loop.lockstep
+        others = None if lockstep is None else (shared.lock, lockstep.allows)
+        self.manager = WeightSyncManager(model, self._announce, room, runner.shares, others)
         self._runner = runner
         self._shared = shared
         shared.when_dead = self.manager.close

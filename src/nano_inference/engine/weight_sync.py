@@ -5,6 +5,8 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +41,8 @@ class WeightSyncManager:
         announce: called with each update that `end` queues, by the thread that ends it and under `lock`.
         room: bytes that an update which begins now may take of the model's device; what is beyond waits on the CPU.
         shares: the other ranks that hold parts of the model, if there are any.
+        with_others: the lock under which other engines agree to write an update together, and whether they have agreed
+            on the version; None: nobody else writes.
 
     Attributes:
         version: the version that serves.
@@ -52,6 +56,7 @@ class WeightSyncManager:
         announce: Callable[[WeightUpdate], None] | None = None,
         room: Callable[[], float] = lambda: math.inf,
         shares: Shares | None = None,
+        with_others: tuple[AbstractContextManager[Any], Callable[[int], bool]] | None = None,
     ) -> None:
         self.model = model
         self._room = room
@@ -60,6 +65,7 @@ class WeightSyncManager:
         self.lock = threading.RLock()
         self._announce = announce
         self._shares = shares
+        self._agreeing, self._is_agreed = with_others or (nullcontext(), lambda _: False)
         self._slots = slots(param_table(model.part.whole))
         self._own = slots(param_table(model.part.whole, model.part))  # of what this rank holds a part
         self.shapes = {name: slot.shape for name, slot in self._slots.items()}
@@ -240,12 +246,14 @@ class WeightSyncManager:
 
         Those behind it that build on it fail too.
         """
-        with self.lock:
+        with self._agreeing, self.lock:
             if update.done():
                 return False
             if self._open is not None and self._open.update is update:
                 self._close(self._open, reason)
                 return True
+            if self._is_agreed(update.version):  # others are about to write it, and so does this engine
+                return False
             self._fail(list(self.pending)[self.pending.index(update) :], reason)
             return True
 

@@ -49,6 +49,11 @@ def test_two_processes_share_experts(tmp_path: Path) -> None:
             assert await asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS)) == expected[0]
             assert await client.call("weights_checksum") == checksums[0]
             running = asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS))
+            await client.call("sleep", timeout=60, memory=["kv_cache", "weights"])
+            assert sorted(await client.call("sleeping")) == ["kv_cache", "weights"]
+            await client.call("wake", timeout=60)
+            assert await running == expected[0]
+            running = asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS))
             await client.call("begin_update", timeout=20, session=1)
             await client.call("receive_folder", timeout=20, session=1, path=str(new), seconds=20.0)
             options = {"session": 1, "version": 1, "kv_policy": "keep", "seconds": 20.0}

@@ -35,6 +35,7 @@ BEAT = 1.0  # seconds between two beats of a worker
 SILENCE = 5.0  # seconds without one after which a rank is named as the one that hangs
 BUILD_SECONDS = 3600.0  # for a model to be read
 STOP_PATIENCE = 5.0  # seconds that workers get to end by themselves
+ENDED = "the engine has ended, and its ranks with it"
 LAST_WORDS = 0.5  # seconds for a rank's end to be seen, once another one could not reach it
 
 
@@ -45,6 +46,7 @@ class Worker:
         self.rank, self.link, self.handle = rank, link, handle
         self.who = f"rank {rank}"
         self.last_beat = time.monotonic()
+        self.has_hung_up = False
         self.handled = 0
         self.times: tuple[int, int] = (0, 0)  # nanoseconds: busy, waiting for another stage
         self.answers: dict[int, Answer] = {}
@@ -74,7 +76,6 @@ class Crew:
         self.samples = SampleQueue(timeout, lambda: self.lost)
         self._changed = threading.Condition()
         self._num_calls = 0
-        self._num_sent = 0
         self._ending = False
         for worker in self.workers:
             worker.link.settle(timeout)
@@ -85,7 +86,6 @@ class Crew:
     def tell(self, message: Any) -> None:
         """Tell all. Raises `RankLost`."""
         frame = encode(message)
-        self._num_sent += 1
         for worker in self.workers:
             self._send(worker, frame)
 
@@ -167,7 +167,7 @@ class Crew:
         """Why a wait for the others failed, as soon as it can be known: which rank it was."""
         with self._changed:
             if self._ending:
-                return self.lost or RankLost("the engine has ended, and its ranks with it")
+                return self.lost or RankLost(ENDED)
             self._changed.wait_for(lambda: self.lost is not None, LAST_WORDS)
         if self.lost is None:
             self._lose(self._slowest(), f"does not go on ({problem})")
@@ -177,18 +177,20 @@ class Crew:
         """End all, in order if that works."""
         with self._changed:
             self._ending = True
+            self._changed.notify_all()  # whoever waits for an answer gets none
         for worker in self.workers:
             with suppress(LinkLost):
                 worker.link.send(encode(Stop()))
-        end = time.monotonic() + (STOP_PATIENCE if self.lost is None else 0)
-        while time.monotonic() < end and any(worker.handle.alive() for worker in self.workers):
-            time.sleep(0.01)
+        if self.lost is None:
+            self._wait_for_ends(lambda worker: worker.has_hung_up, STOP_PATIENCE)
+            self._wait_for_ends(lambda _: False, LAST_WORDS)  # of those that can be seen
         self.kill()
 
     def kill(self) -> None:
         """End all at once."""
         with self._changed:
             self._ending = True
+            self._changed.notify_all()  # whoever waits for an answer gets none
         for worker in self.workers:
             worker.link.close()
         for worker in self.workers:
@@ -204,14 +206,21 @@ class Crew:
         except LinkLost as problem:
             raise self.explain(problem) from problem
 
+    def _wait_for_ends(self, done: Callable[[Worker], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and any(worker.handle.alive() and not done(worker) for worker in self.workers):
+            time.sleep(0.01)
+
     def _wait(self, done: Callable[[Worker], bool], seconds: float, what: str, beats: bool = False) -> None:
         """Until it is so of all workers. With `beats` a worker that is silent for `timeout` is lost before that."""
         end = time.monotonic() + seconds
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self.lost is not None or all(map(done, self.workers)), BEAT)
-                if self.lost is not None:
-                    raise self.lost
+                self._changed.wait_for(
+                    lambda: self.lost is not None or self._ending or all(map(done, self.workers)), BEAT
+                )
+                if self.lost is not None or self._ending:
+                    raise self.lost or RankLost(ENDED)
                 left = [worker for worker in self.workers if not done(worker)]
             if not left:
                 return
@@ -256,6 +265,7 @@ class Crew:
                             worker.said.append(message)
                             self._changed.notify_all()
         except LinkLost as problem:
+            worker.has_hung_up = True
             how, silent = self._how_it_ended(worker, str(problem)), self._silent()
             if silent is None or silent is worker or "signal" in how:
                 self._lose(worker, how)

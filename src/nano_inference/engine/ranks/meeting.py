@@ -38,6 +38,7 @@ class Meeting:
         self._missing = set(range(1, world_size))
         self._claiming = threading.Lock()
         self._arrived: queue.SimpleQueue[tuple[int, Link]] = queue.SimpleQueue()
+        self._waiting = False  # for those who arrive
         self._strangers: dict[Link, None] = {}  # that have not said who they are; the oldest first
         self._refused: deque[str] = deque(maxlen=MOST_REASONS)
         try:
@@ -69,6 +70,7 @@ class Meeting:
         stop = threading.Event()
         accepting = threading.Thread(target=self._accept, args=(stop,), name="meet ranks", daemon=True)
         accepting.start()
+        self._waiting = True
         try:
             while len(links) < self.world_size - 1:
                 with contextlib.suppress(queue.Empty):
@@ -86,8 +88,7 @@ class Meeting:
                         f"rank {absent} of {self.world_size} did not come within {seconds:g} s{self._others()}."
                     )
         except BaseException:
-            for link in links.values():
-                link.close()
+            self._give_up(list(links.values()))
             raise
         finally:
             stop.set()
@@ -100,6 +101,16 @@ class Meeting:
             self._listener.close()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _give_up(self, links: list[Link]) -> None:
+        """Hang up on all who came, and on who is being greeted: they would wait for an engine that will not be."""
+        with self._claiming:
+            self._waiting = False
+        with contextlib.suppress(queue.Empty):
+            while True:
+                links.append(self._arrived.get_nowait()[1])
+        for link in links:
+            link.close()
 
     def _others(self) -> str:
         return "".join(f"; {reason.rstrip('.')}" for reason in tuple(self._refused))
@@ -124,7 +135,12 @@ class Meeting:
 
     def _greet(self, link: Link) -> None:
         try:
-            self._arrived.put((greet_worker(link, self._identity, lambda rank: self._claim(rank, link)), link))
+            rank = greet_worker(link, self._identity, lambda rank: self._claim(rank, link))
+            with self._claiming:
+                if self._waiting:
+                    self._arrived.put((rank, link))
+                else:
+                    link.close()
         except (NotOurs, LinkLost, ValueError) as problem:
             logger.warning("rank 0 turned a connection away: %s", problem)
             self._refused.append(str(problem))

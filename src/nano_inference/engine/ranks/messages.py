@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import torch
 
 from nano_inference import errors
 from nano_inference.config import EngineConfig
@@ -155,6 +156,8 @@ decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 
 
 def as_error(name: str, text: str) -> Exception:
-    """What another process raised, by the name of its class: one of ours, or `NanoInferenceError`."""
+    """What another process raised, by the name of its class: one of ours, out of memory, or `NanoInferenceError`."""
+    if name == torch.OutOfMemoryError.__name__:
+        return torch.OutOfMemoryError(text)
     kind = getattr(errors, name, None)
     return kind(text) if isinstance(kind, type) and issubclass(kind, Exception) else NanoInferenceError(text)

@@ -146,6 +146,8 @@ class RankedRunner(ModelRunner):
             before(why)
 
         crew.when_lost, shared.when_dead = lost, dead
+        if crew.lost is not None:  # before anybody could be told
+            lost(crew.lost)
 
     def close(self) -> None:
         """End the other ranks, and let go of weights and KV tensors."""
@@ -187,7 +189,7 @@ class RankedSleep(Sleep):
             self._own = give_back()
         except RankLost:
             raise
-        except (NanoInferenceError, OSError) as problem:
+        except (NanoInferenceError, OSError, torch.OutOfMemoryError) as problem:
             crew.call("wake", slow=True, memory=memory)
             raise OSError(str(problem)) from problem
 

@@ -38,13 +38,28 @@ class SentUpdates:
         self._count = itertools.count(1)
         self._lock = threading.Lock()
 
+    @property
+    def num_open(self) -> int:
+        """Updates that the others have something of."""
+        return len(self._numbers)
+
     def dtype_of(self, name: str) -> torch.dtype:
         """See `Shares`."""
         return self._dtypes[name]
 
     def give(self, update: WeightUpdate, name: str, values: Tensor, indices: Tensor | None) -> None:
         """See `Shares`."""
+        if update.done():  # given up by another thread, as who brings it is about to see
+            return
         number = self.number(update)
+        try:
+            self._give(number, name, values, indices)
+        finally:
+            if update.done():  # since then: what was sent after `discard` is forgotten too
+                self._numbers.pop(update, None)
+                self._forget(number)
+
+    def _give(self, number: int, name: str, values: Tensor, indices: Tensor | None) -> None:
         place = name if name in self._dtypes else TIED[name]
         dtype = self._dtypes[place]
         for rank, table in enumerate(self._slots[1:], start=1):
@@ -64,7 +79,7 @@ class SentUpdates:
             self._crew.call("settle", slow=True, update=self.number(update))
         except RankLost as problem:
             raise WeightTransferError(f"the update did not reach every rank: {problem}") from problem
-        except WeightUpdateError as problem:
+        except Exception as problem:
             raise WeightUpdateError(f"not every rank can take the update: {problem}") from problem
 
     def apply(self, update: WeightUpdate) -> None:
@@ -75,8 +90,7 @@ class SentUpdates:
         """See `Shares`."""
         number = self._numbers.pop(update, None)
         if number is not None:
-            with suppress(RankLost):  # then there is no engine any more
-                self._crew.tell(Call("discard", {"update": number}))
+            self._forget(number)
 
     def whole(self, name: str) -> Tensor:
         """See `Shares`."""
@@ -93,6 +107,10 @@ class SentUpdates:
             if update not in self._numbers:
                 self._numbers[update] = next(self._count)
             return self._numbers[update]
+
+    def _forget(self, number: int) -> None:
+        with suppress(RankLost):  # then there is no engine any more
+            self._crew.tell(Call("discard", {"update": number}))
 
     def _parts(self, name: str) -> list[Tensor | None]:
         """What each rank holds of a checkpoint tensor."""

@@ -33,6 +33,11 @@ class StagedUpdates:
         self._staged: dict[int, _Staged] = {}
         self._settled: list[int] = []
 
+    @property
+    def num_staged(self) -> int:
+        """Updates of which something is put aside."""
+        return len(self._staged)
+
     def take(self, piece: Piece) -> None:
         """Put a piece aside. What goes wrong is told when the update is settled."""
         staged = self._staged.setdefault(piece.update, _Staged())
