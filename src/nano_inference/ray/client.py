@@ -98,6 +98,7 @@ class RayClient(EngineClient):
         lives = self._info is not None and self._dead is None
         self._closing = True
         self._die(STOPPING, STOPPING)
+        self._settle(EngineDead(STOPPING))
         current = asyncio.current_task()
         for task in self._tasks - {current}:
             task.cancel()

@@ -14,12 +14,13 @@ from nano_inference.errors import EngineDead
 from nano_inference.serving.client import STOPPING, EngineClient
 from nano_inference.serving.errors import ApiError, retry_after
 from nano_inference.serving.fleet.flight import Flight
+from nano_inference.serving.fleet.joined_stats import joined_stats
 from nano_inference.serving.fleet.prefill import LEAST, Prefill
 from nano_inference.serving.fleet.replica import Failovers, ReplicaStatus
 from nano_inference.serving.fleet.roster import BringWeights, Roster
 from nano_inference.serving.fleet.router import NoReplica, Router, Ticket
 from nano_inference.serving.fleet.sharing import Sharing
-from nano_inference.serving.fleet.together import Together, joined_stats
+from nano_inference.serving.fleet.together import Together
 from nano_inference.serving.fleet.transfers import Transfers
 from nano_inference.serving.messages import Abort, EngineInfo, Generate, Ready, ToEngine
 from nano_inference.types import Delta
@@ -174,8 +175,8 @@ class FleetClient(EngineClient):
             least = min(client.info.max_model_len for client in living)
             if (room, least) != (self._info.max_batch_size, self._info.max_model_len):
                 self._info = msgspec.structs.replace(self._info, max_batch_size=room, max_model_len=least)
-        if known := [client.stats for client in living if client.stats is not None]:
-            self.stats = joined_stats(known)
+        if known := self.roster.known_stats():
+            self.stats = joined_stats(known, self.roster.gone)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -241,8 +242,7 @@ class FleetClient(EngineClient):
                 continue
             if message.answered:
                 self.transfers.land(flight)  # if it is on its way
-                if flight.client is not None:
-                    flight.client.end_soon([flight.inner])
+                flight.end_soon()
             else:
                 self._forget(flight)
                 flight.let_go()
