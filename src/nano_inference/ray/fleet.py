@@ -15,6 +15,7 @@ from torch import Tensor
 from nano_inference.config import EngineConfig
 from nano_inference.engine.requests import checked_ids, is_text, many_prompts, params_for
 from nano_inference.errors import ConfigError, EngineDead, InvalidRequest, RequestTooLarge
+from nano_inference.models.shares import require_shares
 from nano_inference.ray.cluster import connect, rank_needs
 from nano_inference.ray.fleet_client import RayFleetClient
 from nano_inference.ray.kept import Bucket
@@ -91,6 +92,7 @@ class RayFleet:
         if config.tensor_parallel not in (1, tensor_parallel):
             raise ConfigError(f"tensor_parallel={tensor_parallel!r}, and the config says {config.tensor_parallel}.")
         self.config = config = replace(config, tensor_parallel=tensor_parallel)
+        require_shares(config)
         self._patience = patience
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._request_ids = itertools.count()

@@ -1,7 +1,7 @@
 """Replicas that die at the worst moment: the last one, one that is brought up, one that was told to end a request."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 from nano_inference.errors import EngineDead, NanoInferenceError, WeightUpdateError
 from nano_inference.serving.edge.lifecycle import Lifecycle
 from nano_inference.serving.errors import ApiError
-from nano_inference.types import Delta, EngineStats, SamplingParams
+from nano_inference.types import EngineStats, SamplingParams
 from tests.serving.engines import finished, until
 from tests.serving.fleet.fleets import Engine, Made, fleet, play, told
 from tests.serving.scripted import Script
