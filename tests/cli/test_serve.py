@@ -98,6 +98,7 @@ def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
         (("--admin-key", "a", "--admin-key-file", "{keys}"), "there is one admin key"),
         (("--admin-key-file", "{keys}"), "there is one admin key"),
         (("--api-key-file", "{empty}"), "holds no key"),
+        (("--in-process", "--restart-engine"), "restart_engine=True is not possible with in_process=True"),
         (("--tls-cert", "c.pem"), "tls_cert and tls_key belong together"),
         (("--tool-format", "morse"), "there is no tool format 'morse'"),
         (("--max-samples", "0"), "max_samples=0 must be"),

@@ -92,7 +92,6 @@ class RayFleet:
         if config.tensor_parallel not in (1, tensor_parallel):
             raise ConfigError(f"tensor_parallel={tensor_parallel!r}, and the config says {config.tensor_parallel}.")
         self.config = config = replace(config, tensor_parallel=tensor_parallel)
-        require_shares(config)
         self._patience = patience
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._request_ids = itertools.count()
@@ -104,6 +103,7 @@ class RayFleet:
         self._made: RayFleetClient | None = None
         try:
             needs = rank_needs(config, cpus_per_rank, gpus_per_rank)
+            require_shares(config)
             self._made = RayFleetClient(config, needs, replicas, NO_BACKLOG, restart=restart, patience=patience)
             self._run(self._client.start())
         except BaseException:

@@ -133,6 +133,7 @@ def _fleet_client(engine: EngineConfig, config: ServerConfig) -> FleetClient:
         seed=engine.seed,
         prefill_replicas=config.prefill_replicas,
         share_prefixes=config.share_prefixes,
+        in_lockstep=bool(meeting),
     )
 
 

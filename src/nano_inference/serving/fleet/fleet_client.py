@@ -47,6 +47,7 @@ class FleetClient(EngineClient):
         prefill_replicas: of the first replicas, how many only compute prompts (`Prefill`).
         prefill_least: tokens of the prompts that they compute.
         share_prefixes: fetch a prompt's prefix from the replica that has it, where that is faster (`Sharing`).
+        in_lockstep: the engines cannot do without each other, so none is added or taken out.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class FleetClient(EngineClient):
         prefill_replicas: int = 0,
         prefill_least: int = LEAST,
         share_prefixes: bool = False,
+        in_lockstep: bool = False,
     ) -> None:
         super().__init__(max_backlog, restart=restart)
         self.router = router if router is not None else Router()
@@ -74,6 +76,7 @@ class FleetClient(EngineClient):
         self.sharing = Sharing(self, self.transfers) if share_prefixes else None
         self._together = Together(self.roster)
         self._num_first = replicas
+        self._in_lockstep = in_lockstep
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
         self._flights: dict[int, Flight] = {}
         self._silent = set[Flight]()  # that were handed on, and of which nothing has come since
@@ -130,6 +133,7 @@ class FleetClient(EngineClient):
     async def add(self) -> str:
         """Add a replica; returns its name when it serves. Raises what keeps it from being built."""
         self._require_alive()
+        self._require_independent()
         return await self.roster.add()
 
     def drain(self, replica: str, *, move: bool = False, draining: bool = True) -> int:
@@ -143,7 +147,13 @@ class FleetClient(EngineClient):
         """Take a replica out for good; others go on with what it has. Returns how many requests those were. Raises
         `ApiError`.
         """
+        self._require_independent()
         return await self.roster.remove(replica)
+
+    def _require_independent(self) -> None:
+        if self._in_lockstep:
+            text = "engines in lockstep share their experts: none can come or go; start a server with another number."
+            raise ApiError(409, text)
 
     def opened(self, info: EngineInfo, again: bool) -> None:
         """See `Owner`."""
