@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from nano_inference.errors import EngineDead
+from nano_inference.serving.client import STOPPING
 from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.messages import Call, Failed, Generate, Outputs, Refused, Resume, Returned, ToEngine
 from nano_inference.types import Delta, TrainingSample
@@ -37,6 +39,7 @@ class Engine(ScriptedClient):
         self.saved: str | None = None
         self.fails: dict[str, Exception | Callable[[], None]] = {}
         self.holds: dict[str, asyncio.Event] = {}
+        self.is_closed = False
         self.is_built = asyncio.Event()
         self.is_built.set()
         self.returns |= dict.fromkeys(("join_group", "leave_group", "receive_broadcast", "prepare_update"), None)
@@ -50,7 +53,17 @@ class Engine(ScriptedClient):
 
     async def start(self) -> None:
         await self.is_built.wait()
+        self._require_open()
         await super().start()
+
+    async def close(self) -> None:
+        self.is_closed = True
+        await super().close()
+        self.is_built.set()
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise EngineDead(STOPPING)
 
     def said(self, name: str) -> list[Call]:
         return [call for call in self.calls if call.name == name]

@@ -161,6 +161,21 @@ def test_no_new_one_is_built_while_the_weights_sleep() -> None:
     play(test())
 
 
+def test_a_server_that_ends_does_not_wait_for_one_that_is_being_built() -> None:
+    async def test() -> None:
+        async with fleet(1, restart=True) as made:
+            made.on_made = lambda engine: engine.is_built.clear()
+            adding = asyncio.create_task(made.client.add())
+            await asyncio.sleep(0)
+            made.client.end_calls(ApiError(503, "the server is shutting down."))
+            with pytest.raises(EngineDead, match="stopping"):
+                await asyncio.wait_for(adding, 5)
+            await asyncio.sleep(0.8)
+            assert len(made.engines) == 2  # nor is another one started
+
+    play(test())
+
+
 @pytest.mark.parametrize("is_repeated", [False, True])
 def test_who_was_told_to_end_does_so_wherever_it_goes_on(is_repeated: bool) -> None:
     async def test() -> None:

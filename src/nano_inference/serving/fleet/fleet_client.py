@@ -17,11 +17,12 @@ from nano_inference.serving.fleet.flight import Flight
 from nano_inference.serving.fleet.joined_stats import joined_stats
 from nano_inference.serving.fleet.prefill import LEAST, Prefill
 from nano_inference.serving.fleet.replica import Failovers, ReplicaStatus
-from nano_inference.serving.fleet.roster import BringWeights, Roster
+from nano_inference.serving.fleet.roster import Roster
 from nano_inference.serving.fleet.router import NoReplica, Router, Ticket
 from nano_inference.serving.fleet.sharing import Sharing
 from nano_inference.serving.fleet.together import Together
 from nano_inference.serving.fleet.transfers import Transfers
+from nano_inference.serving.fleet.weights import BringWeights
 from nano_inference.serving.messages import Abort, EngineInfo, Generate, Ready, ToEngine
 from nano_inference.types import Delta
 
@@ -122,6 +123,11 @@ class FleetClient(EngineClient):
         """Whether no replica gets on."""
         living = self.roster.living()
         return bool(living) and all(client.stalled(seconds) for client in living.values())
+
+    def end_calls(self, problem: Exception) -> None:
+        """As of one engine; also those end that wait for a replica to be built."""
+        super().end_calls(problem)
+        self.roster.end_starts()
 
     def kill(self) -> None:
         """End all engines at once."""

@@ -2,12 +2,9 @@
 
 import asyncio
 import logging
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any, Protocol, get_args
 
 import msgspec
@@ -18,6 +15,7 @@ from nano_inference.serving.errors import ApiError
 from nano_inference.serving.fleet.joined_stats import counted
 from nano_inference.serving.fleet.replica import Failovers, Replica, ReplicaStatus, State
 from nano_inference.serving.fleet.router import Router
+from nano_inference.serving.fleet.weights import BringWeights, by_folder
 from nano_inference.serving.messages import EngineInfo
 from nano_inference.types import EngineStats, Memory
 
@@ -27,8 +25,6 @@ GLANCE = 0.2  # seconds between two looks at the replicas
 BACKOFF = 0.5  # seconds before a new engine is started; doubled for each that did not last
 MAX_BACKOFF = 30.0
 LASTING = 60.0  # seconds after which an engine has lasted
-SYNC_TIMEOUT = 600.0  # seconds in which a replica gets the weights of another one
-BringWeights = Callable[[EngineClient, EngineClient, int], Coroutine[Any, Any, None]]
 _SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # of all replicas
 
 
@@ -120,6 +116,13 @@ class Roster:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*(each.client.close() for each in self.replicas.values()), return_exceptions=True)
+
+    def end_starts(self) -> None:
+        """Give up those that do not serve yet, and begin no other: the end is near."""
+        self._closing = True
+        for each in self.replicas.values():
+            if each.state in ("starting", "syncing"):
+                self.spawn(each.client.close())
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Let something go on, until the end."""
@@ -248,7 +251,7 @@ class Roster:
         await asyncio.sleep(delay)
         while "weights" in self.asleep and self.living():  # the memory is somebody else's now
             await asyncio.sleep(GLANCE)
-        if self.replicas.get(each.name) is not each:  # it was removed
+        if self._closing or self.replicas.get(each.name) is not each:  # it was removed
             return
         each.client, each.state = self._make(int(each.name)), "starting"
         each.num_starts += 1
@@ -379,20 +382,6 @@ class Roster:
             pid=each.client.info.pid if alive else None,
             why=each.why,
         )
-
-
-async def by_folder(donor: EngineClient, client: EngineClient, version: int) -> None:
-    """The weights that `donor` serves, for another engine on this machine."""
-    folder = Path(tempfile.mkdtemp(prefix="nano-inference-weights-"))
-    try:
-        path = str(folder / "all")
-        await donor.call("save_weights", path=path, version=version, timeout=SYNC_TIMEOUT)
-        await client.call("begin_update", session=0, complete=True)
-        options = {"session": 0, "seconds": SYNC_TIMEOUT, "timeout": SYNC_TIMEOUT}
-        await client.call("receive_folder", path=path, **options)
-        await client.call("finish_update", version=version, kv_policy="abort", **options)
-    finally:
-        await asyncio.to_thread(shutil.rmtree, folder, True)
 
 
 def _unknown(replica: str) -> ApiError:
