@@ -19,7 +19,7 @@ from nano_inference.ops.cpu import library
 from nano_inference.ops.cpu.program import Program
 from nano_inference.ops.cpu.recorder import Recorder
 from nano_inference.ops.cpu.weights import PackedWeight
-from nano_inference.parallel.segments import row_segments, segment_unit
+from nano_inference.parallel.bounds import row_segments, segment_unit
 
 SHAPES = ((576, 576, 64), (1536, 576, None), (1024, 3072, 128), (2048, 3072, 128))  # K, N, unit of the segments
 BATCHES = (1, 8, 64)

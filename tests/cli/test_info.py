@@ -38,3 +38,46 @@ def test_info_of_every_kind(tmp_path: Path, family: str) -> None:
     assert result.exit_code == 0, result.stderr
     assert "cpu-" in result.stdout
     assert ("layers see the last" in result.stdout) == (family in ("gemma3", "phi3"))
+
+
+def test_info_of_ranks_agrees_with_an_engine_of_several(folders: dict[str, str]) -> None:
+    options = ("--tensor-parallel", "2", "--pipeline-parallel", "2", "--kv-cache-memory", "8MiB")
+    result = run("info", folders["chat"], "--json", *options)
+    assert result.exit_code == 0, result.stderr
+    ranks = json.loads(result.stdout)["ranks"]
+    assert [each["rank"] for each in ranks] == [0, 1, 2, 3]
+    assert [each["layers"] for each in ranks] == [[0, 1], [0, 1], [1, 2], [1, 2]]
+    assert [each["query_heads"] for each in ranks] == [[0, 2], [2, 4]] * 2
+    config = EngineConfig(folders["chat"], kv_cache_memory=2**23, tensor_parallel=2, pipeline_parallel=2, num_threads=1)
+    with InferenceEngine(config) as engine:
+        assert engine.memory_budget.weights == ranks[0]["memory"]["weights"]
+        assert engine.memory_budget.num_blocks == min(each["memory"]["num_blocks"] for each in ranks)
+    text = run("info", folders["chat"], *options).stdout
+    assert "memory on cpu, of rank 0" in text
+    assert "layers 1; query heads 2 to 3" in " ".join(text.split())
+
+
+def test_info_of_experts_in_ranks_and_in_lockstep(tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path, "mixtral"))
+    for options in (("--expert-parallel", "2"), ("--tensor-parallel", "2", "--expert-parallel", "2")):
+        result = run("info", folder, "--json", *options)
+        assert result.exit_code == 0, result.stderr
+        ranks = json.loads(result.stdout)["ranks"]
+        assert [each["experts"][0] for each in ranks][1] == ranks[0]["experts"][1]
+    assert "ranks" not in json.loads(run("info", folder, "--json").stdout)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--pipeline-parallel", "99"), "pipeline_parallel=99 is more than the model's 2 layers"),
+        (("--expert-parallel", "2"), "it has no experts"),
+        (("--expert-parallel", "2", "--pipeline-parallel", "2"), "have one rank each"),
+    ],
+)
+def test_info_says_which_ranks_a_model_cannot_have(
+    folders: dict[str, str], options: tuple[str, ...], words: str
+) -> None:
+    result = run("info", folders["bare"], *options)
+    assert result.exit_code == 1
+    assert words in " ".join(result.stderr.split())

@@ -1,6 +1,7 @@
 """`nano-inference serve`: its options are those of the two configurations."""
 
 import importlib.util
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from nano_inference.cli import serve as command
 from nano_inference.config import EngineConfig
 from nano_inference.serving import main
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.in_process import InProcessClient
 from tests.cli.running import run
 
 Configs = list[tuple[EngineConfig, ServerConfig]]
@@ -96,6 +98,7 @@ def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
         (("--admin-key", "a", "--admin-key-file", "{keys}"), "there is one admin key"),
         (("--admin-key-file", "{keys}"), "there is one admin key"),
         (("--api-key-file", "{empty}"), "holds no key"),
+        (("--in-process", "--restart-engine"), "restart_engine=True is not possible with in_process=True"),
         (("--tls-cert", "c.pem"), "tls_cert and tls_key belong together"),
         (("--tool-format", "morse"), "there is no tool format 'morse'"),
         (("--max-samples", "0"), "max_samples=0 must be"),
@@ -117,6 +120,31 @@ def test_serve_says_what_is_wrong(arguments: tuple[str, ...], words: str, starte
     assert result.exit_code == 1
     assert words in result.stderr
     assert not started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--pipeline-parallel", "99"), "pipeline_parallel=99 is more than the model's 30 layers; use at most 30"),
+        (("--tensor-parallel", "16"), "tensor_parallel=16 is more than the model's 9 attention heads; use at most 8"),
+        (("--tensor-parallel", "2", "--expert-parallel", "2"), "it has no experts"),
+        (("--expert-parallel", "2", "--replicas", "2"), "it has no experts"),
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("--replicas", "2"), ("--in-process",), ("--ray",)])
+def test_ranks_that_the_model_cannot_have_are_refused_before_anything_starts(
+    arguments: tuple[str, ...], words: str, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def starts(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(subprocess, "Popen", starts)
+    monkeypatch.setattr(InProcessClient, "start", starts)
+    if more == ("--ray",):
+        monkeypatch.setattr(pytest.importorskip("nano_inference.ray.serving"), "connect", starts)
+    result = run("serve", "smollm2-135m", "--port", "0", *arguments, *more)
+    assert result.exit_code == 1, result.output
+    assert words in " ".join(result.stderr.split())
 
 
 def test_what_is_not_installed_is_named(started: Configs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ from nano_inference.ops import reference
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import INSTRUCTION_SETS, _processor_flags
 from nano_inference.ops.cpu.weights import as_packed
+from nano_inference.parallel.bounds import SEGMENTS, check_segments, row_segments, segment_unit
 from nano_inference.parallel.collectives import ThreadGroup
-from nano_inference.parallel.segments import SEGMENTS, check_segments, row_segments, segment_unit, tree_sum
+from nano_inference.parallel.segments import tree_sum
 from tests.ops.compiler import NEEDS_COMPILER
 from tests.parallel.test_tensor_parallel import on_ranks
 

@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from nano_inference.errors import (
     RequestAborted,
     RequestTooLarge,
 )
-from nano_inference.serving.client import EngineClient
+from nano_inference.serving.client import EngineClient, RequestStream
 from nano_inference.serving.in_process import InProcessClient
+from nano_inference.serving.messages import Resume
 from nano_inference.serving.process_client import ProcessClient
-from nano_inference.types import EngineStats, SamplingParams, TrainingSample
+from nano_inference.types import EngineStats, SamplingParams, TrainingSample, VersionSpan
 from tests.models.tiny import tiny_llama
 from tests.serving.engines import PATIENCE, config_of, core_of, finished, idle, params_of, until
 
@@ -287,6 +289,39 @@ def test_a_request_that_ends_before_it_is_noted_down_is_forgotten(model: Path, m
         stream = client.submit([1, 2], params_of(0, 2), stream=True)
         assert not client._core.has_requests
         assert len(await finished(stream)) == 1
+
+    in_process(model, test)
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_request_that_waits_to_go_on_with_old_weights_can_be_ended(model: Path, is_answered: bool) -> None:
+    async def test(client: InProcessClient) -> None:
+        assert client._core is not None
+        (whole,) = await finished(client.submit([1, 2], params_of(0, 400), stream=True))
+        cut = slice(0, 3)
+        part = replace(
+            whole,
+            completion_tokens=whole.completion_tokens[cut],
+            logprobs=whole.logprobs[cut],
+            log_kept_mass=None if whole.log_kept_mass is None else whole.log_kept_mass[cut],
+            loss_mask=whole.loss_mask[cut],
+            weight_versions=(VersionSpan(0, 0, 3),),
+            finish_reason="abort",
+        )
+        request = RequestStream(1, 4096, lambda: None)
+        with client._core.engine.shared.lock:  # as a step holds it
+            number = client.begin(request, Resume(0, [part], stream=True, version=0), 1)
+            client.end_soon([number]) if is_answered else client.give_up(number)
+            await asyncio.sleep(0.05)
+            steps = client._core.engine.loop.num_steps
+        if is_answered:
+            (*_, last) = await request.next()
+            assert last.finished is not None
+            assert (last.finished.finish_reason, last.finished.completion_tokens) == ("abort", part.completion_tokens)
+        await asyncio.sleep(0.3)
+        await idle(client)
+        assert client._core.engine.loop.num_steps - steps < 10
+        assert not client._core._coming
 
     in_process(model, test)
 

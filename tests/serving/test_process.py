@@ -141,8 +141,8 @@ def test_without_restart_a_dead_engine_stays_dead(model: Path) -> None:
     play(test())
 
 
-@pytest.mark.parametrize("cancelled", [True, False])
-def test_an_engine_that_is_not_ready_yet_may_end_as_well(model: Path, cancelled: bool) -> None:
+@pytest.mark.parametrize("how", ["cancelled", "killed", "closed"])
+def test_an_engine_that_is_not_ready_yet_may_end_as_well(model: Path, how: str) -> None:
     async def test() -> None:
         client = ProcessClient(config_of(model), 4096, restart=True)
         starting = asyncio.create_task(client.start())
@@ -150,12 +150,14 @@ def test_an_engine_that_is_not_ready_yet_may_end_as_well(model: Path, cancelled:
         child = child_of(client)
         with pytest.raises(EngineDead, match="not ready"):
             client.submit([1], params_of(0), stream=True)
-        if cancelled:
+        if how == "cancelled":
             starting.cancel()
-        else:
+        elif how == "killed":
             os.kill(child.pid, signal.SIGKILL)
-        with pytest.raises(asyncio.CancelledError if cancelled else EngineDead):
-            await starting
+        else:
+            await client.close()
+        with pytest.raises(asyncio.CancelledError if how == "cancelled" else EngineDead):
+            await asyncio.wait_for(starting, PATIENCE)
         assert not is_alive(child.pid)
         assert not child.folder.exists()
         assert client._child is None

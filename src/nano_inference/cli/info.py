@@ -12,9 +12,12 @@ from rich.text import Text
 
 from nano_inference.cli import options
 from nano_inference.cli.terminal import errors, output
+from nano_inference.errors import ConfigError
 
 if TYPE_CHECKING:
+    from nano_inference.config import EngineConfig
     from nano_inference.engine.assembly import EnginePlan
+    from nano_inference.models.part import ModelPart
     from nano_inference.models.rope_spec import RopeSpec
     from nano_inference.models.spec import ModelSpec
     from nano_inference.text.tokenizer import Tokenizer
@@ -31,6 +34,11 @@ def info(
     device: options.Device = "auto",
     kv_cache_memory: options.KVCacheMemory = None,
     max_model_len: options.MaxModelLen = None,
+    tensor_parallel: options.TensorParallel = 1,
+    pipeline_parallel: options.PipelineParallel = 1,
+    context_parallel: options.ContextParallel = 1,
+    expert_parallel: options.ExpertParallel = 1,
+    block_size: options.BlockSize = 16,
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> None:
@@ -46,25 +54,97 @@ def info(
         device=device,
         kv_cache_memory=kv_cache_memory,
         max_model_len=max_model_len,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        context_parallel=context_parallel,
+        expert_parallel=expert_parallel,
+        block_size=block_size,
     )
     with errors.status(f"reading {model}"):
-        from nano_inference.engine.assembly import plan_engine
-
-        plan = plan_engine(config)
+        plans = _plans(config)
+        plan = plans[0]
         text_side = _tokenizer(plan)
     if as_json:
-        typer.echo(json.dumps(_as_json(plan, text_side), indent=2))
+        typer.echo(json.dumps(_as_json(plan, text_side) | _ranks_as_json(plans), indent=2))
         return
     output.print(Text.assemble((model, "bold"), (f"  {_short(_policy(plan)[0])}", "dim")), soft_wrap=True)
     for name, rows in (
         ("architecture", _architecture(plan)),
-        (f"memory on {plan.device}", _memory(plan)),
+        (f"memory on {plan.device}" + (", of rank 0" if len(plans) > 1 else ""), _memory(plan)),
+        *((("ranks", _ranks(plans)),) if len(plans) > 1 else ()),
         ("numerics", _numerics(plan)),
         ("tokenizer", _tokenizer_rows(text_side)),
     ):
         output.print()
         output.print(name, style="bold cyan")
         output.print(_table(rows))
+
+
+def _plans(config: "EngineConfig") -> "list[EnginePlan]":
+    """Of every rank; of engines in lockstep, which have the experts in common, every engine's."""
+    from nano_inference.engine.assembly import Rank, plan_engine
+    from nano_inference.models.shares import mesh_of
+    from nano_inference.parallel.mesh import Place
+
+    mesh, engines = mesh_of(config), config.expert_parallel if config.tensor_parallel == 1 else 1
+    if mesh.world_size > 1 and engines > 1:
+        raise ConfigError(
+            f"expert_parallel={engines} with one tensor rank is engines in lockstep, which have one rank each; give "
+            f"tensor_parallel={engines} as well, or none of the others."
+        )
+    here = mesh.world_size * engines
+    places = [(Place(mesh, rank), (engine, engines)) for engine in range(engines) for rank in range(mesh.world_size)]
+    return [plan_engine(config, rank=Rank(place, here, engines=engine)) for place, engine in places]
+
+
+def _part(plan: "EnginePlan") -> "ModelPart":
+    from nano_inference.scheduling.sequence import POLICY
+
+    return plan.parts[POLICY]
+
+
+def _held(plan: "EnginePlan") -> dict[str, tuple[int, int]]:
+    """What a rank holds of the model, from the first to the one behind the last."""
+    part = _part(plan)
+    held = {
+        "layers": part.layers,
+        "query heads": part.heads,
+        "key-value heads": part.kv_heads,
+        "MLP columns": part.inner,
+        "experts": part.experts,
+        "vocabulary": part.vocab,
+    }
+    return {name: (each.start, each.stop) for name, each in held.items() if each}
+
+
+def _ranks_as_json(plans: "list[EnginePlan]") -> dict[str, Any]:
+    if len(plans) == 1:
+        return {}
+    return {
+        "ranks": [
+            {"rank": rank, "memory": asdict(plan.memory_budget)}
+            | {name.replace(" ", "_").replace("-", "_"): list(held) for name, held in _held(plan).items()}
+            for rank, plan in enumerate(plans)
+        ]
+    }
+
+
+def _ranks(plans: "list[EnginePlan]") -> Rows:
+    """What each holds where they differ, and what it takes."""
+    held = [_held(plan) for plan in plans]
+    rows: Rows = []
+    for rank, (plan, own) in enumerate(zip(plans, held, strict=True)):
+        parts = [
+            f"{name} {first:,}" + (f" to {stop - 1:,}" if stop - first > 1 else "")
+            for name, (first, stop) in own.items()
+            if any(other[name] != own[name] for other in held)
+        ]
+        if (mesh := _part(plan).place.mesh).context > 1:
+            parts.append(f"part {_part(plan).place.context_rank + 1} of {mesh.context} of each sequence's KV cache")
+        budget = plan.memory_budget
+        parts.append(f"weights {_size(budget.weights)}, KV cache up to {_size(budget.kv_cache)}")
+        rows.append((f"rank {rank}", "; ".join(parts)))
+    return rows
 
 
 def _policy(plan: "EnginePlan") -> "tuple[Path, ModelSpec]":

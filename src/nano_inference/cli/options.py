@@ -106,6 +106,8 @@ Threads = Annotated[
     int | None, _option(_ENGINE, "--threads", help="Threads of the CPU operations. Default: the physical cores.")
 ]
 
+BlockSize = Annotated[int, _option(_ENGINE, "--block-size", help="Tokens in a KV block.")]
+
 _RANKS = "Several processes"
 TensorParallel = Annotated[
     int, _option(_RANKS, "--tensor-parallel", help="Processes that share every layer of the model: 1, 2, 4, 8 …")

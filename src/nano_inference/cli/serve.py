@@ -163,7 +163,7 @@ def serve(
     tokenizer: options.Tokenizer = None,
     ref_model: options.RefModel = None,
     cache_type: options.Cache = "paged",
-    block_size: Annotated[int, _option(_ENGINE, "--block-size", help="Tokens in a KV block.")] = 16,
+    block_size: options.BlockSize = 16,
     max_batch_size: Annotated[int, _option(_ENGINE, "--max-batch-size", help="Sequences in a step.")] = 256,
     max_tokens_per_batch: Annotated[
         int, _option(_ENGINE, "--max-tokens-per-batch", help="Tokens in a step: less keeps running streams smooth.")

@@ -38,11 +38,12 @@ from nano_inference.models.decoder import Decoder
 from nano_inference.models.joints import Joints
 from nano_inference.models.loading import load_params, load_spec, resolve_dtype, resolve_model
 from nano_inference.models.part import ModelPart, part_of
+from nano_inference.models.shares import mesh_of, require_experts
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import num_bytes, param_table
 from nano_inference.ops.backend import Numerics, Ops
 from nano_inference.parallel.collectives import Group
-from nano_inference.parallel.mesh import Mesh, Place
+from nano_inference.parallel.mesh import Place
 from nano_inference.scheduling.sequence import POLICY, REFERENCE
 
 logger = logging.getLogger("nano_inference")
@@ -68,11 +69,6 @@ class Rank:
     joints: Callable[[ModelPart], Joints | None] = lambda _: None
     agree: Callable[[MemoryBudget], MemoryBudget] = lambda budget: budget
     engines: tuple[int, int] = (0, 1)
-
-
-def mesh_of(config: EngineConfig) -> Mesh:
-    """The ranks that an engine of this config has."""
-    return Mesh(config.tensor_parallel, config.pipeline_parallel, config.context_parallel)
 
 
 def rank_in_lockstep(config: EngineConfig, engines: Group) -> Rank:
@@ -307,8 +303,7 @@ def _require_same_vocabulary(specs: Mapping[str, ModelSpec], config: EngineConfi
 def _require_lockstep(config: EngineConfig, specs: Mapping[str, ModelSpec], rank: Rank) -> None:
     """Raise `ConfigError` unless the experts are spread as the config says."""
     asked, engines = config.expert_parallel, rank.engines[1]
-    if asked > 1 and all(spec.moe is None for spec in specs.values()):
-        raise ConfigError(f"expert_parallel={asked} is not possible for {config.model_path!r}: it has no experts.")
+    require_experts(config, specs.values())
     if engines != (asked if config.tensor_parallel == 1 else 1):
         raise ConfigError(
             f"expert_parallel={asked} with tensor_parallel=1 is {asked} engines in lockstep, which are started "

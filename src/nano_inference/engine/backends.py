@@ -16,7 +16,7 @@ from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import KernelsUnavailable
 from nano_inference.ops.cuda import availability
 from nano_inference.ops.reference import reference_ops
-from nano_inference.parallel.segments import SEGMENTS
+from nano_inference.parallel.bounds import SEGMENTS
 
 logger = logging.getLogger("nano_inference")
 

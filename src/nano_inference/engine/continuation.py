@@ -7,6 +7,7 @@ from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.loop import Add
 from nano_inference.errors import InvalidRequest
 from nano_inference.scheduling.sequence import REFERENCE, Group, Sequence
+from nano_inference.text.output_text import OutputText
 from nano_inference.types import TrainingSample
 
 
@@ -42,7 +43,8 @@ def go_on(
     sequences = list[Sequence]()
     for sample in samples:
         seq = engine.intake.resumed(sample, (), None, stream=stream)
-        if seq.num_completion_tokens and _may_have_ended(seq, REFERENCE in loop.sequences.versions):
+        is_judged = REFERENCE in loop.sequences.versions
+        if seq.num_completion_tokens and (_may_have_ended(seq, is_judged) or _has_stopped(seq, engine)):
             raise InvalidRequest("the sample may have ended; nobody knows.")
         seq.request_id, seq.group, seq.max_staleness = request_id, group, max_staleness
         sequences.append(seq)
@@ -64,3 +66,11 @@ def _may_have_ended(seq: Sequence, is_judged: bool) -> bool:
     """Whether its last token may have been its last: one that waited for its reference logprobs looks like this."""
     ended = seq.token_ids[-1] in seq.stop_ids and seq.num_completion_tokens > seq.params.min_tokens
     return ended or (is_judged and bool(seq.params.stop))
+
+
+def _has_stopped(seq: Sequence, engine: InferenceEngine) -> bool:
+    """Whether its text holds a stop string already: tokens come before the word that they were the last ones."""
+    if not seq.params.stop:
+        return False
+    text, tokens = OutputText(engine.tokenizer, seq.params.stop), seq.token_ids[seq.num_prompt_tokens :]
+    return any(text.append(token_id, count > seq.params.min_tokens) for count, token_id in enumerate(tokens, start=1))

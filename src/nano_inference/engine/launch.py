@@ -3,10 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 from nano_inference.config import EngineConfig
-from nano_inference.engine.assembly import Parts, assemble, mesh_of, rank_in_lockstep
+from nano_inference.engine.assembly import Parts, assemble, rank_in_lockstep
 from nano_inference.engine.lockstep import Lockstep
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.errors import ConfigError, InvalidRequest
+from nano_inference.models.shares import mesh_of
 
 if TYPE_CHECKING:
     from nano_inference.engine.ranks.launcher import Launcher

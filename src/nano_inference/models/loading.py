@@ -1,6 +1,5 @@
 """From a model path to parameters: find the files, read the spec, stream one tensor at a time."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
-from nano_inference.models.gguf import convert_gguf
+from nano_inference.models.folders import load_spec as load_spec
+from nano_inference.models.folders import read_json
+from nano_inference.models.folders import resolve_model as resolve_model
 from nano_inference.models.part import ModelPart
-from nano_inference.models.spec import ModelSpec, spec_from_config
+from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import TIED, Allocate, allocate, param_table, read, slots, write
 from nano_inference.ops import reference
 
@@ -21,27 +21,6 @@ from nano_inference.ops import reference
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 _CPU = torch.device("cpu")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def resolve_model(model_path: str) -> Path:
-    """The folder of a model named by folder, embedded name, `.gguf` file or hub id. Raises `ModelLoadError`."""
-    path = Path(model_path).expanduser()
-    if path.is_dir():
-        return path
-    if model_path in EMBEDDED_MODELS:
-        return convert_gguf(find_embedded(model_path))
-    if path.suffix == ".gguf":
-        return convert_gguf(path)
-    if path.exists():
-        raise ModelLoadError(f"{model_path} is neither a folder nor a .gguf file.")
-    return _download(model_path)
-
-
-def load_spec(folder: Path) -> ModelSpec:
-    """Read config.json and, where there is one, generation_config.json."""
-    config = _read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
-    return spec_from_config(config, _read_json(generation) if generation.exists() else None)
 
 
 def resolve_dtype(asked: str, spec: ModelSpec) -> torch.dtype:
@@ -136,7 +115,7 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            files = [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+            files = [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
         except (KeyError, AttributeError, TypeError) as problem:
             raise ModelLoadError(f"{index} has no weight_map of tensor names to files.") from problem
     else:
@@ -156,33 +135,6 @@ def _check_tied(name: str, tensor: Tensor, own: Tensor) -> None:
 
 def _untied(name: str) -> ModelLoadError:
     return ModelLoadError(f"tensor {name!r} is tied to {TIED[name]!r} by config.json and differs from it.")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelLoadError(f"{path} is missing.") from None
-    except (OSError, ValueError) as problem:
-        raise ModelLoadError(f"{path} cannot be read: {problem}") from problem
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path} holds a {type(content).__name__}, not an object.")
-    return content
-
-
-def _download(model_path: str) -> Path:
-    from huggingface_hub import snapshot_download  # only here: it is slow to import
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        patterns = ["*.json", "*.safetensors", "*.jinja"]
-        return Path(snapshot_download(model_path, allow_patterns=patterns))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
-        names = ", ".join(repr(name) for name in EMBEDDED_MODELS)
-        raise ModelLoadError(
-            f"{model_path!r} is not a folder, a .gguf file or an embedded model ({names}), and could not be fetched "
-            f"from the hub: {type(problem).__name__}."
-        ) from problem
 
 
 def _cpu_multiplies_bf16() -> bool:

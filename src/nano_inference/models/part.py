@@ -6,8 +6,8 @@ from functools import cache
 
 from nano_inference.errors import ConfigError
 from nano_inference.models.spec import ModelSpec
+from nano_inference.parallel.bounds import SEGMENTS, row_segments, segment_unit
 from nano_inference.parallel.mesh import Mesh, Place
-from nano_inference.parallel.segments import SEGMENTS, row_segments, segment_unit
 
 # Tokens are shared out by whole blocks of every backend's sums over the vocabulary, else by whole panels, else singly.
 VOCAB_UNITS = (1536, 16, 1)

@@ -33,7 +33,8 @@ from nano_inference.ops.reference_attention import (
     plan_states,
 )
 from nano_inference.ops.reference_moe import steps_of
-from nano_inference.parallel.segments import check_segments, tree_sum
+from nano_inference.parallel.bounds import check_segments
+from nano_inference.parallel.segments import tree_sum
 from nano_inference.sampling.logprobs import VOCAB_BLOCK, gather_logprobs
 from nano_inference.sampling.parts import VocabPart, sample_part, score_part
 from nano_inference.sampling.pipeline import divide

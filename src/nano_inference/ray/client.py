@@ -17,7 +17,8 @@ from nano_inference.ray.actor import GROUPS, EngineActor
 from nano_inference.ray.cluster import Placement, RankNeeds, num_ranks, rank_config
 from nano_inference.ray.kept import Bucket, KeptUpdate
 from nano_inference.serving.client import STOPPING, EngineClient, error_named
-from nano_inference.serving.messages import CannotStart, Dead, FromEngine, Ready, Stop, ToEngine
+from nano_inference.serving.log_lines import Rarely
+from nano_inference.serving.messages import NOT_UNDERSTOOD, CannotStart, Dead, FromEngine, Ready, Stop, ToEngine
 
 log = logging.getLogger("nano_inference.ray")
 
@@ -70,6 +71,7 @@ class RayClient(EngineClient):
         self._started: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._rarely = Rarely()
 
     # -- the beginning and the end ------------------------------------------------------------------------------------
 
@@ -98,6 +100,7 @@ class RayClient(EngineClient):
         lives = self._info is not None and self._dead is None
         self._closing = True
         self._die(STOPPING, STOPPING)
+        self._settle(EngineDead(STOPPING))
         current = asyncio.current_task()
         for task in self._tasks - {current}:
             task.cancel()
@@ -181,9 +184,22 @@ class RayClient(EngineClient):
                 self.node, batch = await asyncio.wait_for(self._tells.remote(), patience)
                 patience = SILENT
                 for data in batch:
-                    self._hear(_DECODER.decode(data))
+                    self._hear_bytes(data)
         except (RayError, TimeoutError) as problem:
             self.lose(_reason(problem))
+
+    def _hear_bytes(self, data: bytes) -> None:
+        """Nothing that comes ends the listening."""
+        try:
+            message = _DECODER.decode(data)
+        except Exception as problem:
+            if (more := self._rarely.due()) is not None:
+                log.warning(NOT_UNDERSTOOD, len(data), str(problem), more)
+            return
+        try:
+            self._hear(message)
+        except Exception:
+            log.exception("a message of %s could not be handled", self.name)
 
     def _hear(self, message: FromEngine) -> None:
         match message:

@@ -87,12 +87,15 @@ class Placement:
 
     def __init__(self, needs: RankNeeds, num_ranks: int) -> None:
         self.needs, self.num_ranks = needs, num_ranks
+        self._is_given_up = False
         self._group: PlacementGroup = placement_group([needs.bundle] * num_ranks, strategy="STRICT_PACK")
 
     def wait(self, seconds: float) -> None:
         """Until there is room. Raises `EngineDead` that says what is missing, and gives the place up."""
         until = time.monotonic() + seconds
         while not self._group.wait(LOOK):
+            if self._is_given_up:
+                raise EngineDead("the place of a replica was given up before there was room.")
             if time.monotonic() > until:
                 self.remove()
                 ranks = f"{self.num_ranks} ranks" if self.num_ranks > 1 else "one rank"
@@ -107,7 +110,8 @@ class Placement:
         return {"num_cpus": self.needs.cpus, "num_gpus": self.needs.gpus, "scheduling_strategy": strategy}
 
     def remove(self) -> None:
-        """Give the place back; what runs there ends."""
+        """Give the place back; what runs there ends, and whoever waits for it."""
+        self._is_given_up = True
         if ray.is_initialized():
             remove_placement_group(self._group)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from nano_inference.config import EngineConfig
 from nano_inference.engine.requests import checked_ids, is_text, many_prompts, params_for
 from nano_inference.errors import ConfigError, EngineDead, InvalidRequest, RequestTooLarge
+from nano_inference.models.shares import require_shares
 from nano_inference.ray.cluster import connect, rank_needs
 from nano_inference.ray.fleet_client import RayFleetClient
 from nano_inference.ray.kept import Bucket
@@ -102,6 +103,7 @@ class RayFleet:
         self._made: RayFleetClient | None = None
         try:
             needs = rank_needs(config, cpus_per_rank, gpus_per_rank)
+            require_shares(config)
             self._made = RayFleetClient(config, needs, replicas, NO_BACKLOG, restart=restart, patience=patience)
             self._run(self._client.start())
         except BaseException:

@@ -5,6 +5,7 @@ import ray
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError
+from nano_inference.models.shares import require_shares
 from nano_inference.ray.cluster import connect, rank_needs
 from nano_inference.ray.fleet_client import RayFleetClient
 from nano_inference.serving.config import ServerConfig
@@ -19,6 +20,7 @@ def serve_on_ray(engine: EngineConfig, config: ServerConfig, address: str | None
     """
     if config.in_process:
         raise ConfigError("in_process=True: on Ray every engine has a process of its own.")
+    require_shares(engine)
     was_ours = connect(address)
     try:
         client = RayFleetClient(

@@ -121,16 +121,8 @@ class ServerConfig:
             raise ConfigError(f"port={self.port!r} must be in [0, 65535].")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together; give both, or neither.")
-        if self.replicas == 1 and self.share_prefixes:
-            raise ConfigError("share_prefixes=True means nothing with one replica.")
-        if self.replicas == 1 and self.stall_timeout != ServerConfig.stall_timeout:
-            raise ConfigError(f"stall_timeout={self.stall_timeout!r} means nothing with one replica.")
         self._check_counts()
-        if not 0 <= self.prefill_replicas < self.replicas:
-            raise ConfigError(
-                f"prefill_replicas={self.prefill_replicas!r} must be in [0, {self.replicas}): of replicas="
-                f"{self.replicas} at least one has to go on with the prompts that the others compute."
-            )
+        self._check_replicas()
         self._check_keys()
         self._check_rl()
         self._check_weight_group()
@@ -138,6 +130,22 @@ class ServerConfig:
             seconds: Any = getattr(self, name)
             if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < float("inf"):
                 raise ConfigError(f"{name}={seconds!r} must be a positive number of seconds.")
+
+    def _check_replicas(self) -> None:
+        if self.replicas == 1 and self.share_prefixes:
+            raise ConfigError("share_prefixes=True means nothing with one replica.")
+        if self.replicas == 1 and self.stall_timeout != ServerConfig.stall_timeout:
+            raise ConfigError(f"stall_timeout={self.stall_timeout!r} means nothing with one replica.")
+        if self.replicas == 1 and self.in_process and self.restart_engine:
+            raise ConfigError(
+                "restart_engine=True is not possible with in_process=True and one replica: an engine in the server's "
+                "own process is not started again; leave one of the two out."
+            )
+        if not 0 <= self.prefill_replicas < self.replicas:
+            raise ConfigError(
+                f"prefill_replicas={self.prefill_replicas!r} must be in [0, {self.replicas}): of replicas="
+                f"{self.replicas} at least one has to go on with the prompts that the others compute."
+            )
 
     def _check_counts(self) -> None:
         for name in _COUNTS:

@@ -111,6 +111,7 @@ class EngineCore:
         self._deltas: list[Delta] = []
         self._delta_ids: list[int] = []
         self._requests: dict[int, tuple[int, _Request]] = {}  # by the other side's id; with the engine's
+        self._coming: dict[int, bool | None] = {}  # requests that wait for a step to go on; whether, and how, to end
         self._telling: dict[int, _Request] = {}  # requests whose tokens are told now and then, by the engine's id
         self._told_at = time.monotonic()
         self._stats = engine.stats()
@@ -206,6 +207,8 @@ class EngineCore:
             case Resume(version=None):
                 self._resume(message)
             case Resume():  # it waits for a step
+                with self._outputs_lock:
+                    self._coming[message.request_id] = None
                 threading.Thread(target=self._resume, args=(message,), name="resume", daemon=True).start()
             case Abort(request_ids, answered):
                 for request_id in request_ids:
@@ -252,6 +255,8 @@ class EngineCore:
                 version=message.version,
             )
         except Exception as problem:
+            with self._outputs_lock:
+                self._coming.pop(message.request_id, None)
             self._emit(Refused(message.request_id, *_told(problem, "a request was not gone on with")))
             return
         self._note(inner, request)
@@ -259,10 +264,13 @@ class EngineCore:
     def _note(self, inner: int, request: _Request) -> None:
         """The engine has taken a request."""
         with self._outputs_lock:
+            is_answered = self._coming.pop(request.request_id, None)
             if request.samples_left:  # else another thread has been through all of it already
                 self._requests[request.request_id] = (inner, request)
                 if request.told is not None:
                     self._telling[inner] = request
+        if is_answered is not None:  # it was to end before it was there
+            self._abort(request.request_id, is_answered)
 
     def _tell(self) -> None:
         """Tell what requests have that do not stream, now and then. On the thread that steps."""
@@ -285,6 +293,8 @@ class EngineCore:
     def _abort(self, request_id: int, answered: bool) -> None:
         with self._outputs_lock:
             inner, request = self._requests.get(request_id, (0, None))
+            if request_id in self._coming:
+                self._coming[request_id] = answered
         if request is not None:
             request.wanted = answered
             self.engine.abort_soon(inner)

@@ -45,6 +45,9 @@ class ApiError(Exception):
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=lambda: _NONE)
 
+    def __str__(self) -> str:
+        return self.message
+
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """400."""

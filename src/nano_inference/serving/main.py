@@ -14,6 +14,7 @@ import psutil
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError, EngineDead, NanoInferenceError
+from nano_inference.models.shares import require_shares
 from nano_inference.serving.app import Routes, build_app
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
@@ -100,7 +101,8 @@ def running_server(
 
 
 def engine_client(engine: EngineConfig, config: ServerConfig) -> EngineClient:
-    """A client of an engine that is not started yet, in this process or in one of its own."""
+    """A client of an engine that is not started yet, in this process or in one of its own. Raises `ConfigError`."""
+    require_shares(engine)
     if config.replicas > 1 or _meeting(engine, config):
         return _fleet_client(engine, config)
     if config.in_process:
@@ -131,6 +133,7 @@ def _fleet_client(engine: EngineConfig, config: ServerConfig) -> FleetClient:
         seed=engine.seed,
         prefill_replicas=config.prefill_replicas,
         share_prefixes=config.share_prefixes,
+        in_lockstep=bool(meeting),
     )
 
 

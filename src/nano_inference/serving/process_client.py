@@ -70,6 +70,7 @@ class ProcessClient(EngineClient):
         if self._again is not None:
             self._again.cancel()
         self._die(STOPPING, STOPPING)
+        self._settle(EngineDead(STOPPING))
         child, self._child = self._child, None
         if child is not None:
             await child.close(STOP_PATIENCE if is_ready else 0.0)  # one that is being built does not listen yet

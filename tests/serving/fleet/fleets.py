@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from nano_inference.errors import EngineDead
+from nano_inference.serving.client import STOPPING
 from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.messages import Call, Failed, Generate, Outputs, Refused, Resume, Returned, ToEngine
 from nano_inference.types import Delta, TrainingSample
@@ -21,6 +23,8 @@ class Engine(ScriptedClient):
         refuses: it goes on with nothing.
         version: of its weights.
         fails: call -> what it raises, or a function that is called.
+        holds: call -> what it waits for before it is answered.
+        is_built: what its start waits for.
     """
 
     def __init__(self, number: int, script: Script) -> None:
@@ -34,6 +38,10 @@ class Engine(ScriptedClient):
         self.paused = False
         self.saved: str | None = None
         self.fails: dict[str, Exception | Callable[[], None]] = {}
+        self.holds: dict[str, asyncio.Event] = {}
+        self.is_closed = False
+        self.is_built = asyncio.Event()
+        self.is_built.set()
         self.returns |= dict.fromkeys(("join_group", "leave_group", "receive_broadcast", "prepare_update"), None)
         self.returns |= dict.fromkeys(("begin_update", "flush_cache", "receive_folder"), 0) | {"cancel_update": True}
         self.returns |= {
@@ -41,7 +49,21 @@ class Engine(ScriptedClient):
             "count_blocks": 0,
             "export_blocks": None,
         }
-        self.returns |= {"has_group": True, "sleeping": [], "save_weights": 0}
+        self.returns |= {"has_group": True, "sleeping": [], "save_weights": 0, "sleep": None, "wake": None}
+
+    async def start(self) -> None:
+        await self.is_built.wait()
+        self._require_open()
+        await super().start()
+
+    async def close(self) -> None:
+        self.is_closed = True
+        await super().close()
+        self.is_built.set()
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise EngineDead(STOPPING)
 
     def said(self, name: str) -> list[Call]:
         return [call for call in self.calls if call.name == name]
@@ -62,6 +84,8 @@ class Engine(ScriptedClient):
 
     async def _answer_call(self, call_id: int, name: str, arguments: dict[str, Any]) -> None:
         await asyncio.sleep(0)
+        if name in self.holds:
+            await self.holds[name].wait()
         failure = self.fails.get(name)
         if isinstance(failure, Exception):
             return self._receive(Failed(call_id, type(failure).__name__, str(failure)))
@@ -101,6 +125,9 @@ class Engine(ScriptedClient):
         for at in range(known, len(sample.token_ids)):
             await asyncio.sleep(self.script.delay)
             await self.go.wait()
+            if message.request_id in self._ended:
+                sample.cut(at)
+                break
             if message.stream:
                 self._receive(Outputs([sample.delta(at, at + 1)], [message.request_id]))
         self._receive(Outputs([sample.last()], [message.request_id]))
@@ -116,9 +143,11 @@ class Made:
     def __init__(self, count: int, script: Script, **options: Any) -> None:
         self.engines: list[Engine] = []
         self.script = script
+        self.on_made: Callable[[Engine], None] = lambda _: None
 
         def make(number: int) -> Engine:
             self.engines.append(Engine(number, self.script))
+            self.on_made(self.engines[-1])
             return self.engines[-1]
 
         self.client = FleetClient(make, count, 4096, **options)

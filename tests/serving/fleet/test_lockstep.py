@@ -10,6 +10,7 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.errors import ConfigError, EngineDead
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.errors import ApiError
 from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.main import engine_client
 from tests.models.tiny import tiny_model
@@ -61,6 +62,10 @@ def test_two_processes_share_experts(tmp_path: Path) -> None:
             await running
             assert await client.call("weights_checksum") == checksums[1]
             assert await asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS)) == expected[1]
+            for change in (client.add, lambda: client.remove("1")):
+                with pytest.raises(ApiError, match="in lockstep share their experts"):
+                    await change()
+            assert await complete(client, PROMPTS[1]) == expected[1][1]
             began = time.monotonic()
             next(iter(client.roster.replicas.values())).client.kill()
             with pytest.raises(EngineDead):

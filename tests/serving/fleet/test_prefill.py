@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from nano_inference.errors import ConfigError, InvalidRequest
+from nano_inference.models.loading import resolve_model
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.fleet.names import names_of
 from nano_inference.serving.in_process import InProcessClient
+from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import SamplingParams, TrainingSample
 from tests.models.tiny import tiny_llama
 from tests.serving.engines import config_of, finished, params_of
@@ -112,6 +114,29 @@ def test_the_bits_are_those_of_one_engine_and_prompts_are_computed_once(model: P
             before = client.transfers.num_blocks
             assert bits(await answers(client)) == bits(expected)
             assert client.transfers.num_blocks == before
+
+    play(test())
+
+
+def test_a_stop_string_that_the_first_token_completes_ends_the_sample_there() -> None:
+    """It is drawn on the replica that computes prompts, and the other one must not go on after it."""
+    model, roomy = resolve_model("smollm2-135m"), {"kv_cache_memory": 2**24}
+
+    async def test() -> None:
+        prompt = load_tokenizer(model).encode("The capital of France is the city of")
+        assert len(prompt) < LEAST
+        prompt = [prompt[0]] * LEAST + prompt
+        params = SamplingParams(max_tokens=6, temperature=0.0, seed=1)
+        async with split(model, 1, 0, **roomy) as client:
+            (quiet,) = await finished(client.submit(prompt, params, stream=True))
+            first = load_tokenizer(model).decode(quiet.completion_tokens[:1])
+            stopping = replace(params, stop=(first,))
+            expected = [await finished(client.submit(prompt, stopping, count, stream=True)) for count in (1, 2)]
+            assert [each.completion_tokens for each in expected[0]] == [quiet.completion_tokens[:1]]
+        async with split(model, **roomy) as client:
+            for stream in (True, False):
+                got = [await finished(client.submit(prompt, stopping, count, stream=stream)) for count in (1, 2)]
+                assert bits(got) == bits(expected)
 
     play(test())
 

@@ -12,7 +12,7 @@ import torch.distributed
 
 import nano_inference
 from nano_inference.config import EngineConfig
-from nano_inference.engine.assembly import Parts, assemble, mesh_of, plan_engine
+from nano_inference.engine.assembly import Parts, assemble, plan_engine
 from nano_inference.engine.backends import choose_device
 from nano_inference.engine.ranks.build import config_here, digest_of, least, process_groups, rank_of
 from nano_inference.engine.ranks.crew import Crew
@@ -21,6 +21,7 @@ from nano_inference.engine.ranks.meeting import Meeting
 from nano_inference.engine.ranks.messages import Build, Size
 from nano_inference.engine.ranks.runner import RankedRunner
 from nano_inference.errors import ConfigError, RankLost
+from nano_inference.models.shares import mesh_of
 
 logger = logging.getLogger("nano_inference")
 dist: Any = torch.distributed

@@ -10,11 +10,12 @@ import torch
 import torch.distributed
 
 from nano_inference.config import EngineConfig
-from nano_inference.engine.assembly import EnginePlan, Rank, mesh_of
+from nano_inference.engine.assembly import EnginePlan, Rank
 from nano_inference.engine.memory import MemoryBudget
 from nano_inference.engine.ranks.messages import Size
 from nano_inference.models.joints import Joints
 from nano_inference.models.part import ModelPart
+from nano_inference.models.shares import mesh_of
 from nano_inference.parallel.clock import RankClock
 from nano_inference.parallel.collectives import Group, ProcessGroup
 from nano_inference.parallel.mesh import Place

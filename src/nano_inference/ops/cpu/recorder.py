@@ -18,7 +18,7 @@ from nano_inference.ops.backend import Joint, Norm
 from nano_inference.ops.cpu import library
 from nano_inference.ops.cpu.weights import as_packed
 from nano_inference.ops.moe import Exchange, Experts
-from nano_inference.parallel.segments import check_segments
+from nano_inference.parallel.bounds import check_segments
 
 EMBED, LINEAR, NORM, ROPE_AND_STORE, ATTENTION, GATE = range(6)  # Kind of program.h
 CALL = -1  # of Python: what stands between two runs of C++

@@ -44,7 +44,7 @@ class Lifecycle:
     @property
     def is_lost(self) -> bool:
         """The engine is dead for good."""
-        return self.failure is not None or (self.status == "dead" and not self.restarts)
+        return self.failure is not None or (self.status == "dead" and not (self.restarts or self.client.restarting))
 
     def require_ready(self) -> None:
         """For all routes but `/health`. Raises `ApiError` 503 until there is something to serve."""

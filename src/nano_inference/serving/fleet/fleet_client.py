@@ -14,13 +14,15 @@ from nano_inference.errors import EngineDead
 from nano_inference.serving.client import STOPPING, EngineClient
 from nano_inference.serving.errors import ApiError, retry_after
 from nano_inference.serving.fleet.flight import Flight
+from nano_inference.serving.fleet.joined_stats import joined_stats
 from nano_inference.serving.fleet.prefill import LEAST, Prefill
 from nano_inference.serving.fleet.replica import Failovers, ReplicaStatus
-from nano_inference.serving.fleet.roster import BringWeights, Roster
+from nano_inference.serving.fleet.roster import Roster
 from nano_inference.serving.fleet.router import NoReplica, Router, Ticket
 from nano_inference.serving.fleet.sharing import Sharing
-from nano_inference.serving.fleet.together import Together, joined_stats
+from nano_inference.serving.fleet.together import Together
 from nano_inference.serving.fleet.transfers import Transfers
+from nano_inference.serving.fleet.weights import BringWeights
 from nano_inference.serving.messages import Abort, EngineInfo, Generate, Ready, ToEngine
 from nano_inference.types import Delta
 
@@ -46,6 +48,7 @@ class FleetClient(EngineClient):
         prefill_replicas: of the first replicas, how many only compute prompts (`Prefill`).
         prefill_least: tokens of the prompts that they compute.
         share_prefixes: fetch a prompt's prefix from the replica that has it, where that is faster (`Sharing`).
+        in_lockstep: the engines cannot do without each other, so none is added or taken out.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class FleetClient(EngineClient):
         prefill_replicas: int = 0,
         prefill_least: int = LEAST,
         share_prefixes: bool = False,
+        in_lockstep: bool = False,
     ) -> None:
         super().__init__(max_backlog, restart=restart)
         self.router = router if router is not None else Router()
@@ -73,6 +77,7 @@ class FleetClient(EngineClient):
         self.sharing = Sharing(self, self.transfers) if share_prefixes else None
         self._together = Together(self.roster)
         self._num_first = replicas
+        self._in_lockstep = in_lockstep
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
         self._flights: dict[int, Flight] = {}
         self._silent = set[Flight]()  # that were handed on, and of which nothing has come since
@@ -119,6 +124,11 @@ class FleetClient(EngineClient):
         living = self.roster.living()
         return bool(living) and all(client.stalled(seconds) for client in living.values())
 
+    def end_calls(self, problem: Exception) -> None:
+        """As of one engine; also those end that wait for a replica to be built."""
+        super().end_calls(problem)
+        self.roster.end_starts()
+
     def kill(self) -> None:
         """End all engines at once."""
         for client in self.roster.living().values():
@@ -129,6 +139,7 @@ class FleetClient(EngineClient):
     async def add(self) -> str:
         """Add a replica; returns its name when it serves. Raises what keeps it from being built."""
         self._require_alive()
+        self._require_independent()
         return await self.roster.add()
 
     def drain(self, replica: str, *, move: bool = False, draining: bool = True) -> int:
@@ -142,7 +153,13 @@ class FleetClient(EngineClient):
         """Take a replica out for good; others go on with what it has. Returns how many requests those were. Raises
         `ApiError`.
         """
+        self._require_independent()
         return await self.roster.remove(replica)
+
+    def _require_independent(self) -> None:
+        if self._in_lockstep:
+            text = "engines in lockstep share their experts: none can come or go; start a server with another number."
+            raise ApiError(409, text)
 
     def opened(self, info: EngineInfo, again: bool) -> None:
         """See `Owner`."""
@@ -174,8 +191,8 @@ class FleetClient(EngineClient):
             least = min(client.info.max_model_len for client in living)
             if (room, least) != (self._info.max_batch_size, self._info.max_model_len):
                 self._info = msgspec.structs.replace(self._info, max_batch_size=room, max_model_len=least)
-        if known := [client.stats for client in living if client.stats is not None]:
-            self.stats = joined_stats(known)
+        if known := self.roster.known_stats():
+            self.stats = joined_stats(known, self.roster.gone)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -241,8 +258,7 @@ class FleetClient(EngineClient):
                 continue
             if message.answered:
                 self.transfers.land(flight)  # if it is on its way
-                if flight.client is not None:
-                    flight.client.end_soon([flight.inner])
+                flight.end_soon()
             else:
                 self._forget(flight)
                 flight.let_go()

@@ -121,6 +121,7 @@ class Flight:
         self._begun = False
         self._heard = time.monotonic()  # when something last came
         self._paused = False  # nothing has come since it was handed on
+        self._is_ending = False  # it was told to end with what it has
 
     @property
     def request_id(self) -> int:
@@ -160,6 +161,8 @@ class Flight:
         if self.message.stream:
             known.text_length += len(delta.text or "")
             self._fleet.arrived(self, delta)
+        if self._is_ending:  # a repetition may have come to where it was
+            self._tell_to_end()
         if self.computes_prompt and all(each.ended or each.token_ids for each in self.samples):
             self.computes_prompt = False
             self._fleet.prompt_computed(self)
@@ -194,7 +197,7 @@ class Flight:
             message = self.message
             if self.computes_prompt:  # to hear of the first token at once
                 message = msgspec.structs.replace(message, stream=True)
-            self.inner = client.begin(self, message, message.num_samples)
+            self._begin(client, message, message.num_samples)
         elif self.message.params.sampling_mask:
             self._repeat(client)
         else:
@@ -207,6 +210,11 @@ class Flight:
         if self.client is not None:
             self.client.give_up(self.inner)
 
+    def end_soon(self) -> None:
+        """Let it end with what it has, also where another replica goes on with it."""
+        self._is_ending = True
+        self._tell_to_end()
+
     def moved(self) -> None:
         """It is handed on, and its client waits."""
         self.computes_prompt = False
@@ -215,8 +223,20 @@ class Flight:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
+    def _begin(self, client: EngineClient, message: Generate | Resume, num_samples: int) -> None:
+        self.inner = client.begin(self, message, num_samples)
+        if self._is_ending:
+            self._tell_to_end()
+
+    def _tell_to_end(self) -> None:
+        """Not before what has come has come again: a sample must not end before the tokens that its client has."""
+        if self.client is not None and not any(known.to_skip and not known.ended for known in self.samples):
+            self.client.end_soon([self.inner])
+
     def _resume(self, client: EngineClient, version: int | None) -> None:
         self._way = "resume" if version is None else "resume old"
+        for known in self.samples:
+            known.to_skip = known.text_to_skip = 0
         partial = [self._partial(index) for index, known in enumerate(self.samples) if not known.ended]
         message = Resume(
             request_id=0,
@@ -227,19 +247,19 @@ class Flight:
             version=version,
             tell=self.message.tell,
         )
-        self.inner = client.begin(self, message, len(partial))
+        self._begin(client, message, len(partial))
 
     def _repeat(self, client: EngineClient) -> None:
         self._way = "repeat"
         if not self.message.stream and self.message.exact_version is None:  # its client has heard nothing: begin anew
             self.samples = [known if known.ended else Known() for known in self.samples]
-            self.inner = client.begin(self, self.message, self.message.num_samples)
+            self._begin(client, self.message, self.message.num_samples)
             return
         for known in self.samples:
             known.to_skip, known.text_to_skip = len(known.token_ids), known.text_length
         # It has begun: no weight version may keep it from beginning again.
         again = msgspec.structs.replace(self.message, min_version=None, exact_version=None)
-        self.inner = client.begin(self, again, self.message.num_samples)
+        self._begin(client, again, self.message.num_samples)
 
     def _finish(self, known: Known, delta: Delta, sample: TrainingSample) -> None:
         if self.moves and not known.is_begun_by(sample.completion_tokens, sample.logprobs):

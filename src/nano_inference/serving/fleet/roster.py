@@ -2,20 +2,22 @@
 
 import asyncio
 import logging
-import shutil
-import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
-from nano_inference.errors import NanoInferenceError
+import msgspec
+
+from nano_inference.errors import EngineDead, NanoInferenceError
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.errors import ApiError
+from nano_inference.serving.fleet.joined_stats import counted
 from nano_inference.serving.fleet.replica import Failovers, Replica, ReplicaStatus, State
 from nano_inference.serving.fleet.router import Router
+from nano_inference.serving.fleet.weights import BringWeights, by_folder
 from nano_inference.serving.messages import EngineInfo
-from nano_inference.types import Memory
+from nano_inference.types import EngineStats, Memory
 
 log = logging.getLogger("nano_inference.serving")
 
@@ -23,8 +25,6 @@ GLANCE = 0.2  # seconds between two looks at the replicas
 BACKOFF = 0.5  # seconds before a new engine is started; doubled for each that did not last
 MAX_BACKOFF = 30.0
 LASTING = 60.0  # seconds after which an engine has lasted
-SYNC_TIMEOUT = 600.0  # seconds in which a replica gets the weights of another one
-BringWeights = Callable[[EngineClient, EngineClient, int], Coroutine[Any, Any, None]]
 _SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # of all replicas
 
 
@@ -66,6 +66,7 @@ class Roster:
         lock: held by what changes the state that all have in common, and by a replica that is brought to it.
         version, paused, asleep: that state; see `Members`.
         keeps_old: whether requests finish on the version before.
+        gone: what engines had counted that are no more.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Roster:
         self.paused = False
         self.asleep: tuple[Memory, ...] = ()
         self.keeps_old = False
+        self.gone: Counter[str] = Counter()
         self._owner = owner
         self._make = make
         self._router = router
@@ -105,7 +107,7 @@ class Roster:
         self._first = replicas[0].client.info
         for each in replicas:
             self._require_same(each)
-        self._open(replicas, again=False)
+        self._open(replicas, self._first.weight_version, again=False)
         self.spawn(self._watch())
 
     async def close(self) -> None:
@@ -114,6 +116,13 @@ class Roster:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*(each.client.close() for each in self.replicas.values()), return_exceptions=True)
+
+    def end_starts(self) -> None:
+        """Give up those that do not serve yet, and begin no other: the end is near."""
+        self._closing = True
+        for each in self.replicas.values():
+            if each.state in ("starting", "syncing"):
+                self.spawn(each.client.close())
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Let something go on, until the end."""
@@ -125,6 +134,11 @@ class Roster:
         """Those that serve, draining ones too."""
         return {name: each.client for name, each in self.replicas.items() if each.is_alive}
 
+    def known_stats(self) -> list[EngineStats]:
+        """As engines have last reported, also such as do not serve now."""
+        clients = [each.client for each in self.replicas.values() if each.state != "dead"]
+        return [client.stats for client in clients if client.stats is not None]
+
     def statuses(self) -> tuple[ReplicaStatus, ...]:
         """Of all."""
         return tuple(map(self._status, self.replicas.values()))
@@ -133,13 +147,17 @@ class Roster:
 
     async def add(self) -> str:
         """One more; returns its name when it serves. Raises what keeps it from that."""
+        self._require_awake()
         each = self._new()
+        client = each.client
         try:
-            await each.client.start()
-            await self._sync(each)
-        except BaseException:
-            self.replicas.pop(each.name, None)
+            await client.start()
+            await self._sync(each, client)
+        except BaseException as problem:
+            was_there = self.replicas.pop(each.name, None) is not None
             await each.client.close()
+            if not was_there and isinstance(problem, Exception):
+                raise ApiError(409, f"replica {each.name!r} was removed before it served.") from problem
             raise
         return each.name
 
@@ -167,6 +185,7 @@ class Roster:
             self._require_others(each)
         del self.replicas[replica]
         self._leave(each, "dead", "it was removed")
+        self._look_whether_lost("it was removed.", "it was removed")
         num_moved = self._owner.hand_on(each.client)
         await each.client.close()
         log.info("replica %s was removed; %d request(s) went on elsewhere.", replica, num_moved)
@@ -183,11 +202,10 @@ class Roster:
         client = each.client
         client.on_dead = lambda: self._bury(each, client)
 
-    def _open(self, replicas: list[Replica], *, again: bool) -> None:
-        """These are the first that serve."""
-        info = replicas[0].client.info
-        self.version, self.paused, self.asleep, self.keeps_old = info.weight_version, False, (), False
-        self._owner.opened(info, again)
+    def _open(self, replicas: list[Replica], version: int, *, again: bool) -> None:
+        """These are the first that serve, with weights of this version."""
+        self.version, self.paused, self.asleep, self.keeps_old = version, False, (), False
+        self._owner.opened(msgspec.structs.replace(replicas[0].client.info, weight_version=version), again)
         for each in replicas:
             self._admit(each)
 
@@ -198,6 +216,8 @@ class Roster:
         log.info("replica %s serves weight version %d.", each.name, self.version)
 
     def _leave(self, each: Replica, state: State, why: str) -> None:
+        if state == "dead" != each.state and each.client.stats is not None:
+            self.gone.update(counted(each.client.stats))
         each.state, each.why = state, why
         if each.name in self._router.replicas:
             self._router.remove(each.name)
@@ -214,18 +234,24 @@ class Roster:
         self.spawn(client.close())
         if served:
             self.failovers.deaths += 1
-            if not self.living():
-                coming = any(other.state in ("starting", "syncing") for other in self.replicas.values())
-                self._owner.lost(why, client.public_reason, coming)
+        self._look_whether_lost(why, client.public_reason)
         if self._restart and each.name in self.replicas:
             lasted = each.ready_at and time.monotonic() - each.ready_at > LASTING
             each.num_short = 0 if lasted else each.num_short + 1
             each.ready_at = 0.0
             self.spawn(self._start_again(each, min(BACKOFF * 2 ** max(0, each.num_short - 1), MAX_BACKOFF)))
 
+    def _look_whether_lost(self, why: str, public: str) -> None:
+        """One is gone. If none serves, the owner is told, also when the one that was to come does not."""
+        if self._first is not None and not self.living():
+            coming = any(other.state in ("starting", "syncing") for other in self.replicas.values())
+            self._owner.lost(why, public, coming)
+
     async def _start_again(self, each: Replica, delay: float) -> None:
         await asyncio.sleep(delay)
-        if self.replicas.get(each.name) is not each:  # it was removed
+        while "weights" in self.asleep and self.living():  # the memory is somebody else's now
+            await asyncio.sleep(GLANCE)
+        if self._closing or self.replicas.get(each.name) is not each:  # it was removed
             return
         each.client, each.state = self._make(int(each.name)), "starting"
         each.num_starts += 1
@@ -238,7 +264,7 @@ class Roster:
         try:
             if begin is not None:
                 await begin()
-            await self._sync(each)
+            await self._sync(each, client)
         except Exception as problem:
             log.error("replica %s could not be brought up: %s", each.name, problem)
             if each.client is client:
@@ -263,31 +289,61 @@ class Roster:
         self._owner.hand_on(each.client)
         self.spawn(self._bring_up(each))
 
-    async def _sync(self, each: Replica) -> None:
-        """Weights, pause and sleep as the others have them. With the lock, so that nothing changes meanwhile."""
+    async def _sync(self, each: Replica, client: EngineClient) -> None:
+        """Weights, pause and sleep as the others have them. With the lock, so that nothing changes meanwhile.
+
+        If nobody is left who has them, it is the first one again, with the weights that it has.
+        """
+        self._require_there(each, client)
         each.state = "syncing"
         async with self.lock:
+            self._require_there(each, client)
             self._require_same(each)
-            if not self.living():  # it is the first one again
-                self._open([each], again=True)
-                return
-            if "weights" in self.asleep:
-                raise ApiError(409, "the weights of the other replicas are asleep; wake them first.")
-            client = each.client
-            if await client.call("get_weight_version") != self.version:
-                began = time.monotonic()
-                await self._bring_weights(next(iter(self.living().values())), client, self.version)
-                log.info(
-                    "replica %s got weight version %d in %.2f s.", each.name, self.version, time.monotonic() - began
-                )
-            if self.paused:
-                await client.call("pause_within", mode="keep", seconds=60.0)
-            else:
+            version = await self._bring_what_serves(each, client)
+            if self.living():
+                self._require_awake()
+                await client.call("wake", memory=[part for part in get_args(Memory) if part not in self.asleep])
+                if self.paused:
+                    await client.call("pause_within", mode="keep", seconds=60.0)
+                else:
+                    await client.call("end_pause")
+                if self.asleep:
+                    await client.call("sleep", memory=list(self.asleep))
+            if not self.living():
+                await client.call("wake", memory=list(get_args(Memory)))
                 await client.call("end_pause")
-            if self.asleep:
-                await client.call("sleep", memory=list(self.asleep))
-            if client.why_dead is None and self.replicas.get(each.name) is each:
+            self._require_there(each, client)
+            if self.living():
                 self._admit(each)
+            else:
+                self._open([each], version, again=True)
+
+    async def _bring_what_serves(self, each: Replica, client: EngineClient) -> int:
+        """The weights that serve, from any that has them; returns the version that it has then."""
+        version: int = await client.call("get_weight_version")
+        while (donor := next(iter(self.living().values()), None)) is not None and version != self.version:
+            self._require_awake()
+            began = time.monotonic()
+            try:
+                await self._bring_weights(donor, client, self.version)
+            except EngineDead:
+                if donor.why_dead is None or client.why_dead is not None:
+                    raise
+                continue  # there may be another one
+            version = self.version
+            log.info("replica %s got weight version %d in %.2f s.", each.name, version, time.monotonic() - began)
+        return version
+
+    def _require_there(self, each: Replica, client: EngineClient) -> None:
+        """Raise if it was removed, or has died, while it waited for something."""
+        if self.replicas.get(each.name) is not each:
+            raise NanoInferenceError(f"replica {each.name!r} was removed before it served.")
+        if each.client is not client or client.why_dead is not None:
+            raise EngineDead(client.why_dead or "it has died.")
+
+    def _require_awake(self) -> None:
+        if "weights" in self.asleep and self.living():
+            raise ApiError(409, "the weights of the other replicas are asleep; wake them first.")
 
     def _require_same(self, each: Replica) -> None:
         info, first = each.client.info, self._first
@@ -326,20 +382,6 @@ class Roster:
             pid=each.client.info.pid if alive else None,
             why=each.why,
         )
-
-
-async def by_folder(donor: EngineClient, client: EngineClient, version: int) -> None:
-    """The weights that `donor` serves, for another engine on this machine."""
-    folder = Path(tempfile.mkdtemp(prefix="nano-inference-weights-"))
-    try:
-        path = str(folder / "all")
-        await donor.call("save_weights", path=path, version=version, timeout=SYNC_TIMEOUT)
-        await client.call("begin_update", session=0, complete=True)
-        options = {"session": 0, "seconds": SYNC_TIMEOUT, "timeout": SYNC_TIMEOUT}
-        await client.call("receive_folder", path=path, **options)
-        await client.call("finish_update", version=version, kv_policy="abort", **options)
-    finally:
-        await asyncio.to_thread(shutil.rmtree, folder, True)
 
 
 def _unknown(replica: str) -> ApiError:

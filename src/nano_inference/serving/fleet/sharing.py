@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 
+from nano_inference.errors import EngineDead
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.fleet.directory import Directory, FetchCost, worth_fetching
 from nano_inference.serving.fleet.flight import Flight
@@ -89,6 +90,8 @@ class Sharing:
             if not self.directory.take(name, report):
                 whole = report_of(await client.call("report_blocks", lost=True, timeout=SECONDS))
                 self.directory.take(name, whole)
+        except EngineDead:  # which is told elsewhere
+            self._silent.discard(name)
         except Exception as problem:
             if name not in self._silent:
                 log.warning("replica %s does not say what it has cached: %s", name, problem or type(problem).__name__)

@@ -2,18 +2,22 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import fields
+from contextlib import suppress
 from typing import Any, Protocol
 
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError, WeightUpdateConflict
 from nano_inference.serving.client import EngineClient
+from nano_inference.serving.fleet.joined_stats import joined_stats
 from nano_inference.types import EngineStats, Memory, TrainingSample
 
 log = logging.getLogger("nano_inference.serving")
 
 SOON = 60.0  # seconds of calls that wait for a step at most
 Arguments = Mapping[str, Any]
+Engines = Mapping[str, EngineClient]
+_KEEP: Arguments = {"mode": "keep", "seconds": SOON}
 
 
 class Members(Protocol):
@@ -24,12 +28,14 @@ class Members(Protocol):
         version: of the weights that all of them serve.
         paused: whether somebody has paused it.
         asleep: the parts of the memory that were given back.
+        gone: what engines counted that are no more; see `joined_stats`.
     """
 
     lock: asyncio.Lock
     version: int
     paused: bool
     asleep: tuple[Memory, ...]
+    gone: Counter[str]
 
     def living(self) -> dict[str, EngineClient]:
         """Those that serve, draining ones too."""
@@ -59,8 +65,9 @@ class Together:
     def __init__(self, fleet: Members) -> None:
         self.lock = fleet.lock
         self._fleet = fleet
-        self._session: frozenset[str] = frozenset()  # that take part in the open weight session
-        self._groups: dict[str, frozenset[str]] = {}
+        # Engines, not places alone: another one in the place of a dead one has neither its session nor its groups.
+        self._session: Engines = {}  # that take part in the open weight session
+        self._groups: dict[str, Engines] = {}
         self._calls: dict[str, Callable[[str, float, Arguments], Awaitable[Any]]] = {
             "stats": self._stats,
             "get_weight_version": self._same,
@@ -76,7 +83,7 @@ class Together:
             "sleeping": self._sleeping,
             "take_in": self._nothing,
             "join_group": self._join,
-            "leave_group": self._any,
+            "leave_group": self._leave_group,
             "has_group": self._has_group,
             "begin_update": self._begin,
             "finish_update": self._finish,
@@ -99,7 +106,7 @@ class Together:
 
     def forget(self) -> None:
         """All replicas are gone, and what they had with them."""
-        self._session = frozenset()
+        self._session = {}
         self._groups.clear()
 
     # -- all of them --------------------------------------------------------------------------------------------------
@@ -153,9 +160,33 @@ class Together:
 
     async def _has_group(self, name: str, seconds: float, arguments: Arguments) -> bool:
         """Of those that joined it; a replica that came later gets its weights from them."""
-        living = frozenset(self._fleet.living())
-        among = self._groups.get(arguments["group"], living) & living or living
+        living = self._fleet.living()
+        among = self._still(self._groups.get(arguments["group"], {})) or living
         return all((await self.all_or_error(name, seconds, arguments, among=among)).values())
+
+    def _still(self, engines: Engines) -> Engines:
+        """Those of them that serve."""
+        living = self._fleet.living()
+        return {replica: client for replica, client in engines.items() if living.get(replica) is client}
+
+    def _serving(self, replicas: Iterable[str]) -> Engines:
+        living = self._fleet.living()
+        return {replica: living[replica] for replica in replicas if replica in living}
+
+    async def _go_on(self, name: str = "end_pause", seconds: float = SOON) -> None:
+        """End a pause. One that does not go on with the others leaves, and comes back as they are. Raises the error of
+        the first if none goes on.
+        """
+        found = await self.each(name, seconds, {})
+        if all(isinstance(answer, BaseException) for answer in found.values()):
+            _raise_first(found)
+        self._leave_behind(found, "it does not go on after a pause")
+
+    def _leave_behind(self, found: Mapping[str, Any], why: str) -> None:
+        """Those that have failed come back as the others are."""
+        for replica in found.keys() & self._fleet.living().keys():
+            if isinstance(found[replica], BaseException):
+                self._fleet.left_behind(replica, f"{why}: {found[replica]}")
 
     async def _same(self, name: str, seconds: float, arguments: Arguments) -> Any:
         found = await self.all_or_error(name, seconds, arguments)
@@ -166,7 +197,8 @@ class Together:
     # -- questions ----------------------------------------------------------------------------------------------------
 
     async def _stats(self, name: str, seconds: float, arguments: Arguments) -> EngineStats:
-        return joined_stats(list((await self.all_or_error("stats", seconds, arguments)).values()))
+        found: dict[str, EngineStats] = await self.all_or_error("stats", seconds, arguments)
+        return joined_stats(list(found.values()), self._fleet.gone)
 
     async def _checksums(self, name: str, seconds: float, arguments: Arguments) -> dict[str, str]:
         found: dict[str, dict[str, str]] = await self.all_or_error("weights_checksum", seconds, arguments)
@@ -196,19 +228,25 @@ class Together:
         self._fleet.flushed()
 
     async def _pause(self, name: str, seconds: float, arguments: Arguments) -> Any:
-        if arguments.get("mode") == "wait":  # and somebody may resume meanwhile
-            return await self._pause_now(name, seconds, arguments)
+        if arguments.get("mode") == "wait":  # without the lock: somebody may resume meanwhile
+            asked = self._fleet.living()
+            answer = await self._pause_now(name, seconds, arguments)
+            async with self.lock:
+                late = [each for each, client in self._fleet.living().items() if asked.get(each) is not client]
+                if self._fleet.paused and late:
+                    with suppress(EngineDead):  # those have died
+                        self._leave_behind(await self.each("pause_within", SOON, _KEEP, late), "it does not pause")
+            return answer
         async with self.lock:
             return await self._pause_now(name, seconds, arguments)
 
     async def _pause_now(self, name: str, seconds: float, arguments: Arguments) -> Any:
-        was_paused = self._fleet.paused
         found = await self.each(name, seconds, arguments)
         failed = [answer for answer in found.values() if isinstance(answer, BaseException) or answer is False]
-        if failed and not was_paused:
-            await self.each("end_pause", SOON, {})
-        _raise_first(found)
         if failed:
+            if not self._fleet.paused:
+                await self._go_on()
+            _raise_first(found)
             return False
         self._fleet.paused = True
         if name == "pause_within":
@@ -218,7 +256,7 @@ class Together:
 
     async def _resume(self, name: str, seconds: float, arguments: Arguments) -> None:
         async with self.lock:
-            await self.all_or_error(name, seconds, arguments)
+            await self._go_on(name, seconds)
             self._fleet.paused = False
 
     async def _sleep(self, name: str, seconds: float, arguments: Arguments) -> None:
@@ -264,7 +302,11 @@ class Together:
             if joined:
                 await self.each("leave_group", SOON, {"group": arguments["group"]}, joined)
             _raise_first(found)
-        self._groups[arguments["group"]] = frozenset(found)
+        self._groups[arguments["group"]] = self._serving(found)
+
+    async def _leave_group(self, name: str, seconds: float, arguments: Arguments) -> bool:
+        self._groups.pop(arguments["group"], None)
+        return await self._any(name, seconds, arguments)
 
     async def _begin(self, name: str, seconds: float, arguments: Arguments) -> int:
         async with self.lock:
@@ -275,15 +317,16 @@ class Together:
                 if begun:
                     await self.each("cancel_update", SOON, {"session": arguments["session"], "reason": reason}, begun)
                 _raise_first(found)
-            self._session = frozenset(found)
+            self._session = self._serving(found)
             return max(found.values())
 
     async def _receive(self, name: str, seconds: float, arguments: Arguments) -> Any:
         """Those receive that are in the session and in the group; the others are brought to the new version later."""
-        among = self._session & self._groups.get(arguments.get("group", ""), self._session)
-        among &= frozenset(self._fleet.living())
+        serving = self._still(self._session)
+        members = self._still(self._groups.get(arguments.get("group", ""), serving))
+        among = {replica: client for replica, client in serving.items() if members.get(replica) is client}
         if not among:  # as one engine says it
-            among = frozenset(self._fleet.living())
+            among = self._fleet.living()
         session = arguments.get("session")
         reason = "another replica could not receive this weight update."
 
@@ -307,11 +350,11 @@ class Together:
             raise next((each for each in errors if reason not in str(each)), errors[0])
         if not kept:
             raise WeightUpdateConflict("every replica that received this weight update has died.")
-        self._session = frozenset(replica for replica in among if replica in living)
+        self._session = self._still(among)
         return kept[0]
 
     async def _cancel(self, name: str, seconds: float, arguments: Arguments) -> bool:
-        self._session = frozenset()
+        self._session = {}
         return any(answer is True for answer in (await self.each("cancel_update", seconds, arguments)).values())
 
     async def _finish(self, name: str, seconds: float, arguments: Arguments) -> int:
@@ -320,14 +363,14 @@ class Together:
 
     async def _finish_locked(self, seconds: float, arguments: Arguments) -> int:
         fleet, version, policy = self._fleet, arguments["version"], arguments["kv_policy"]
-        members = self._session & frozenset(fleet.living()) or frozenset(fleet.living())
+        members = self._still(self._session) or fleet.living()
         await self.all_or_error("prepare_update", seconds, arguments, among=members)
         stopped = not fleet.paused
         if stopped:
             within = {"mode": "wait" if policy == "wait" else "keep", "seconds": arguments["seconds"]}
             found = await self.each("pause_within", seconds, within)
             if any(isinstance(answer, BaseException) or answer is False for answer in found.values()):
-                await self.each("end_pause", SOON, {})
+                await self._go_on()
                 _raise_first(found)
                 raise WeightUpdateConflict(f"the requests did not end in time for weight version {version}.")
         try:
@@ -340,11 +383,11 @@ class Together:
                 if replica not in took:
                     why = found.get(replica, "it took no part in the update")
                     fleet.left_behind(replica, f"it does not serve weight version {version}: {why}")
-            self._session = frozenset()
+            self._session = {}
             return version
         finally:
             if stopped:
-                await self.each("end_pause", SOON, {})
+                await self._go_on()
 
 
 def _raise_first(found: Mapping[str, Any]) -> None:
@@ -352,29 +395,3 @@ def _raise_first(found: Mapping[str, Any]) -> None:
         if isinstance(answer, BaseException):
             log.warning("replica %s: %s", replica, answer)
             raise answer
-
-
-def joined_stats(each: list[EngineStats]) -> EngineStats:
-    """Statistics of several engines as if they were one."""
-    total: dict[str, Any] = {
-        field.name: sum(getattr(one, field.name) for one in each)
-        for field in fields(EngineStats)
-        if field.name not in _NOT_SUMS
-    }
-    blocks, steps = total["num_blocks"] or 1, total["num_steps"] or 1
-    asked = total["prompt_tokens_computed"] + total["prompt_tokens_cached"]
-    phases = {phase for one in each for phase in one.step_microseconds}
-    return EngineStats(
-        **total,
-        kv_use=sum(one.kv_use * one.num_blocks for one in each) / blocks,
-        hit_rate=total["prompt_tokens_cached"] / asked if asked else 0.0,
-        step_microseconds={
-            phase: sum(one.step_microseconds.get(phase, 0.0) * one.num_steps for one in each) / steps
-            for phase in sorted(phases)
-        },
-        ranks_busy=tuple(seconds for one in each for seconds in one.ranks_busy),
-        ranks_waiting=tuple(seconds for one in each for seconds in one.ranks_waiting),
-    )
-
-
-_NOT_SUMS = ("kv_use", "hit_rate", "step_microseconds", "ranks_busy", "ranks_waiting")

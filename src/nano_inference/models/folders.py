@@ -1,0 +1,71 @@
+"""Where a model lies, and what its config.json says. Nothing here imports torch: a server reads it, too."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nano_inference.errors import ModelLoadError
+from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
+from nano_inference.models.gguf import convert_gguf
+from nano_inference.models.spec import ModelSpec, spec_from_config
+
+
+def resolve_model(model_path: str) -> Path:
+    """The folder of a model named by folder, embedded name, `.gguf` file or hub id. Raises `ModelLoadError`."""
+    path = Path(model_path).expanduser()
+    if path.is_dir():
+        return path
+    if model_path in EMBEDDED_MODELS:
+        return convert_gguf(find_embedded(model_path))
+    if path.suffix == ".gguf":
+        return convert_gguf(path)
+    if path.exists():
+        raise ModelLoadError(f"{model_path} is neither a folder nor a .gguf file.")
+    return _download(model_path)
+
+
+def load_spec(folder: Path) -> ModelSpec:
+    """Read config.json and, where there is one, generation_config.json."""
+    config = read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    return spec_from_config(config, read_json(generation) if generation.exists() else None)
+
+
+def config_folder(model_path: str) -> Path | None:
+    """As `resolve_model`, without weights: of a hub id config.json alone is fetched. None: it is not to be had here."""
+    try:
+        if Path(model_path).expanduser().exists() or model_path in EMBEDDED_MODELS:
+            return resolve_model(model_path)
+        from huggingface_hub import hf_hub_download  # only here: it is slow to import
+
+        return Path(hf_hub_download(model_path, "config.json")).parent
+    except Exception:  # whoever builds the engine says why
+        return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object. Raises `ModelLoadError`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelLoadError(f"{path} is missing.") from None
+    except (OSError, ValueError) as problem:
+        raise ModelLoadError(f"{path} cannot be read: {problem}") from problem
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} holds a {type(content).__name__}, not an object.")
+    return content
+
+
+def _download(model_path: str) -> Path:
+    from huggingface_hub import snapshot_download  # only here: it is slow to import
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja"]
+        return Path(snapshot_download(model_path, allow_patterns=patterns))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
+        names = ", ".join(repr(name) for name in EMBEDDED_MODELS)
+        raise ModelLoadError(
+            f"{model_path!r} is not a folder, a .gguf file or an embedded model ({names}), and could not be fetched "
+            f"from the hub: {type(problem).__name__}."
+        ) from problem

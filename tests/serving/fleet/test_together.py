@@ -1,0 +1,133 @@
+"""What all replicas do together, when one of them does not: it comes back as the others are, or nobody changes."""
+
+import asyncio
+
+import pytest
+
+from nano_inference.errors import InvalidRequest
+from nano_inference.types import SamplingParams
+from tests.serving.engines import until
+from tests.serving.fleet.fleets import Made, fleet, play
+from tests.serving.scripted import Script
+
+PARAMS = SamplingParams(max_tokens=20, seed=1)
+GROUP = {"group": "g", "kind": "named", "host": "h", "port": 1, "seconds": 5.0}
+
+
+async def all_serve(made: Made, count: int) -> None:
+    await until(lambda: len(made.client.roster.living()) == count)
+
+
+def test_an_engine_in_the_place_of_one_that_died_is_in_no_session() -> None:
+    async def test() -> None:
+        async with fleet(2, restart=True) as made:
+            await made.client.call("begin_update", session=1, known=None)
+            made.engines[0].die()
+            await all_serve(made, 2)
+            new = made.engines[2]
+            refused = InvalidRequest("no weight update is open")
+            new.fails |= {"receive_file": refused, "prepare_update": refused}
+            for engine in made.engines[:2]:
+                engine.returns["receive_file"] = None
+            await made.client.call("receive_file", session=1, size=1, content=b"", seconds=5.0)
+            assert await made.client.call("finish_update", session=1, version=4, kv_policy="keep", seconds=5.0) == 4
+            await all_serve(made, 2)
+            assert [made.engines[1].version, new.version] == [4, 4]
+
+    play(test())
+
+
+def test_an_engine_in_the_place_of_one_that_died_is_in_no_group() -> None:
+    async def test() -> None:
+        async with fleet(2, restart=True) as made:
+            await made.client.call("join_group", rank=1, world_size=3, **GROUP)
+            made.engines[0].die()
+            await all_serve(made, 2)
+            made.engines[2].returns["has_group"] = False
+            assert await made.client.call("has_group", group="g") is True
+            await made.client.call("begin_update", session=1, known=None)
+            await made.client.call("receive_broadcast", session=1, group="g", tensors=[], seconds=5.0)
+            assert [len(engine.said("receive_broadcast")) for engine in made.engines] == [0, 1, 0]
+            await made.client.call("leave_group", group="g")
+            assert not made.client._together._groups
+
+    play(test())
+
+
+def test_one_that_does_not_resume_is_brought_to_the_others() -> None:
+    async def test() -> None:
+        async with fleet() as made:
+            await made.client.call("pause_within", mode="keep", seconds=1.0)
+            made.engines[1].fails["end_pause"] = InvalidRequest("32 calls are running; wait for one of them.")
+            await made.client.call("end_pause")
+            assert not made.client.roster.paused
+            assert [made.engines[0].paused, made.engines[1].paused] == [False, True]
+            assert list(made.client.roster.living()) == ["0"]
+            made.engines[1].fails.clear()
+            await all_serve(made, 2)
+            assert not made.engines[1].paused
+
+    play(test())
+
+
+def test_when_none_resumes_that_is_an_error() -> None:
+    async def test() -> None:
+        async with fleet() as made:
+            await made.client.call("pause_within", mode="keep", seconds=1.0)
+            for engine in made.engines:
+                engine.fails["end_pause"] = InvalidRequest("no")
+            with pytest.raises(InvalidRequest):
+                await made.client.call("end_pause")
+            assert made.client.roster.paused
+            assert len(made.client.roster.living()) == 2
+
+    play(test())
+
+
+def test_one_that_does_not_go_on_after_an_update_is_brought_to_the_others() -> None:
+    async def test() -> None:
+        async with fleet(script=Script(list(range(100, 130)), delay=0.01)) as made:
+            stuck = made.engines[1]
+            stuck.fails["end_pause"] = InvalidRequest("32 calls are running; wait for one of them.")
+            await made.client.call("begin_update", session=1, known=None)
+            await made.client.call("finish_update", session=1, version=1, kv_policy="keep", seconds=5.0)
+            assert list(made.client.roster.living()) == ["0"]
+            stuck.fails.clear()
+            await all_serve(made, 2)
+            assert (stuck.version, stuck.paused) == (1, False)
+
+    play(test())
+
+
+@pytest.mark.parametrize("name", ["pause_within", "pause"])
+def test_one_that_joins_while_others_wait_for_their_pause_is_paused_too(name: str) -> None:
+    async def test() -> None:
+        async with fleet() as made:
+            gate = asyncio.Event()
+            for engine in made.engines:
+                engine.holds[name] = gate
+                engine.returns["pause"] = []
+            arguments = {"seconds": 5.0} if name == "pause_within" else {}
+            pausing = asyncio.create_task(made.client.call(name, mode="wait", **arguments))
+            await until(lambda: all(engine.said(name) for engine in made.engines))
+            await made.client.add()
+            gate.set()
+            await pausing
+            assert made.client.roster.paused
+            assert made.engines[2].paused
+
+    play(test())
+
+
+def test_one_that_was_left_behind_asleep_wakes_with_the_others() -> None:
+    async def test() -> None:
+        async with fleet() as made:
+            behind = made.engines[1]
+            behind.holds["get_weight_version"] = gate = asyncio.Event()
+            made.client.roster.left_behind("1", "for the test")
+            await asyncio.sleep(0.01)
+            gate.set()
+            await all_serve(made, 2)
+            assert behind.said("wake")[0].arguments == {"memory": ["weights", "kv_cache"]}
+
+    play(test())
