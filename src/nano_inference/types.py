@@ -1,8 +1,9 @@
 """Frozen nouns of the public interface: what a caller asks for and what comes back. Standard library only."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from nano_inference.errors import InvalidRequest
@@ -174,6 +175,15 @@ class SamplingMask:
 
     offsets: tuple[int, ...]
     token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, ...]]) -> "SamplingMask":
+        """The mask of these ids, token by token."""
+        return cls((0, *accumulate(map(len, rows))), tuple(chain.from_iterable(rows)))
+
+    def rows(self) -> list[tuple[int, ...]]:
+        """The ids that were kept, token by token."""
+        return [self.token_ids[begin:end] for begin, end in pairwise(self.offsets)]
 
 
 class ContextVersions(NamedTuple):

@@ -195,7 +195,6 @@ def _fill(seq: Sequence, sample: TrainingSample, num_appended: int) -> None:
     if sample.raw_logprobs is not None:
         seq.output_raw_logprobs = [*sample.raw_logprobs, *zeros]
     if sample.sampling_mask is not None:
-        offsets, kept = sample.sampling_mask.offsets, sample.sampling_mask.token_ids
-        seq.output_masks = [kept[begin:end] for begin, end in itertools.pairwise(offsets)] + [()] * num_appended
+        seq.output_masks = sample.sampling_mask.rows() + [()] * num_appended
     if sample.top_logprobs is not None:
         seq.output_top = [*sample.top_logprobs, *[TopLogprobs((), ())] * num_appended]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
-from nano_inference.serving.protocols.per_token import LOWEST, Flat, at_least, flat, mask_rows, version_spans
+from nano_inference.serving.protocols.per_token import LOWEST, Flat, at_least, flat, version_spans
 from nano_inference.text.token_texts import TokenTexts
 from nano_inference.types import TopLogprobs, TrainingSample
 
@@ -162,7 +162,7 @@ def _masks(sample: TrainingSample, wanted: Wanted) -> dict[str, Any]:
     told: dict[str, Any] = {}
     if wanted.mask:
         told |= {
-            "output_token_sampling_mask": mask_rows(mask),
+            "output_token_sampling_mask": mask.rows(),
             "output_token_sampling_logprobs": _finite(sample.logprobs),
             "output_token_sampling_mask_length": len(sample.completion_tokens),
         }

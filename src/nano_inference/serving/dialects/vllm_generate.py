@@ -36,7 +36,6 @@ from nano_inference.serving.protocols.per_token import (
     at_least,
     entries,
     flat,
-    mask_rows,
     prompt_rows,
     token_name,
     version_spans,
@@ -243,7 +242,7 @@ class GenerateBuilder:
             "seed": sample.seed,
         }
         if sample.sampling_mask is not None:
-            told["sampling_mask"] = mask_rows(sample.sampling_mask)
+            told["sampling_mask"] = sample.sampling_mask.rows()
         if sample.log_kept_mass is not None and self._sampling.raw_logprobs:
             told["log_kept_mass"] = flat(sample.log_kept_mass, self._request.flat_logprobs or "list")
         return told
