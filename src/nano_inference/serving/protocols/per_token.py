@@ -26,7 +26,12 @@ def flat(values: Iterable[float], form: Flat) -> list[float] | str:
     numbers = [at_least(each) for each in values]
     if form == "list":
         return numbers
-    packed = array("f", numbers)
+    return base64_of("f", numbers)
+
+
+def base64_of(kind: Literal["f", "i"], numbers: Iterable[float]) -> str:
+    """Little-endian float32 or int32."""
+    packed = array(kind, numbers)  # pyright: ignore[reportCallIssue, reportArgumentType]
     if sys.byteorder == "big":
         packed.byteswap()
     return base64.b64encode(packed.tobytes()).decode("ascii")
