@@ -25,7 +25,7 @@ from nano_inference.config import CacheType, SchedulerConfig
 from nano_inference.engine.assembly import CACHES
 from nano_inference.engine.loop import Add, EngineLoop
 from nano_inference.engine.runner import Sampled
-from nano_inference.engine.stats import PHASES
+from nano_inference.engine.step_clock import PHASES
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
