@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine import processor
 from nano_inference.batch import ForwardBatch
 from nano_inference.config import CacheType, SchedulerConfig
 from nano_inference.engine.assembly import CACHES
 from nano_inference.engine.loop import Add, EngineLoop
 from nano_inference.engine.runner import Sampled
-from nano_inference.engine.stats import PHASES
+from nano_inference.engine.step_clock import PHASES
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
@@ -237,13 +238,6 @@ def report(rows: list[Row]) -> dict[str, Any]:
         "prompt_tokens": PROMPT,
         "figures": [asdict(row) for row in rows],
     }
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def main() -> None:

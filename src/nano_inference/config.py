@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nano_inference.errors import ConfigError
-from nano_inference.options import strict_options
+from nano_inference.options import is_number, is_whole, strict_options
 
 CacheType = Literal["paged", "radix"]
 Backend = Literal["auto", "reference", "cpu", "cuda"]
@@ -195,20 +195,20 @@ def _check_choices(config: EngineConfig) -> None:
 
 def _check_numbers(config: EngineConfig) -> None:
     for name in _COUNTS:
-        _require_count(name, getattr(config, name))
+        require_count(name, getattr(config, name))
     for name in _OPTIONAL_COUNTS:
         if getattr(config, name) is not None:
-            _require_count(name, getattr(config, name))
+            require_count(name, getattr(config, name))
     share: Any = config.gpu_memory_utilization
-    if not isinstance(share, int | float) or isinstance(share, bool) or not 0.0 < share <= 1.0:
+    if not is_number(share) or not 0.0 < share <= 1.0:
         raise ConfigError(f"gpu_memory_utilization={share!r} must be a number in (0, 1].")
-    if config.seed is not None and not _is_seed(config.seed):
+    if config.seed is not None and not (is_whole(config.seed, 0) and config.seed < 2**64):
         raise ConfigError(f"seed={config.seed!r} must be an integer in [0, 2**64).")
 
 
 def _check_ranks(config: EngineConfig) -> None:
     seconds: Any = config.rank_timeout
-    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds <= 86400:
+    if not is_number(seconds) or not 0 < seconds <= 86400:
         raise ConfigError(f"rank_timeout={seconds!r} must be a number of seconds, above 0 and at most 86400.")
     for name in ("tensor_parallel", "context_parallel"):
         ranks = getattr(config, name)
@@ -240,15 +240,12 @@ def _check_context(config: EngineConfig) -> None:
         raise ConfigError(f"context_parallel={ranks} is not possible with {choice}; use backend='cpu' or 'reference'.")
 
 
-def _is_seed(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64
-
-
 def _require_text(name: str, value: Any) -> None:
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{name} must be a non-empty string, not {value!r}.")
 
 
-def _require_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+def require_count(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless an option is a positive integer."""
+    if not is_whole(value, 1):
         raise ConfigError(f"{name}={value!r} must be a positive integer.")

@@ -5,6 +5,12 @@ class NanoInferenceError(Exception):
     """Base of every error that the engine raises on purpose."""
 
 
+def one_line(problem: BaseException) -> str:
+    """What was raised, for a sentence: its class, and the first line of what it says."""
+    lines = str(problem).strip().splitlines()
+    return f"{type(problem).__name__}: {lines[0].rstrip('.')}" if lines else type(problem).__name__
+
+
 class ConfigError(NanoInferenceError, ValueError):
     """An option is unknown, out of range, contradicts another one, or is not available on this machine."""
 

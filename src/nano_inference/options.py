@@ -1,14 +1,25 @@
-"""Strict options: a frozen dataclass whose constructor answers an unknown keyword with the package's own error."""
+"""What an option may be: one that the class knows, a whole number, a number."""
 
 import difflib
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from nano_inference.errors import NanoInferenceError
 
 T = TypeVar("T")
+
+
+def is_whole(value: object, least: float = -math.inf) -> TypeGuard[int]:
+    """Whether it is an integer of at least `least`. A bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is an integer or a float, nan and infinities among them. A bool is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def strict_options(error: type[NanoInferenceError]) -> Callable[[type[T]], type[T]]:

@@ -1,12 +1,13 @@
 """Frozen nouns of the public interface: what a caller asks for and what comes back. Standard library only."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.options import strict_options
+from nano_inference.options import is_number, is_whole, strict_options
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -174,6 +175,15 @@ class SamplingMask:
 
     offsets: tuple[int, ...]
     token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, ...]]) -> "SamplingMask":
+        """The mask of these ids, token by token."""
+        return cls((0, *accumulate(map(len, rows))), tuple(chain.from_iterable(rows)))
+
+    def rows(self) -> list[tuple[int, ...]]:
+        """The ids that were kept, token by token."""
+        return [self.token_ids[begin:end] for begin, end in pairwise(self.offsets)]
 
 
 class ContextVersions(NamedTuple):
@@ -343,8 +353,7 @@ class EngineStats:
 
 
 def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high or (open_low and value == low):
+    if not is_number(value) or not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
         bounds = f"{'above' if open_low else 'at least'} {low:g}"
         if math.isfinite(high):
             bounds = f"in {'(' if open_low else '['}{low:g}, {high:g}]"
@@ -352,8 +361,7 @@ def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = Fa
 
 
 def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < low or (high is not None and value >= high):
+    if not is_whole(value, low) or (high is not None and value >= high):
         bounds = f"in [{low}, {high})" if high is not None else f"at least {low}"
         raise InvalidRequest(f"{name}={value!r} must be an integer {bounds}.")
 

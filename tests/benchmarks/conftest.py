@@ -31,7 +31,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Options:
     return Options(model=str(folder), dtype="float32", backend="reference", threads=1, repeats=1)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def threads_are_left_as_they_were() -> Iterator[None]:
     before = torch.get_num_threads()
     yield

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import rl
 from benchmarks.ours import Options
@@ -19,13 +18,6 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
     for name, value in {**small, "LENGTH": 8}.items():
         monkeypatch.setattr(rl, name, value)
     return Options(model=str(folder), dtype="float32", backend="reference", threads=1, repeats=1)
-
-
-@pytest.fixture(autouse=True)
-def threads_are_left_as_they_were():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_every_part_but_the_broadcast(options: Options) -> None:

@@ -12,7 +12,7 @@ from benchmarks.serve import Choice
 from benchmarks.wire_trainer import FLOWS
 
 # Servers and trainers are started as processes.
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_are_left_as_they_were")]
+pytestmark = pytest.mark.slow
 
 
 def test_every_form_makes_all_tokens(options: Options, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from benchmarks import latency, prefill, throughput
 from benchmarks.machine import ROOT
@@ -23,13 +22,6 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Options:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny_llama(folder, vocab_size=49_152, hidden=16, inner=16, num_heads=2, num_kv_heads=1, layers=1, tie=True)
     return Options(model=str(folder), dtype="float32", backend="reference", threads=1, repeats=1)
-
-
-@pytest.fixture(autouse=True)
-def threads_are_left_as_they_were():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_throughput_of_a_tiny_model(options: Options) -> None:

@@ -1,13 +1,23 @@
-"""One server on SmolLM2 for all tests of a session; other servers: `running_server(ScriptedClient(...))`."""
+"""One server on SmolLM2 for all tests of a session; a tiny model, and a client of an engine of it, for each module.
 
+Other servers: `running_server(ScriptedClient(...))`.
+"""
+
+import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from nano_inference.config import EngineConfig
+from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.main import running_server
+from nano_inference.serving.process_client import ProcessClient
+from tests.models.tiny import tiny_llama
+from tests.serving.engines import Run, config_of
 
 SMOLLM2 = EngineConfig("smollm2-135m", device="cpu", max_model_len=1024, kv_cache_memory=2**28, num_threads=1)
 
@@ -20,3 +30,32 @@ def server() -> Iterator[str]:
     with running_server(SMOLLM2, config) as url:
         yield url
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model."""
+    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module", params=[InProcessClient, ProcessClient], ids=["in process", "process"])
+def served(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[EngineClient, Run]]:
+    """A client, and what runs coroutines on its loop."""
+    threads = torch.get_num_threads()
+    client: EngineClient = request.param(config_of(model), 4096)
+    with asyncio.Runner() as runner:
+        runner.run(client.start())
+        yield client, runner.run
+        runner.run(client.close())
+        assert client.why_dead == "the server is stopping."
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def client(served: tuple[EngineClient, Run]) -> EngineClient:
+    return served[0]
+
+
+@pytest.fixture
+def run(served: tuple[EngineClient, Run]) -> Run:
+    return lambda test: served[1](asyncio.wait_for(test, 60))

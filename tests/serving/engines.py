@@ -2,15 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nano_inference.config import EngineConfig
 from nano_inference.serving.client import EngineClient, RequestStream
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.types import Delta, SamplingParams, TrainingSample
 
+Run = Callable[[Coroutine[Any, Any, Any]], Any]  # what runs a coroutine on a client's loop
 PATIENCE = 30.0  # seconds; a hang fails instead of hanging
 LONG = 14_000  # tokens of a prompt whose one step takes seconds
 

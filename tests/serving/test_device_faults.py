@@ -10,7 +10,6 @@ from nano_inference.errors import EngineDead
 from nano_inference.serving.edge.lifecycle import Lifecycle
 from nano_inference.serving.errors import api_error_of
 from nano_inference.serving.process_client import ProcessClient
-from tests.models.tiny import tiny_llama
 from tests.serving.engines import PATIENCE, child_of, config_of, finished, params_of, until
 
 # Read by Python itself when the engine's process starts: its device fails in the fifth step, and in all that follow.
@@ -47,11 +46,6 @@ TOLD = {
     "memory": "lower gpu_memory_utilization from 0.9 to 0.85 or max_tokens_per_batch from 8192 to 4096",
     "bug": "a step failed: KeyError",
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
 
 
 @pytest.mark.parametrize(("fault", "where"), [("access", "wait"), ("memory", "forward"), ("bug", "forward")])

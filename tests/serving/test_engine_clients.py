@@ -28,15 +28,9 @@ from nano_inference.serving.messages import Resume
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.types import EngineStats, SamplingParams, TrainingSample, VersionSpan
 from tests.models.tiny import tiny_llama
-from tests.serving.engines import PATIENCE, config_of, core_of, finished, idle, params_of, until
+from tests.serving.engines import PATIENCE, Run, config_of, core_of, finished, idle, params_of, until
 
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
 KINDS = [InProcessClient, ProcessClient]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -46,28 +40,6 @@ def alone(model: Path) -> Iterator[Callable[..., list[TrainingSample]]]:
     with InferenceEngine(config_of(model)) as engine:
         yield engine.generate
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module", params=KINDS, ids=["in process", "process"])
-def served(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[EngineClient, Run]]:
-    threads = torch.get_num_threads()
-    client: EngineClient = request.param(config_of(model), 4096)
-    with asyncio.Runner() as runner:
-        runner.run(client.start())
-        yield client, runner.run
-        runner.run(client.close())
-        assert client.why_dead == "the server is stopping."
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def client(served: tuple[EngineClient, Run]) -> EngineClient:
-    return served[0]
-
-
-@pytest.fixture
-def run(served: tuple[EngineClient, Run]) -> Run:
-    return lambda test: served[1](asyncio.wait_for(test, 60))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -16,14 +16,8 @@ import zmq
 from nano_inference.errors import InvalidRequest
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.types import SamplingParams
-from tests.models.tiny import tiny_llama
 from tests.serving.engines import child_of, config_of, finished, idle, params_of
 from tests.serving.test_process import play, running
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
 
 
 @pytest.fixture(scope="module")

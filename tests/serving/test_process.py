@@ -41,11 +41,6 @@ from tests.serving.engines import (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
-
-
-@pytest.fixture(scope="module")
 def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A step over `LONG` tokens of it takes seconds."""
     folder = tmp_path_factory.mktemp("slow")

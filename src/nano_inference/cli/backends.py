@@ -2,12 +2,12 @@
 
 from collections.abc import Generator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nano_inference.cli.options import request_body
 from nano_inference.errors import InvalidRequest
-from nano_inference.serving.http_client import HttpClient, ServerError
+from nano_inference.serving.http_client import HttpClient, Piece, ServerError, Usage
 from nano_inference.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -16,22 +16,10 @@ if TYPE_CHECKING:
 Messages = list[dict[str, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
-    """A part of an answer; numbers of tokens are known at its end."""
-
-    text: str = ""
-    reasoning: str = ""
-    is_cut: bool = False
-    tokens: int | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-
 class ChatBackend(Protocol):
     """Answers conversations."""
 
-    def answer(self, messages: Messages, params: SamplingParams) -> Generator[Said, None, None]:
+    def answer(self, messages: Messages, params: SamplingParams) -> Generator[Piece, None, None]:
         """Stream an answer of at most `params.max_tokens`, and of what still fits.
 
         Raises `InvalidRequest` where the conversation leaves no room for one.
@@ -45,7 +33,7 @@ class EngineBackend:
     def __init__(self, engine: "InferenceEngine") -> None:
         self._engine = engine
 
-    def answer(self, messages: Messages, params: SamplingParams) -> Generator[Said, None, None]:
+    def answer(self, messages: Messages, params: SamplingParams) -> Generator[Piece, None, None]:
         """Stream an answer, as the engine samples it."""
         from nano_inference.text.chat import encode_chat
 
@@ -54,10 +42,10 @@ class EngineBackend:
         for delta in self._engine.generate(messages, params, stream=True, progress=False):
             sample = delta.finished
             if sample is None:
-                yield Said(delta.text or "")
+                yield Piece(delta.text or "")
             else:
-                counts = len(sample.completion_tokens), len(sample.prompt_tokens), sample.cached_tokens
-                yield Said(delta.text or "", "", sample.finish_reason == "length", *counts)
+                usage = Usage(len(sample.prompt_tokens), len(sample.completion_tokens), sample.cached_tokens)
+                yield Piece(delta.text or "", finish_reason=sample.finish_reason, usage=usage)
 
 
 class ServerBackend:
@@ -66,7 +54,7 @@ class ServerBackend:
     def __init__(self, client: HttpClient, model: str) -> None:
         self._client, self._model = client, model
 
-    def answer(self, messages: Messages, params: SamplingParams) -> Generator[Said, None, None]:
+    def answer(self, messages: Messages, params: SamplingParams) -> Generator[Piece, None, None]:
         """Stream an answer, as the server sends it."""
         given: dict[str, Any] = {"model": self._model, "messages": messages}
         counted: dict[str, Any] = {}
@@ -74,15 +62,7 @@ class ServerBackend:
             counted = self._client.post("/tokenize", given)
         if isinstance(counted.get("count"), int) and isinstance(counted.get("max_model_len"), int):
             params = fitting(params, counted["count"], counted["max_model_len"])
-        is_cut = False
-        for piece in self._client.chat(given | request_body(params)):
-            is_cut = is_cut or piece.finish_reason == "length"
-            usage = piece.usage
-            if usage is None:
-                yield Said(piece.text, piece.reasoning)
-            else:
-                counts = usage.completion_tokens, usage.prompt_tokens, usage.cached_tokens
-                yield Said(piece.text, piece.reasoning, is_cut, *counts)
+        yield from self._client.chat(given | request_body(params))
 
 
 def fitting(params: SamplingParams, length: int, limit: int) -> SamplingParams:

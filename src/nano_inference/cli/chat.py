@@ -9,11 +9,11 @@ import typer
 from rich.text import Text
 
 from nano_inference.cli import options
-from nano_inference.cli.backends import ChatBackend, EngineBackend, Said, ServerBackend
+from nano_inference.cli.backends import ChatBackend, EngineBackend, ServerBackend
 from nano_inference.cli.coloring import has_colors
 from nano_inference.cli.terminal import Interruptible, errors, load_engine, output, printable, write
 from nano_inference.errors import InvalidRequest
-from nano_inference.serving.http_client import HttpClient, ServerError
+from nano_inference.serving.http_client import HttpClient, ServerError, Usage
 from nano_inference.types import SamplingParams
 
 _COMMANDS = {
@@ -205,7 +205,8 @@ class _Session:
         first = [{"role": "system", "content": self.system}] if self.system is not None else []
         messages = [*first, *self.history, message]
         said: list[str] = []
-        last: Said | None = None
+        usage: Usage | None = None
+        is_cut = False
         start = time.perf_counter()
         with Interruptible(self.backend.answer(messages, self.params)) as pieces:
             for piece in pieces:
@@ -214,11 +215,12 @@ class _Session:
                 if piece.text:
                     write(piece.text)
                     said.append(piece.text)
-                last = piece if piece.tokens is not None else last
+                usage = piece.usage or usage
+                is_cut = is_cut or piece.finish_reason == "length"
         write("\n")
         if said:
             self.history += [message, {"role": "assistant", "content": "".join(said)}]
-        self._say(f"{_figures(last, time.perf_counter() - start, stopped=pieces.stopped)}\n")
+        self._say(f"{_figures(usage, time.perf_counter() - start, is_cut=is_cut, stopped=pieces.stopped)}\n")
 
     def _think(self, text: str) -> None:
         """What the model says to itself, which is no part of the answer."""
@@ -226,13 +228,13 @@ class _Session:
             errors.print(Text(printable(text), style="dim"), end="", soft_wrap=True)
 
 
-def _figures(last: Said | None, seconds: float, *, stopped: bool) -> str:
-    if last is None or last.tokens is None:
+def _figures(usage: Usage | None, seconds: float, *, is_cut: bool, stopped: bool) -> str:
+    if usage is None:
         return "stopped" if stopped else "the server did not count"
-    cut = " (cut off)" if last.is_cut else ""
+    tokens, cut = usage.completion_tokens, " (cut off)" if is_cut else ""
     return (
-        f"{last.tokens} tokens{cut}, {last.tokens / max(seconds, 1e-9):,.1f} tok/s; {last.cached_tokens} of "
-        f"{last.prompt_tokens} prompt tokens cached"
+        f"{tokens} tokens{cut}, {tokens / max(seconds, 1e-9):,.1f} tok/s; {usage.cached_tokens} of "
+        f"{usage.prompt_tokens} prompt tokens cached"
     )
 
 

@@ -82,12 +82,28 @@ class Delivery:
 
 def next_delta(seq: Sequence, before: int, text: str | None) -> Delta:
     """A streaming sequence's tokens from place `before` on, and what is known of them."""
-    new, params = slice(before - seq.num_prompt_tokens, None), seq.params
-    new_ids = tuple(seq.token_ids[before:])
+    version = seq.version_starts[-1][0] if len(seq.token_ids) > before else 0
+    return _delta(seq, before - seq.num_prompt_tokens, seq.num_completion_tokens, text, version)
+
+
+def deltas_since(seq: Sequence, told: int) -> list[Delta]:
+    """A sequence's completion tokens from place `told` on, without text: a delta for each weight version."""
+    bounds = [told, *(start for _, start in seq.version_starts if start > told), seq.num_completion_tokens]
+    deltas: list[Delta] = []
+    for begin, end in itertools.pairwise(bounds):
+        if begin < end:
+            version = next(version for version, start in reversed(seq.version_starts) if start <= begin)
+            deltas.append(_delta(seq, begin, end, None, version))
+    return deltas
+
+
+def _delta(seq: Sequence, begin: int, end: int, text: str | None, version: int) -> Delta:
+    """A sequence's completion tokens [begin, end)."""
+    first, params, new = seq.num_prompt_tokens, seq.params, slice(begin, end)
     return Delta(
         request_id=seq.request_id,
         sample_index=seq.sample_index,
-        token_ids=new_ids,
+        token_ids=tuple(seq.token_ids[first + begin : first + end]),
         logprobs=tuple(seq.output_logprobs[new]),
         text=text,
         top_logprobs=tuple(seq.output_top[new]) if params.top_logprobs else None,
@@ -95,35 +111,8 @@ def next_delta(seq: Sequence, before: int, text: str | None) -> Delta:
         cached_tokens=seq.cached_tokens,
         queued=seq.queued,
         log_kept_mass=tuple(seq.output_log_kept_mass[new]) if params.filters else None,
-        weight_version=seq.version_starts[-1][0] if new_ids else 0,
+        weight_version=version,
     )
-
-
-def deltas_since(seq: Sequence, told: int) -> list[Delta]:
-    """A sequence's completion tokens from place `told` on, without text: a delta for each weight version."""
-    bounds = [told, *(start for _, start in seq.version_starts if start > told), seq.num_completion_tokens]
-    first, deltas = seq.num_prompt_tokens, list[Delta]()
-    for begin, end in itertools.pairwise(bounds):
-        if begin == end:
-            continue
-        params, new = seq.params, slice(begin, end)
-        version = next(version for version, start in reversed(seq.version_starts) if start <= begin)
-        deltas.append(
-            Delta(
-                request_id=seq.request_id,
-                sample_index=seq.sample_index,
-                token_ids=tuple(seq.token_ids[first + begin : first + end]),
-                logprobs=tuple(seq.output_logprobs[new]),
-                text=None,
-                top_logprobs=tuple(seq.output_top[new]) if params.top_logprobs else None,
-                raw_logprobs=tuple(seq.output_raw_logprobs[new]) if params.raw_logprobs else None,
-                cached_tokens=seq.cached_tokens,
-                queued=seq.queued,
-                log_kept_mass=tuple(seq.output_log_kept_mass[new]) if params.filters else None,
-                weight_version=version,
-            )
-        )
-    return deltas
 
 
 def _last_delta(sample: TrainingSample, queued: float) -> Delta:

@@ -243,9 +243,6 @@ class HostQueue(_Waits):
 
     captures_early = False
 
-    def __init__(self) -> None:
-        self.deadline, self.failed = DEADLINE, False
-
     def current(self) -> AbstractContextManager[Any]:
         """See `DeviceQueue`."""
         return contextlib.nullcontext()

@@ -7,7 +7,7 @@ import torch
 from nano_inference.config import EngineConfig
 from nano_inference.engine.device import is_device_failure
 from nano_inference.engine.loop import Add, EngineLoop
-from nano_inference.errors import RankLost
+from nano_inference.errors import RankLost, one_line
 
 
 class Why(NamedTuple):
@@ -32,9 +32,9 @@ def why(problem: Exception, config: EngineConfig, loop: EngineLoop | None = None
         if tokens > 1:
             advice.append(f"max_tokens_per_batch from {tokens} to {tokens // 2}")
         public = f"a step ran out of the device's memory; lower {' or '.join(advice)}"
-        return Why(f"{public} ({_first_line(problem)})", public)
+        return Why(f"{public} ({one_line(problem)})", public)
     if is_device_failure(problem):  # such texts are the driver's or ours
-        text = f"a step failed on the device, which this process cannot use any more: {_first_line(problem)}"
+        text = f"a step failed on the device, which this process cannot use any more: {one_line(problem)}"
         return Why(text, text)
     return failed("a step failed", problem)
 
@@ -43,8 +43,3 @@ def failed(what: str, problem: BaseException) -> Why:
     """That something failed, and of what."""
     name = type(problem).__name__
     return Why(f"{what}: {name}: {problem}", f"{what}: {name}")
-
-
-def _first_line(problem: Exception) -> str:
-    lines = str(problem).strip().splitlines()
-    return f"{type(problem).__name__}: {lines[0].rstrip('.')}" if lines else type(problem).__name__

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 from nano_inference.engine.requests import Params, RequestChecks, checked_ids, is_text, many_prompts, params_for
 from nano_inference.errors import InvalidRequest, VersionGone
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
+from nano_inference.options import is_whole
 from nano_inference.scheduling.sequence import POLICY, Group, Sequence, Sequences
 from nano_inference.text.output_text import OutputText
 from nano_inference.types import Limits, SamplingParams, TopLogprobs, TrainingSample
@@ -159,7 +160,7 @@ class Intake:
         if sample.finish_reason == "stop" and not num_appended:
             raise InvalidRequest("the sample ended by itself (finish_reason 'stop'); append tokens to go on with it.")
         if max_new_tokens is not None:
-            if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+            if not is_whole(max_new_tokens, 1):
                 raise InvalidRequest(f"max_new_tokens={max_new_tokens!r} must be a positive integer.")
             return replace(params, max_tokens=known + max_new_tokens)
         if known >= params.max_tokens:
@@ -170,13 +171,12 @@ class Intake:
 
 
 def _require_version(name: str, value: int | None) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+    if value is not None and not is_whole(value, 0):
         raise InvalidRequest(f"{name}={value!r} must be a whole number, or None.")
 
 
 def _require_wanted(num_wanted: Any, num_samples: int) -> None:
-    whole = isinstance(num_wanted, int) and not isinstance(num_wanted, bool)
-    if num_wanted is not None and not (whole and 1 <= num_wanted <= num_samples):
+    if num_wanted is not None and not (is_whole(num_wanted, 1) and num_wanted <= num_samples):
         raise InvalidRequest(f"num_wanted={num_wanted!r} must be a whole number from 1 to num_samples={num_samples}.")
 
 
@@ -195,7 +195,6 @@ def _fill(seq: Sequence, sample: TrainingSample, num_appended: int) -> None:
     if sample.raw_logprobs is not None:
         seq.output_raw_logprobs = [*sample.raw_logprobs, *zeros]
     if sample.sampling_mask is not None:
-        offsets, kept = sample.sampling_mask.offsets, sample.sampling_mask.token_ids
-        seq.output_masks = [kept[begin:end] for begin, end in itertools.pairwise(offsets)] + [()] * num_appended
+        seq.output_masks = sample.sampling_mask.rows() + [()] * num_appended
     if sample.top_logprobs is not None:
         seq.output_top = [*sample.top_logprobs, *[TopLogprobs((), ())] * num_appended]

@@ -13,7 +13,7 @@ from torch import Tensor
 from nano_inference.batch import Rows, batch_of_rows
 from nano_inference.engine.runner import to_device
 from nano_inference.engine.storage import KVStorage
-from nano_inference.errors import ConfigError
+from nano_inference.errors import ConfigError, one_line
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import allocate, param_table
@@ -54,7 +54,7 @@ def probe(ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, b
             f"{where} has no memory left to try the kernels on; use a card that nobody else uses."
         ) from None
     except Exception as problem:
-        told = f"on {where} {problem}" if isinstance(problem, _Failed) else f"on {where} they fail: {_line(problem)}"
+        told = f"on {where} {problem}" if isinstance(problem, _Failed) else f"on {where} they fail: {one_line(problem)}"
         _require_usable(device, told)
         raise KernelsUnavailable(f"{told}.") from problem
 
@@ -183,7 +183,7 @@ def _called(name: str, own: Callable[..., Any], args: Any) -> Any:
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:
-        raise _Failed(f"{name} fails: {_line(problem)}") from problem
+        raise _Failed(f"{name} fails: {one_line(problem)}") from problem
 
 
 def _require_usable(device: torch.device, told: str) -> None:
@@ -195,8 +195,3 @@ def _require_usable(device: torch.device, told: str) -> None:
             f"the kernels are not available, {told}, and the device cannot be used in this process any more; start "
             "again with backend='reference'."
         ) from None
-
-
-def _line(problem: Exception) -> str:
-    lines = str(problem).strip().splitlines()
-    return f"{type(problem).__name__}: {lines[0].rstrip('.')}" if lines else type(problem).__name__

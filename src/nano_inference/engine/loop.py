@@ -14,7 +14,7 @@ from nano_inference.engine.device import is_device_failure
 from nano_inference.engine.inbox import Abort, Add, ChangeWeights, Message
 from nano_inference.engine.isolation import Known, draw_without_the_failing
 from nano_inference.engine.lockstep import Lockstep
-from nano_inference.engine.stats import StepClock
+from nano_inference.engine.step_clock import StepClock
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import (

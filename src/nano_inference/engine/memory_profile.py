@@ -13,7 +13,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine.memory import Claims, gibibytes, longest_asked
 from nano_inference.engine.runner import to_device
 from nano_inference.engine.storage import KVStorage, kv_shape
-from nano_inference.errors import ConfigError
+from nano_inference.errors import ConfigError, one_line
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.spec import ModelSpec
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
@@ -136,7 +136,7 @@ def measure(
         raise ConfigError(_too_large(config, models, weights, before)) from None
     except Exception as problem:  # the probe was of few rows; at these sizes a kernel asks for more of the card
         raise ConfigError(
-            f"the CUDA kernels fail on the largest step; backend='reference' runs it ({_told(problem)})."
+            f"the CUDA kernels fail on the largest step; backend='reference' runs it ({one_line(problem)})."
         ) from problem
     workspace = max(memory.read().peak - before.allocated, 0)
     memory.release()
@@ -151,7 +151,7 @@ def measure(
             ) from None
         except Exception as problem:
             raise ConfigError(
-                f"CUDA graphs cannot be captured; cuda_graphs=False runs without them ({_told(problem)})."
+                f"CUDA graphs cannot be captured; cuda_graphs=False runs without them ({one_line(problem)})."
             ) from problem
     del storages
     memory.release()
@@ -247,10 +247,6 @@ def _batch(lengths: Sequence[int], longest: int, block_size: int, weight_set: st
 
 def _sampling(num_samples: int) -> SamplingBatch:
     return sampling_batch([DrawRequest(GREEDIEST, row, (0, row, 1)) for row in range(num_samples)])
-
-
-def _told(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {problem}".splitlines()[0]
 
 
 def _too_large(config: EngineConfig, models: Mapping[str, Decoder], weights: int, before: MemoryReading) -> str:

@@ -11,6 +11,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.errors import InvalidRequest, ModelLoadError, RequestTooLarge
 from nano_inference.models.loading import resolve_model
 from nano_inference.models.spec import ModelSpec
+from nano_inference.options import is_whole
 from nano_inference.text.chat import encode_chat
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import SamplingParams
@@ -54,7 +55,7 @@ class RequestChecks:
         """Raise `InvalidRequest` or `RequestTooLarge` for what this engine cannot serve."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params must be SamplingParams, not {type(params).__name__}.")
-        if not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 1:
+        if not is_whole(num_samples, 1):
             raise InvalidRequest(f"num_samples={num_samples!r} must be a positive integer.")
         self._require_vocabulary(params)
         self._require_fit(prompt_len, params.max_tokens)

@@ -25,6 +25,7 @@ from nano_inference.engine.weight_update import (
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.weights import TIED, param_table, read, slots
+from nano_inference.options import is_whole
 from nano_inference.types import KvPolicy
 
 __all__ = ["Bucket", "WeightPatch", "WeightSyncManager", "WeightUpdate", "Weights", "cut_into_buckets"]
@@ -369,7 +370,7 @@ class WeightSyncManager:
         """Raise `WeightUpdateError` unless a new version may be called that."""
         if version is None:
             return
-        if not isinstance(version, int) or isinstance(version, bool):
+        if not is_whole(version):
             raise WeightUpdateError(f"version={version!r} must be an integer.")
         if version <= self._newest:
             raise WeightUpdateError(f"version={version} is not newer than {self._newest}; leave it out or raise it.")

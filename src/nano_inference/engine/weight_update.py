@@ -1,9 +1,9 @@
 """What a weight update is made of: tensors and patches in buckets, and the future that says when they serve."""
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from nano_inference.models.weights import Slot, patch, read, write
 from nano_inference.types import KvPolicy
 
 BUCKET_BYTES = 2**26
+Item = TypeVar("Item")
 
 
 class WeightPatch(NamedTuple):
@@ -197,13 +198,19 @@ def cut_into_buckets(weights: Mapping[str, Tensor], max_bytes: int = BUCKET_BYTE
     """A state dict in parts of at most `max_bytes` each, in order; a tensor that is larger goes alone."""
     if max_bytes < 1:
         raise ValueError(f"max_bytes={max_bytes} must be at least 1.")
-    bucket: dict[str, Tensor] = {}
+    yield from map(dict, in_groups(weights.items(), lambda named: named[1].nbytes, max_bytes))
+
+
+def in_groups(items: Iterable[Item], size_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Neighbours together, as many as are at most `most` bytes; one that is larger goes alone."""
+    group: list[Item] = []
     size = 0
-    for name, tensor in weights.items():
-        if bucket and size + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+    for item in items:
+        more = size_of(item)
+        if group and size + more > most:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += more
+    if group:
+        yield group

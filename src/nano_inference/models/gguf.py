@@ -89,11 +89,8 @@ def _check_header(path: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _convert_into(path: Path, folder: Path, tokenizer_writer: TokenizerWriter) -> None:

@@ -39,25 +39,6 @@ class KvcacheView(Protocol):
         ...
 
 
-class Weight(Protocol):
-    """A matrix that a backend keeps in an order of its own."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-    def write(self, start: int, tensor: Tensor) -> None:
-        """Rows [start, start + n) become `tensor` [n, in], in place."""
-        ...
-
-    def read(self, start: int = 0, count: int | None = None) -> Tensor:
-        """A copy of some rows."""
-        ...
-
-    def clone(self) -> "Weight":
-        """A copy of its own."""
-        ...
-
-
 class Norm(NamedTuple):
     """One RMS norm: x / rms(x) * (offset + weight), rounded to dtype once, at the end. No weight: only rounded."""
 
@@ -118,7 +99,7 @@ class Ops:
             of these logits over the temperature (above 0): the same bits as `sample` reports of that token.
         score_logits: (logits [L, V], token_ids [L], temperatures [L]) -> the same, from logits that are there already.
         allocate: ([out, in], dtype, device) -> a weight as the products read it, not initialised: a tensor, or
-            something with the methods of `Weight`.
+            what keeps the numbers in an order of its own, like `ops.cpu.weights.PackedWeight`.
         compile: (trunk, batch, view, dtype) -> a function of a batch that gives what `trunk(ops, batch, view)` gives;
             None: the trunk is called in every step.
         call: (batch, function, inputs, columns, dtype) -> [N, columns]: a Python function in the middle of a trunk,

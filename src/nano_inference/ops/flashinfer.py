@@ -35,14 +35,9 @@ class _Plan:
 class FlashInferAttention:
     """Attention with the signatures of `Ops.plan_attention` and `Ops.attention`.
 
-    Attributes:
-        capturable: whether a CUDA graph can hold it.
-
     Raises:
         ConfigError: the package is missing or cannot be imported.
     """
-
-    capturable = False
 
     def __init__(self) -> None:
         self._package = _import()

@@ -69,4 +69,4 @@ def _bits(value: Any) -> Any:
 
 
 def _rows(mask: SamplingMask | None) -> list[tuple[int, ...]] | None:
-    return None if mask is None else [mask.token_ids[a:b] for a, b in itertools.pairwise(mask.offsets)]
+    return None if mask is None else mask.rows()

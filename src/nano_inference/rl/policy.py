@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from nano_inference.config import EngineConfig
+from nano_inference.config import EngineConfig, require_count
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.launch import require_one_rank
 from nano_inference.engine.weight_sync import WeightUpdate
@@ -63,8 +63,8 @@ class PolicyModel(nn.Module):
         if gradient_dtype not in (None, torch.float32, torch.bfloat16):
             raise ConfigError(f"gradient_dtype={gradient_dtype} must be torch.float32, torch.bfloat16 or None.")
         for name, count in (("micro_batch_tokens", micro_batch_tokens), ("num_workers", num_workers)):
-            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ConfigError(f"{name}={count!r} must be a positive integer.")
+            if count is not None:
+                require_count(name, count)
         self.engine = engine if isinstance(engine, InferenceEngine) else InferenceEngine(engine)
         require_one_rank(self.engine.runner, "PolicyModel")
         self.micro_batch_tokens = micro_batch_tokens

@@ -275,14 +275,16 @@ class _Run:
 
         spans = [*self.version_starts, (0, length)]
         versions = tuple(VersionSpan(v, start, end) for (v, start), (_, end) in itertools.pairwise(spans))
-        masks = _per_token(sample.sampling_mask)
+        masks = sample.sampling_mask.rows() if sample.sampling_mask is not None else None
         again = replace(
             sample,
             completion_tokens=tuple(self.tokens[self.prompt_len :]),
             logprobs=column("logprob", sample.logprobs),
             log_kept_mass=column("log_kept_mass", sample.log_kept_mass),
             raw_logprobs=column("raw_logprob", sample.raw_logprobs) if params.raw_logprobs else None,
-            sampling_mask=_csr(column("mask", masks)) if params.sampling_mask else None,
+            sampling_mask=SamplingMask.of([mask or () for mask in column("mask", masks)])
+            if params.sampling_mask
+            else None,
             top_logprobs=column("top", sample.top_logprobs) if params.top_logprobs else None,
             prompt_logprobs=(math.nan, *self.prompt_scores) if params.prompt_logprobs else None,
             prompt_top_logprobs=(TopLogprobs((), ()), *self.prompt_best) if params.prompt_top_logprobs else None,
@@ -308,12 +310,3 @@ class _Run:
 def _best(token_ids: Sequence[int], logprobs: Sequence[float]) -> TopLogprobs:
     best = [pair for pair in zip(token_ids, logprobs, strict=True) if pair[1] > -math.inf]
     return TopLogprobs(tuple(token_id for token_id, _ in best), tuple(logprob for _, logprob in best))
-
-
-def _per_token(mask: SamplingMask | None) -> list[tuple[int, ...]] | None:
-    return None if mask is None else [mask.token_ids[a:b] for a, b in itertools.pairwise(mask.offsets)]
-
-
-def _csr(masks: Sequence[tuple[int, ...] | None]) -> SamplingMask:
-    kept = [mask or () for mask in masks]
-    return SamplingMask((0, *itertools.accumulate(map(len, kept))), tuple(itertools.chain.from_iterable(kept)))

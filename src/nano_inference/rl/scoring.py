@@ -14,6 +14,7 @@ from torch import Tensor
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.scoring import ScoreRequest, checked_sequence, score_tokens
 from nano_inference.errors import InvalidRequest
+from nano_inference.options import is_number
 from nano_inference.scheduling.sequence import POLICY
 
 TokenIds = Listed[int] | Tensor
@@ -134,7 +135,6 @@ def _positions(from_position: int | Iterable[int], token_ids: list[list[int]]) -
 
 
 def _temperature(temperature: Any) -> float:
-    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if not number or not 0 <= temperature < math.inf:
+    if not is_number(temperature) or not 0 <= temperature < math.inf:
         raise InvalidRequest(f"temperature={temperature!r} must be a finite number of at least 0.")
     return float(temperature) or 1.0

@@ -16,6 +16,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine import generation
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import ConfigError, InvalidRequest, RequestAborted
+from nano_inference.options import is_whole
 from nano_inference.rl.trainer_weights import fingerprint, require_whole, whole_weights
 from nano_inference.types import GROUP_COMPLETE, SamplingParams, TrainingSample
 
@@ -86,7 +87,7 @@ class RolloutFunction:
         if unknown := sorted(set(self.extras) - _OF_SAMPLES):
             names = ", ".join(map(repr, unknown))
             raise ConfigError(f"extras: {names} is no field of TrainingSample, or one that is returned anyway.")
-        if not isinstance(oversample, int) or isinstance(oversample, bool) or oversample < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not is_whole(oversample, 0):
             raise ConfigError(f"oversample={oversample!r} must be an integer from 0 on.")
         self.oversample = oversample
         self.log_mismatch = log_mismatch

@@ -212,7 +212,7 @@ def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str)
             prompt_logprobs=(math.nan, *seq.scores) if seq.params.prompt_logprobs else None,
             raw_logprobs=tuple(seq.output_raw_logprobs) if seq.params.raw_logprobs else None,
             log_kept_mass=tuple(seq.output_log_kept_mass),
-            sampling_mask=_csr(seq.output_masks) if seq.params.sampling_mask else None,
+            sampling_mask=SamplingMask.of(seq.output_masks) if seq.params.sampling_mask else None,
             top_logprobs=tuple(seq.output_top) if seq.params.top_logprobs else None,
             text=text,
             numerics=numerics,
@@ -272,10 +272,3 @@ def _grow_text(seq: Sequence) -> Finish | None:
 def _top(token_ids: Listed[int], logprobs: Listed[float], k: int) -> TopLogprobs:
     best = [(i, p) for i, p in zip(token_ids[:k], logprobs[:k], strict=True) if p > -math.inf]
     return TopLogprobs(tuple(i for i, _ in best), tuple(p for _, p in best))
-
-
-def _csr(masks: Listed[tuple[int, ...]]) -> SamplingMask:
-    offsets = [0]
-    for kept in masks:
-        offsets.append(offsets[-1] + len(kept))
-    return SamplingMask(tuple(offsets), tuple(token_id for kept in masks for token_id in kept))

@@ -106,6 +106,20 @@ class Choice:
         """All of it so far."""
         return "".join(self.reasonings)
 
+    @property
+    def whole(self) -> Piece:
+        """All of its tokens, once it has ended, as one piece; the text is `content`."""
+        sample = self.finished
+        assert sample is not None
+        return Piece(
+            self.index,
+            token_ids=sample.completion_tokens,
+            logprobs=sample.logprobs,
+            top_logprobs=sample.top_logprobs,
+            raw_logprobs=sample.raw_logprobs,
+            finished=sample,
+        )
+
     def push(self, deltas: Sequence[Delta]) -> Piece:
         """Take in what has come of it; several deltas are one piece."""
         if len(deltas) == 1 and deltas[0].finished is None:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
+from nano_inference.config import require_count
 from nano_inference.errors import ConfigError
-from nano_inference.options import strict_options
+from nano_inference.options import is_number, is_whole, strict_options
 from nano_inference.serving.addresses import is_loopback
 from nano_inference.serving.log_lines import LogFormat
 
@@ -128,7 +129,7 @@ class ServerConfig:
         self._check_weight_group()
         for name in ("request_timeout", "drain_timeout", "rl_timeout", "stall_timeout"):
             seconds: Any = getattr(self, name)
-            if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < float("inf"):
+            if not is_number(seconds) or not 0 < seconds < float("inf"):
                 raise ConfigError(f"{name}={seconds!r} must be a positive number of seconds.")
 
     def _check_replicas(self) -> None:
@@ -149,12 +150,10 @@ class ServerConfig:
 
     def _check_counts(self) -> None:
         for name in _COUNTS:
-            value: Any = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be a positive integer.")
+            require_count(name, getattr(self, name))
         for name, least in (("max_queued_samples", 0), ("prefill_replicas", 0), ("max_logprobs", -1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not is_whole(value, least):
                 raise ConfigError(f"{name}={value!r} must be an integer of at least {least}.")
 
     def _check_keys(self) -> None:
@@ -192,13 +191,13 @@ class ServerConfig:
         url, size, index = group.values()
         try:
             address = urlsplit(url)
-            is_whole = address.scheme == "tcp" and address.hostname and address.port and not address.path
+            is_address = address.scheme == "tcp" and address.hostname and address.port and not address.path
         except (ValueError, AttributeError, TypeError):
-            is_whole = False
-        if not is_whole:
+            is_address = False
+        if not is_address:
             raise ConfigError(f"weight_update_group_init_method={url!r} must be like 'tcp://10.0.0.1:9000'.")
         for name, value in (("weight_update_group_world_size", size), ("actor_llm_idx", index)):
-            if not isinstance(value, int) or isinstance(value, bool):
+            if not is_whole(value):
                 raise ConfigError(f"{name}={value!r} must be an integer.")
         # A trainer in its debug mode, which disables updates, has no group and calls its size 1.
         if not 0 <= index < size - 1 and not self.disable_weight_updates:

@@ -9,7 +9,6 @@ import msgspec
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError, bad_request
-from nano_inference.serving.messages import GroupKind
 from nano_inference.serving.versions import checked_name
 from nano_inference.serving.weight_calls import WeightCalls
 from nano_inference.types import EngineStats, KvPolicy, Memory, PauseMode
@@ -104,7 +103,6 @@ class Control:
         world_size: int,
         backend: str | None = None,
         named: bool = False,
-        sender: bool = False,
         timeout: float | None = None,
     ) -> None:
         """Meet the trainer in a `torch.distributed` group at its TCP store.
@@ -121,15 +119,13 @@ class Control:
             backend: "gloo" or "nccl"; None: by the engine's device.
             named: the trainer made it with `group_name=name`, beside a default group (slime, SGLang's way); False: by
                 an ordinary `init_process_group`.
-            sender: the trainer is a `WeightSender` at this address; its updates come by `receive_stream`.
             timeout: seconds; None: the server's.
         """
-        kind: GroupKind = "sender" if sender else "named" if named else "ordinary"
         await self._weights.call(
             "join_group",
             self._weights.seconds(timeout),
             group=name,
-            kind=kind,
+            named=named,
             host=host,
             port=port,
             rank=rank,
@@ -178,13 +174,13 @@ class Control:
         told = [(tensor.name, tensor.dtype.removeprefix("torch."), tensor.shape) for tensor in tensors]
         await self._weights.receive("receive_broadcast", timeout, group=group, tensors=told, packed_bytes=packed_bytes)
 
-    async def receive_stream(self, group: str, *, timeout: float | None = None) -> None:
+    async def receive_stream(self, group: str) -> None:
         """Take what a `nano_inference` `WeightSender` sends, which describes itself and may name its version."""
-        self._name_session(await self._weights.receive("receive_stream", timeout, group=group))
+        self._name_session(await self._weights.receive("receive_stream", None, group=group))
 
-    async def receive_file(self, content: bytes, *, timeout: float | None = None) -> None:
+    async def receive_file(self, content: bytes) -> None:
         """Take the tensors of a safetensors file, given whole. A pickle is refused by its first bytes, and named."""
-        async with self._weights.next(timeout) as (session, seconds):
+        async with self._weights.next() as (session, seconds):
             require_safetensors(content)
             whole = memoryview(content)
             for start in range(0, len(whole), PART):

@@ -1,6 +1,6 @@
 """What the API process and the engine process tell each other: msgspec structs, as msgpack on the wire."""
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -10,11 +10,6 @@ from nano_inference.types import Delta, EngineStats, Memory, SamplingParams, Tra
 
 # A log line: bytes, problem, how many others there were since the last such line.
 NOT_UNDERSTOOD = "a message of %d bytes was not understood: %.500r; %d more since the last such line"
-
-
-# How a trainer has made the group that it broadcasts in: by `init_process_group`; beside others, by its name; as
-# a `WeightSender` of this package does.
-GroupKind = Literal["ordinary", "named", "sender"]
 
 
 class Begin(msgspec.Struct, frozen=True):

@@ -96,7 +96,7 @@ class WeightCalls:
         self._expire_later(number)
 
     @asynccontextmanager
-    async def next(self, timeout: float | None) -> AsyncIterator[tuple[int, float]]:
+    async def next(self, timeout: float | None = None) -> AsyncIterator[tuple[int, float]]:
         """The next call of the session, alone in it: its number (0 where none is open) and the seconds that are left.
 
         The engine itself refuses what comes outside of a session: it also ends the group of such a broadcast.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -20,11 +20,10 @@ from nano_inference.engine.transports.receive import receive_into
 from nano_inference.engine.transports.reuse import ReusedMemory
 from nano_inference.engine.transports.safetensors_bytes import SafetensorsBytes
 from nano_inference.engine.transports.trainer_broadcasts import TrainerBroadcasts
-from nano_inference.engine.transports.trainer_group import SenderGroup, TrainerGroup, join_sender, join_trainer
+from nano_inference.engine.transports.trainer_group import TrainerGroup, join_trainer
 from nano_inference.engine.updates import require_policy
 from nano_inference.engine.weight_update import WeightUpdate
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
-from nano_inference.serving.messages import GroupKind
 from nano_inference.types import KvPolicy
 
 log = logging.getLogger("nano_inference.serving")
@@ -37,7 +36,7 @@ class _Place:
     """Of a group that somebody is about to join, and then has joined."""
 
     def __init__(self, address: Address, deadline: Deadline) -> None:
-        self.joined: TrainerGroup | SenderGroup | None = None
+        self.joined: TrainerGroup | None = None
         self.deadline = deadline  # of joining
         self._address = address
 
@@ -88,7 +87,7 @@ class WeightLink:
     def join_group(
         self,
         group: str,
-        kind: GroupKind,
+        named: bool,
         host: str,
         port: int,
         rank: int,
@@ -100,10 +99,11 @@ class WeightLink:
         deadline = Deadline(seconds)
         device = self._engine.model.device
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-        at = device if backend == "nccl" else torch.device("cpu")
+        options: dict[str, Any] = {"device": device if backend == "nccl" else torch.device("cpu"), "backend": backend}
+        options["name"] = group if named else None
         place = self._reserve(group, _Place((host, port), deadline))
         try:
-            place.joined = joined = _join(kind, group, (host, port), rank, world_size, deadline, backend, at)
+            place.joined = joined = join_trainer((host, port), rank, world_size, deadline, **options)
         except BaseException:
             if self._leave(group, place):
                 raise
@@ -184,8 +184,6 @@ class WeightLink:
         """See `Control.receive_broadcast`. A tensor is (name, dtype, shape)."""
         with self._group(group) as joined:
             current = self._require(session)
-            if not isinstance(joined, TrainerGroup):
-                raise WeightUpdateConflict(f"a WeightSender made the group {group!r}; its updates come as streams.")
 
             def transport() -> WeightTransport:
                 pieces = wire.pieces(tensors, self._manager.shapes, current.names)
@@ -248,7 +246,7 @@ class WeightLink:
             self._require_possible(kv_policy)
             current.update.kv_policy = kv_policy
             self._manager.end(version=version, of=current.update)
-            while not current.update.wait(min(LOOK, max(deadline.left(), 0.001))):
+            while not current.update.wait(deadline.at_most(LOOK)):
                 try:
                     self._require_awake()
                     deadline.check(f"weight version {version} was not applied")
@@ -307,16 +305,17 @@ class WeightLink:
         return current
 
     @contextmanager
-    def _group(self, group: str) -> Iterator[TrainerGroup | SenderGroup]:
-        """A group to receive in. Whatever fails, a call at the wrong time too, ends it: see `TrainerGroup.restart`."""
+    def _group(self, group: str) -> Iterator[TrainerGroup]:
+        """A group to receive in. Whatever fails, a call at the wrong time too, ends it: the trainer may have sent what
+        nobody took, and that would be taken for what it sends next.
+        """
         place = self._groups.get(group)
         if place is None or place.joined is None:
             raise WeightUpdateConflict(f"there is no group {group!r}; join it first.")
         try:
             yield place.joined
         except BaseException:
-            if not place.joined.restart():
-                self._leave(group, place)
+            self._leave(group, place)
             raise
 
     def _receive(self, current: _Session, transport: Callable[[], WeightTransport], seconds: float) -> int | None:
@@ -359,21 +358,3 @@ class WeightLink:
                 raise WeightUpdateConflict(
                     f"an update with kv_policy={kv_policy!r} would wait for requests that are paused; resume first."
                 )
-
-
-def _join(
-    kind: GroupKind,
-    name: str,
-    address: Address,
-    rank: int,
-    world_size: int,
-    deadline: Deadline,
-    backend: str,
-    device: torch.device,
-) -> TrainerGroup | SenderGroup:
-    if kind not in get_args(GroupKind):
-        raise WeightUpdateError(f"kind={kind!r} is not one of {', '.join(get_args(GroupKind))}.")
-    if kind == "sender":
-        return join_sender(address, rank, world_size, deadline, backend=backend, device=device)
-    called = name if kind == "named" else None
-    return join_trainer(address, rank, world_size, deadline, backend=backend, device=device, name=called)

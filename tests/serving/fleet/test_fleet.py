@@ -418,7 +418,7 @@ def test_what_one_cannot_begin_or_receive_is_cancelled_on_all() -> None:
 def test_replicas_join_a_group_with_rising_ranks_or_not_at_all() -> None:
     async def test() -> None:
         async with fleet(3) as made:
-            group = {"group": "g", "kind": "named", "host": "h", "port": 1, "seconds": 5.0}
+            group = {"group": "g", "named": True, "host": "h", "port": 1, "seconds": 5.0}
             await made.client.call("join_group", rank=2, world_size=5, **group)
             assert [engine.said("join_group")[0].arguments["rank"] for engine in made.engines] == [2, 3, 4]
             with pytest.raises(InvalidRequest, match="at least 4"):
@@ -435,7 +435,7 @@ def test_replicas_join_a_group_with_rising_ranks_or_not_at_all() -> None:
 def test_a_replica_that_is_not_in_the_trainers_group_gets_its_weights_from_one_that_is() -> None:
     async def test() -> None:
         async with fleet() as made:
-            group = {"group": "g", "kind": "named", "host": "h", "port": 1, "seconds": 5.0}
+            group = {"group": "g", "named": True, "host": "h", "port": 1, "seconds": 5.0}
             await made.client.call("join_group", rank=1, world_size=3, **group)
             await made.client.add()
             new = made.engines[2]

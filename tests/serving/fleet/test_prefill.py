@@ -19,18 +19,12 @@ from nano_inference.serving.fleet.names import names_of
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import SamplingParams, TrainingSample
-from tests.models.tiny import tiny_llama
 from tests.serving.engines import config_of, finished, params_of
 from tests.serving.fleet.fleets import fleet, plain, play, told
 from tests.serving.scripted import Script
 
 LEAST = 12
 PROMPTS = [[3 + (7 * place + each) % 280 for place in range(16 + each)] for each in range(12)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
 
 
 @asynccontextmanager

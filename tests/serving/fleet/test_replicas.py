@@ -26,14 +26,8 @@ from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.main import engine_client, running_server
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.types import Delta, SamplingParams, TrainingSample
-from tests.models.tiny import tiny_llama
 from tests.serving.engines import config_of, finished, params_of
 from tests.serving.fleet.fleets import plain
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
 
 
 @asynccontextmanager

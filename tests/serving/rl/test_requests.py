@@ -4,7 +4,6 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,42 +20,12 @@ from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control, Loads
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.handler import Generation, answer
-from nano_inference.serving.in_process import InProcessClient
-from nano_inference.serving.process_client import ProcessClient
 from nano_inference.serving.protocols.interface import Ask
 from nano_inference.serving.server import Server
 from nano_inference.types import GROUP_COMPLETE, Delta, SamplingParams
-from tests.models.tiny import tiny_llama
-from tests.serving.engines import PATIENCE, config_of, core_of, finished, idle, params_of
+from tests.serving.engines import PATIENCE, Run, config_of, core_of, finished, idle, params_of
 
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
 LONG = 450  # tokens; more than are made while a test looks at them
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
-
-
-@pytest.fixture(scope="module", params=[InProcessClient, ProcessClient], ids=["in process", "process"])
-def served(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[EngineClient, Run]]:
-    threads = torch.get_num_threads()
-    client: EngineClient = request.param(config_of(model), 4096)
-    with asyncio.Runner() as runner:
-        runner.run(client.start())
-        yield client, runner.run
-        runner.run(client.close())
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def client(served: tuple[EngineClient, Run]) -> EngineClient:
-    return served[0]
-
-
-@pytest.fixture
-def run(served: tuple[EngineClient, Run]) -> Run:
-    return lambda test: served[1](asyncio.wait_for(test, 60))
 
 
 @pytest.fixture

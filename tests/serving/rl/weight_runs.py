@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from nano_inference.serving.errors import ApiError
 from tests.serving.engines import PATIENCE, core_of, finished, params_of
 from tests.serving.rl.group_trainer import new_weights
 
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
 UP = "model.layers.0.mlp.up_proj.weight"
 NORM = "model.norm.weight"
 

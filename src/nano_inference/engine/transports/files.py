@@ -15,6 +15,7 @@ from nano_inference.engine.transports.interface import Deadline, Incoming, Shape
 from nano_inference.engine.weight_sources import read_folder
 from nano_inference.engine.weight_update import BUCKET_BYTES, Bucket, cut_into_buckets
 from nano_inference.errors import WeightUpdateError
+from nano_inference.options import is_whole
 
 MARKER = "complete.json"
 LOOK = 0.02  # seconds between two looks for the marker
@@ -63,7 +64,7 @@ class WeightFolder:
         marker = self.folder / MARKER
         while not marker.exists():
             deadline.check(f"{marker} was not written")
-            time.sleep(min(LOOK, max(deadline.left(), 0.001)))
+            time.sleep(deadline.at_most(LOOK))
         told = _read_marker(marker)
         for name, size in told["files"].items():
             path = self.folder / name
@@ -141,6 +142,6 @@ def _read_marker(path: Path) -> dict[str, Any]:
     if not isinstance(files, dict) or not files or not all(isinstance(size, int) for size in files.values()):
         raise WeightUpdateError(f"{path} does not name files and their sizes.")
     version = told.get("version")
-    if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
+    if version is not None and not is_whole(version):
         raise WeightUpdateError(f"{path}: version={version!r} must be an integer.")
     return {"version": version, "files": files}

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -34,6 +34,7 @@ AT_EXIT = 5.0  # seconds that a process waits for groups to end
 LOOK = 0.1  # seconds between two looks at whether the trainer still lives
 LATER = timedelta(seconds=1)  # than a deadline, the backend itself gives up: who waits says it better
 Address = tuple[str, int]
+Made = TypeVar("Made")
 
 dist: Any = torch.distributed  # its stubs lack much of what it exports
 
@@ -48,6 +49,12 @@ def parse_address(address: str) -> Address:
     if parts is None or parts.scheme != "tcp" or not host or port is None or parts.path:
         raise WeightUpdateError(f"address={address!r} must be tcp://host:port.")
     return host, port
+
+
+def url_of(address: Address) -> str:
+    """What `parse_address` reads."""
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    return f"tcp://{host}:{address[1]}"
 
 
 def serve_store(address: Address, timeout: float) -> Any:
@@ -71,24 +78,31 @@ def serve_store(address: Address, timeout: float) -> Any:
         )
     except (OSError, RuntimeError) as problem:
         listener.close()
-        raise WeightUpdateError(f"no group can meet at tcp://{address[0]}:{address[1]}: {problem}") from problem
+        raise WeightUpdateError(f"no group can meet at {url_of(address)}: {problem}") from problem
 
 
 def join_store(address: Address, world_size: int, deadline: Deadline) -> Any:
     """The store that the trainer serves, as soon as it does. Raises `WeightUpdateError`."""
-    where = f"tcp://{address[0]}:{address[1]}"
-    while True:  # the store's own way to wait says little and in many lines
+
+    def join() -> Any:
+        socket.create_connection(address, timeout=deadline.at_most()).close()
+        # A trainer that came by init_process_group waits until the store has counted all of its workers.
+        # It keeps no deadline while it waits for the first word of whatever listens there.
+        return before(deadline, lambda: _store_at(address, world_size, deadline), url_of(address))
+
+    return when_served(address, deadline, join)  # the store's own way to wait says little and in many lines
+
+
+def when_served(address: Address, deadline: Deadline, connect: Callable[[], Made]) -> Made:
+    """What `connect` returns, tried again until the trainer is there. Raises `WeightTransferError` at the deadline."""
+    while True:
         try:
-            socket.create_connection(address, timeout=max(deadline.left(), 0.001)).close()
-            # A trainer that came by init_process_group waits until the store has counted all of its workers.
-            # It keeps no deadline while it waits for the first word of whatever listens there.
-            return before(deadline, lambda: _store_at(address, world_size, deadline), where)
+            return connect()
         except (OSError, RuntimeError) as problem:
             if not deadline.left():
-                raise WeightTransferError(
-                    f"no trainer at {where} within {deadline.seconds:g} s: {problem}"
-                ) from problem
-            time.sleep(min(0.05, deadline.left()))
+                told = f"no trainer at {url_of(address)} within {deadline.seconds:g} s: {problem}"
+                raise WeightTransferError(told) from problem
+            time.sleep(deadline.at_most(0.05))
 
 
 def _store_at(address: Address, world_size: int, deadline: Deadline) -> Any:
@@ -191,7 +205,7 @@ def ask_for_room(store: Any, rank: int, deadline: Deadline) -> str:
             if not deadline.left():
                 store.delete_key(here)
             deadline.check("the trainer came, and began no update")
-            time.sleep(min(0.01, max(deadline.left(), 0.001)))
+            time.sleep(deadline.at_most(0.01))
         return store.get(room).decode()
     except RuntimeError as problem:
         raise WeightTransferError(f"the trainer is gone: {_first_line(problem)}") from problem
@@ -203,7 +217,7 @@ def open_room(store: Any, num_receivers: int, name: str, deadline: Deadline) -> 
         for rank in range(1, num_receivers + 1):
             while not store.check([f"engine/{rank}"]):
                 deadline.check(f"engine {rank} of {num_receivers} did not join")
-                time.sleep(min(0.01, max(deadline.left(), 0.001)))
+                time.sleep(deadline.at_most(0.01))
         for rank in range(1, num_receivers + 1):
             token = store.get(f"engine/{rank}").decode()
             store.delete_key(f"engine/{rank}")

@@ -1,5 +1,6 @@
 """What every transport is: something that yields buckets until done, before a deadline."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -24,9 +25,13 @@ class Deadline:
         """Seconds until then; 0 afterwards."""
         return max(0.0, self._at - time.monotonic())
 
+    def at_most(self, seconds: float = math.inf) -> float:
+        """So many seconds, or `left` if that is less, and never nothing: to some calls 0 means no limit."""
+        return min(seconds, max(self.left(), 0.001))
+
     def remaining(self) -> timedelta:
-        """`left`, and never nothing: to some of torch's calls 0 means no limit."""
-        return timedelta(seconds=max(self.left(), 0.001))
+        """`at_most`, as torch takes it."""
+        return timedelta(seconds=self.at_most())
 
     def end(self) -> None:
         """Nobody waits any longer: the moment is past."""

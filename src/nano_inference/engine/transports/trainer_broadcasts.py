@@ -14,7 +14,7 @@ from nano_inference.engine.transports.interface import Deadline, Incoming, Shape
 from nano_inference.engine.transports.reuse import ReusedMemory
 from nano_inference.engine.transports.trainer_group import TrainerGroup
 from nano_inference.engine.transports.wire import ALIGNMENT, Piece
-from nano_inference.engine.weight_update import BUCKET_BYTES
+from nano_inference.engine.weight_update import BUCKET_BYTES, in_groups
 from nano_inference.errors import WeightUpdateError
 
 CANARY = 8  # bytes
@@ -59,14 +59,14 @@ class TrainerBroadcasts:
     def _buckets(self, deadline: Deadline, slack: int) -> Iterator[dict[str, Tensor]]:
         """One bucket travels while the one before it is handed on."""
         under_way: deque[_Bucket] = deque()
-        for runs in _buckets_of(self._runs):
+        for runs in in_groups(self._runs, lambda run: sum(map(_size, run)), BUCKET_BYTES):
             under_way.append(self._begin(runs, deadline, slack))
             if len(under_way) == 2:
                 yield self._arrived(under_way.popleft(), deadline)
         while under_way:
             yield self._arrived(under_way.popleft(), deadline)
 
-    def _begin(self, runs: list[Run], deadline: Deadline, slack: int) -> "_Bucket":
+    def _begin(self, runs: Sequence[Run], deadline: Deadline, slack: int) -> "_Bucket":
         starts, size = _laid_out(runs)
         if self._joined.group.device.type == "cpu":
             flat = self._memory.take(size, slack)
@@ -96,7 +96,7 @@ class TrainerBroadcasts:
 class _Bucket:
     """Runs under way, and where in `flat` each one goes."""
 
-    runs: list[Run]
+    runs: Sequence[Run]
     starts: list[tuple[int, int]]
     flat: Tensor
     mark: Tensor | None
@@ -114,20 +114,6 @@ def packed(pieces: Sequence[Piece], max_bytes: int) -> list[list[Piece]]:
         runs[-1].append(piece)
         size += _size(piece)
     return runs
-
-
-def _buckets_of(runs: Sequence[Run]) -> Iterator[list[Run]]:
-    bucket: list[Run] = []
-    size = 0
-    for run in runs:
-        more = sum(map(_size, run))
-        if bucket and size + more > BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(run)
-        size += more
-    if bucket:
-        yield bucket
 
 
 def _laid_out(runs: Sequence[Run]) -> tuple[list[tuple[int, int]], int]:

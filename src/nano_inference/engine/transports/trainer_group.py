@@ -7,7 +7,6 @@ device in front once more (so in torch 2.13, and in the sources of older ones).
 """
 
 import socket
-import time
 
 import torch
 
@@ -21,11 +20,12 @@ from nano_inference.engine.transports.group import (
     device_room,
     join_group,
     join_store,
+    url_of,
+    when_served,
 )
 from nano_inference.engine.transports.interface import Deadline
 from nano_inference.engine.transports.reuse import ReusedMemory
 from nano_inference.engine.transports.unanswered import before
-from nano_inference.errors import WeightTransferError
 
 GRACE = 0.5  # seconds that the backend has to say itself who did not come
 
@@ -51,43 +51,9 @@ class TrainerGroup:
         """What takes the updates of a `WeightSender.over` this group."""
         return BroadcastReceiver.over(self.group, memory)
 
-    def restart(self) -> bool:
-        """The trainer may have sent what nobody took, and that would be taken for what it sends next: the group ends.
-        Returns whether there may be another one without joining it.
-        """
-        self.close()
-        return False
-
     def close(self) -> None:
         """Leave. What is under way fails on every side."""
         self.group.close()
-        self._watch.close()
-
-
-class SenderGroup:
-    """The groups that a `WeightSender` makes, one after the other as they are needed; joined by `join_sender`."""
-
-    group = None
-
-    def __init__(self, receiver: BroadcastReceiver, watch: socket.socket) -> None:
-        self._receiver, self._watch = receiver, watch
-
-    def trainer_lives(self) -> bool:
-        """See `TrainerGroup`."""
-        return _is_open(self._watch)
-
-    def stream(self, memory: ReusedMemory) -> BroadcastReceiver:
-        """What takes its updates."""
-        return self._receiver
-
-    def restart(self) -> bool:
-        """See `TrainerGroup`. The next update makes a new one."""
-        self._receiver.close()
-        return True
-
-    def close(self) -> None:
-        """Leave."""
-        self._receiver.close()
         self._watch.close()
 
 
@@ -125,7 +91,7 @@ def join_trainer(
         made = before(  # a store whose process was stopped keeps whoever asks it, whatever its deadline
             deadline,
             lambda: join_group(store, room, rank, world_size, backend, device, host, deadline),
-            f"tcp://{address[0]}:{address[1]}",
+            url_of(address),
             grace=GRACE,
         )
     except BaseException:
@@ -139,49 +105,20 @@ def join_trainer(
     return TrainerGroup(Group(made, device, alive), rank, world_size, watch)
 
 
-def join_sender(
-    address: Address,
-    rank: int,
-    world_size: int,
-    deadline: Deadline,
-    *,
-    backend: str = "gloo",
-    device: torch.device | None = None,
-) -> SenderGroup:
-    """Find a `WeightSender`; the group itself is made with its first update. See `join_trainer`."""
-    check_ranks(rank, world_size)
-    check_backend(backend)
-    watch = _watch(address, deadline)
-    host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    receiver = BroadcastReceiver(
-        f"tcp://{host}:{address[1]}",
-        rank=rank,
-        world_size=world_size,
-        backend=backend,
-        device=device,
-        host=watch.getsockname()[0],
-    )
-    return SenderGroup(receiver, watch)
-
-
 def _watch(address: Address, deadline: Deadline) -> socket.socket:
     """A connection to the store that nothing is ever sent over: it ends with the trainer's process.
 
     Its own end has the address of this machine that the trainer reaches. To ask the store something instead would wait
     for a trainer that is stopped, without a limit.
     """
-    while True:
-        try:
-            connection = socket.create_connection(address, timeout=max(deadline.left(), 0.001))
-            connection.setblocking(False)
-            _keep_alive(connection)
-            return connection
-        except OSError as problem:
-            if not deadline.left():
-                where = f"tcp://{address[0]}:{address[1]}"
-                told = f"no trainer at {where} within {deadline.seconds:g} s: {problem}"
-                raise WeightTransferError(told) from problem
-            time.sleep(min(0.05, deadline.left()))
+
+    def connect() -> socket.socket:
+        connection = socket.create_connection(address, timeout=deadline.at_most())
+        connection.setblocking(False)
+        _keep_alive(connection)
+        return connection
+
+    return when_served(address, deadline, connect)
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -48,7 +48,7 @@ def before(deadline: Deadline, make: Callable[[], Made], what: str, *, grace: fl
         raise WeightUpdateConflict(f"{MOST} peers have accepted a connection and say nothing yet; {what} has to wait.")
     call = _Call(make)
     threading.Thread(target=call.run, name=f"call of {what}", daemon=True).start()
-    if not call.done.wait(max(deadline.left(), 0.001) + grace):
+    if not call.done.wait(deadline.at_most() + grace):
         call.is_awaited = False
         raise WeightTransferError(f"{what} accepted a connection and said nothing within {deadline.seconds:g} s.")
     problem, call.problem = call.problem, None

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from nano_inference.engine.transports.interface import Shapes
-from nano_inference.engine.weight_update import BUCKET_BYTES, WeightPatch
+from nano_inference.engine.weight_update import BUCKET_BYTES, WeightPatch, in_groups
 from nano_inference.errors import WeightUpdateError
 from nano_inference.models.weights import TIED
+from nano_inference.options import is_whole
 
 FORMAT = 1
 ALIGNMENT = 16
@@ -70,16 +71,7 @@ def sendable(weights: Mapping[str, Tensor] | Iterable[WeightPatch]) -> list[Send
 
 def cut(pieces: list[Sendable], max_bytes: int = BUCKET_BYTES) -> list[list[Sendable]]:
     """Pieces in buckets of at most `max_bytes`; a larger one goes alone."""
-    buckets: list[list[Sendable]] = []
-    size = 0
-    for piece, tensors in pieces:
-        more = sum(map(_aligned, piece.sizes()))
-        if not buckets or size + more > max_bytes:
-            buckets.append([])
-            size = 0
-        buckets[-1].append((piece, tensors))
-        size += more
-    return buckets
+    return list(in_groups(pieces, lambda sent: num_bytes([sent[0]]), max_bytes))
 
 
 def encode(plan: Plan) -> bytes:
@@ -108,7 +100,7 @@ def decode(content: bytes, shapes: Shapes) -> Plan:
         buckets = [[(str(name), dtype, shape, count) for name, dtype, shape, count in each] for each in told["buckets"]]
     except (ValueError, KeyError, TypeError) as problem:
         raise WeightUpdateError(f"the trainer's description of its weights cannot be read: {problem!r}") from problem
-    if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
+    if version is not None and not is_whole(version):
         raise WeightUpdateError(f"the trainer's version={version!r} must be an integer.")
     seen: set[str] = set()
     plan = Plan(version, tuple(tuple(_checked(each, shapes, seen) for each in bucket) for bucket in buckets))
@@ -184,7 +176,7 @@ def _checked(told: tuple[str, Any, Any, Any], shapes: Shapes, seen: set[str]) ->
     if count is None:
         if shape != list(known):
             raise WeightUpdateError(f"{name!r} has shape {shape!r}, expected {known}.")
-    elif not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= torch.Size(known).numel():
+    elif not is_whole(count, 0) or count > torch.Size(known).numel():
         raise WeightUpdateError(
             f"the patch of {name!r} has {count!r} numbers, of {torch.Size(known).numel()} there are."
         )

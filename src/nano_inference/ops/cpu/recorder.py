@@ -306,6 +306,3 @@ def to_struct(operation: Operation, places: dict[int, int]) -> library.Op:
             library.NormWeight(norm.weight.data_ptr(), len(norm.weight), is_float, norm.eps, norm.offset),
         )
     return entry
-
-
-Trunk = Callable[..., Any]

@@ -86,11 +86,11 @@ class PackedWeight:
         return copy
 
 
-def as_packed(weight: Any, num_threads: int = 1) -> PackedWeight:
+def as_packed(weight: Any) -> PackedWeight:
     """A weight as the kernels read it; a plain tensor [rows, columns] is packed."""
     if isinstance(weight, PackedWeight):
         return weight
     rows, columns = weight.shape
-    packed = PackedWeight(rows, columns, weight.dtype, num_threads)
+    packed = PackedWeight(rows, columns, weight.dtype, num_threads=1)
     packed.write(0, weight)
     return packed

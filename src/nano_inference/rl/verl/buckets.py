@@ -56,9 +56,9 @@ def opened(parcel: Parcel, shapes: Shapes) -> dict[str, Tensor]:
     return tensors
 
 
-def parcels_of(weights: Iterable[tuple[str, Tensor]], max_bytes: int = BUCKET_BYTES) -> Iterator[Parcel]:
+def parcels_of(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Parcel]:
     """As `parcels`, where nothing is awaited."""
-    cut = _Cut(max_bytes)
+    cut = _Cut(BUCKET_BYTES)
     for name, tensor in weights:
         if (full := cut.add(name, tensor)) is not None:
             yield full

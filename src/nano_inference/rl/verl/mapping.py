@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nano_inference.errors import InvalidRequest
+from nano_inference.options import is_whole
 from nano_inference.types import FinishReason, SamplingParams, TrainingSample
 
 # verl tells "go on with this one" (aborted) from everything else.
@@ -60,7 +61,7 @@ def wanted(told: Mapping[str, Any], prompt_len: int, defaults: RequestDefaults, 
     max_tokens = _max_tokens(rest, prompt_len, defaults)
     log_probs = _flag("logprobs", rest.pop("logprobs", False))
     best = rest.pop("prompt_logprobs", None)
-    if best is not None and (not isinstance(best, int) or isinstance(best, bool) or best < 0):
+    if best is not None and not is_whole(best, 0):
         raise InvalidRequest(f"prompt_logprobs={best!r} must be a whole number, or None.")
     if rest.pop("n", 1) != 1:
         raise InvalidRequest(f"n={told['n']!r}: verl asks for each sample by itself; leave it out.")
@@ -93,7 +94,7 @@ def _max_tokens(rest: dict[str, Any], prompt_len: int, defaults: RequestDefaults
         )
     told = [rest.pop(name) for name in ("max_tokens", "max_new_tokens") if name in rest]
     for value in told:
-        if not isinstance(value, int) or isinstance(value, bool):
+        if not is_whole(value):
             raise InvalidRequest(f"max_tokens={value!r} must be a whole number.")
     left = defaults.prompt_length + defaults.response_length - prompt_len
     return max(1, min(room, told[0] if told else min(defaults.response_length, left)))

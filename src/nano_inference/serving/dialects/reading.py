@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from nano_inference.options import is_number, is_whole
 from nano_inference.serving.control import TensorSpec
 from nano_inference.serving.edge.exchange import read_request
 from nano_inference.serving.edge.replies import json_reply
@@ -74,7 +75,7 @@ class Fields:
             given = int(given)
         if given is None:
             return None
-        if not isinstance(given, int) or isinstance(given, bool) or not least <= given <= most:
+        if not is_whole(given, least) or given > most:
             raise bad_request(f"{name} must be an integer in [{least}, {most}], not {shown(given)}.", name)
         return given
 
@@ -93,14 +94,14 @@ class Fields:
                 given = float(given)
         if given is None:
             return None
-        if not isinstance(given, int | float) or isinstance(given, bool) or not 0 < given <= MOST_SECONDS:
+        if not is_number(given) or not 0 < given <= MOST_SECONDS:
             raise bad_request(f"{name} must be a number of seconds, at most a day, not {shown(given)}.", name)
         return float(given)
 
     def version(self, name: str) -> str | None:
         """The name of a weight version: a string; trainers that count send the number."""
         given = self.value(name)
-        if isinstance(given, int) and not isinstance(given, bool) and abs(given) < 2**64:
+        if is_whole(given) and abs(given) < 2**64:
             return str(given)
         if given is not None and (not isinstance(given, str) or not 0 < len(given) <= 256):
             raise bad_request(f"{name} must be a string of 1 to 256 characters, not {shown(given)}.", name)

@@ -1,14 +1,11 @@
 """How SGLang's `/generate` answers: the text, the ids, and `meta_info`."""
 
-import base64
-import sys
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
-from nano_inference.serving.protocols.per_token import LOWEST, Flat, at_least, flat, mask_rows, version_spans
+from nano_inference.serving.protocols.per_token import LOWEST, Flat, at_least, base64_of, flat, version_spans
 from nano_inference.text.token_texts import TokenTexts
 from nano_inference.types import TopLogprobs, TrainingSample
 
@@ -162,14 +159,14 @@ def _masks(sample: TrainingSample, wanted: Wanted) -> dict[str, Any]:
     told: dict[str, Any] = {}
     if wanted.mask:
         told |= {
-            "output_token_sampling_mask": mask_rows(mask),
+            "output_token_sampling_mask": mask.rows(),
             "output_token_sampling_logprobs": _finite(sample.logprobs),
             "output_token_sampling_mask_length": len(sample.completion_tokens),
         }
     if wanted.flat_mask:
         told |= {
-            "top_p_token_ids": _base64(mask.token_ids),
-            "top_p_token_offsets": _base64(mask.offsets),
+            "top_p_token_ids": base64_of("i", mask.token_ids),
+            "top_p_token_offsets": base64_of("i", mask.offsets),
         }
     return told
 
@@ -177,11 +174,3 @@ def _masks(sample: TrainingSample, wanted: Wanted) -> dict[str, Any]:
 def _finite(values: Sequence[float]) -> Sequence[float]:
     """Logprobs that JSON can say."""
     return values if not values or min(values) > LOWEST else [at_least(each) for each in values]
-
-
-def _base64(numbers: Sequence[int]) -> str:
-    """Little-endian int32."""
-    packed = array("i", numbers)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return base64.b64encode(packed.tobytes()).decode("ascii")

@@ -43,8 +43,7 @@ from nano_inference.serving.protocols.fields import (
     version_number,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.lines import encode_line
-from nano_inference.serving.protocols.openai_answers import DONE
+from nano_inference.serving.protocols.lines import DONE, data_event, encode_line
 from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, operation, thing
 from nano_inference.serving.protocols.reading import read_body, refuse_unsupported
 from nano_inference.types import SamplingParams, TrainingSample
@@ -221,7 +220,7 @@ class GenerateBuilder:
             grown = self._grown[piece.index] = _Grown()
         self._grow(grown, piece, prompt.wanted)
         if piece.finished is not None:
-            return self._event(self._told(piece.index, piece.finished, grown.text))
+            return data_event(self._told(piece.index, piece.finished, grown.text))
         return b"" if not piece.token_ids else self._growing(grown, piece.index, prompt)
 
     def _grow(self, grown: _Grown, piece: Piece, wanted: Wanted) -> None:
@@ -264,11 +263,7 @@ class GenerateBuilder:
 
     def failure(self, problem: ApiError) -> bytes:
         """What went wrong, and the end's mark."""
-        return self._event(openai_error(problem)) + DONE
-
-    @staticmethod
-    def _event(told: Mapping[str, Any]) -> bytes:
-        return b"data: " + encode_line(told) + b"\n\n"
+        return data_event(openai_error(problem)) + DONE
 
     # -- the answer as a whole ----------------------------------------------------------------------------------------
 

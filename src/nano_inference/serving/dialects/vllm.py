@@ -3,7 +3,7 @@
 Replies are vLLM 0.32's, and so is the order of calls that is asked for; out of order is a 409.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any, get_args
 
 from fastapi import APIRouter, Request, Response
@@ -49,7 +49,7 @@ def routes(server: Server) -> APIRouter:
         "/is_paused": lambda _: _said("is_paused", control.is_paused()),
         "/is_sleeping": lambda _: _said("is_sleeping", control.is_paused()),  # as in vLLM, a pause is a light sleep
         "/weight_info": lambda _: _said("weight_version", control.serving_version()),
-        "/get_world_size": _world_size(server),
+        "/get_world_size": lambda _: _world_size(server),
     }
     add_routes(router, server, "POST", posts)
     add_routes(router, server, "GET", gets)
@@ -68,11 +68,8 @@ async def _said(name: str, value: Awaitable[object]) -> dict[str, Any]:
     return {name: await value}
 
 
-def _world_size(server: Server) -> Callable[[Fields], Awaitable[dict[str, Any]]]:
-    async def world_size(_: Fields) -> dict[str, Any]:
-        return {"world_size": server.client.num_engines}
-
-    return world_size
+async def _world_size(server: Server) -> dict[str, Any]:
+    return {"world_size": server.client.num_engines}
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------

@@ -29,14 +29,14 @@ from nano_inference.serving.protocols.fields import (
     version_number,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.lines import encode_line
+from nano_inference.serving.protocols.lines import DONE, data_event
+from nano_inference.serving.protocols.openai_answers import stop_reason, usage_told, usage_wanted
 from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, operation, thing
 from nano_inference.serving.protocols.per_token import (
     Entry,
     at_least,
     entries,
     flat,
-    mask_rows,
     prompt_rows,
     token_name,
     version_spans,
@@ -44,7 +44,6 @@ from nano_inference.serving.protocols.per_token import (
 from nano_inference.serving.protocols.reading import log_unknown, read_body, refuse_unsupported, shown
 from nano_inference.types import SamplingParams, TrainingSample
 
-_DONE = b"data: [DONE]\n\n"
 _CHOICE = thing("index", "finish_reason", "token_ids", index=INTEGER, token_ids=list_of(INTEGER))
 _ANSWER = thing("request_id", "choices", "usage", request_id=STRING, choices=list_of(_CHOICE))
 
@@ -76,11 +75,7 @@ class GenerateBuilder:
         self._request_id = request.request_id or request_id
         self._created = int(time.time())
         self.stream = bool(request.stream)
-        options = request.stream_options
-        if options is not None and not self.stream:
-            raise bad_request("stream_options is for streams; set stream to true, or leave it out.", "stream_options")
-        self._tells_usage = options is not None and bool(options.include_usage)
-        self._tells_usage_always = self._tells_usage and options is not None and bool(options.continuous_usage_stats)
+        self._tells_usage, self._tells_usage_always = usage_wanted(request.stream_options, stream=self.stream)
         self._tells_text = request.output_mode == "text"
         if self._tells_text:
             need_tokenizer(served)
@@ -147,20 +142,20 @@ class GenerateBuilder:
             event["prompt_token_ids"] = self._prompt
         self._begun = True
         event["choices"] = [self._choice(piece, piece.content)]
-        event["usage"] = self._usage(usage) if self._tells_usage_always else None
+        event["usage"] = usage_told(usage, self._served) if self._tells_usage_always else None
         if piece.finished is not None and self._num_prompt_logprobs is not None:
             event["prompt_logprobs"] = self._prompt_logprobs(piece.finished)
-        return b"data: " + encode_line(event) + b"\n\n"
+        return data_event(event)
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The usage, if it is wanted, and the end's mark."""
         if not self._tells_usage:
-            return _DONE
-        return b"data: " + encode_line(self._head() | {"choices": [], "usage": self._usage(usage)}) + b"\n\n" + _DONE
+            return DONE
+        return data_event(self._head() | {"choices": [], "usage": usage_told(usage, self._served)}) + DONE
 
     def failure(self, problem: ApiError) -> bytes:
         """What went wrong, in OpenAI's shape, as vLLM says it."""
-        return b"data: " + encode_line(openai_error(problem)) + b"\n\n"
+        return data_event(openai_error(problem))
 
     # -- the answer as a whole ----------------------------------------------------------------------------------------
 
@@ -169,8 +164,8 @@ class GenerateBuilder:
         told = self._head() | {
             "model": self._served.name,
             "created": self._created,
-            "choices": [self._finished(choice) for choice in choices],
-            "usage": self._usage(usage),
+            "choices": [self._choice(choice.whole, choice.content) for choice in choices],
+            "usage": usage_told(usage, self._served),
             "prompt_logprobs": None,
             "prompt_token_ids": self._prompt if self._request.return_token_ids else None,
             "kv_transfer_params": None,
@@ -180,33 +175,10 @@ class GenerateBuilder:
             told["prompt_logprobs"] = self._prompt_logprobs(first)
         return told
 
-    def _finished(self, choice: Choice) -> dict[str, Any]:
-        sample = choice.finished
-        assert sample is not None
-        piece = Piece(
-            choice.index,
-            token_ids=sample.completion_tokens,
-            logprobs=sample.logprobs,
-            top_logprobs=sample.top_logprobs,
-            raw_logprobs=sample.raw_logprobs,
-            finished=sample,
-        )
-        return self._choice(piece, choice.content)
-
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _head(self) -> dict[str, Any]:
         return {"request_id": self._request_id, "output_mode": "text" if self._tells_text else "tokens"}
-
-    def _usage(self, usage: Usage) -> dict[str, Any]:
-        told: dict[str, Any] = {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
-        if not self._served.config.hide_cached_tokens:
-            told["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
-        return told
 
     def _prompt_logprobs(self, sample: TrainingSample) -> list[dict[str, Any] | None]:
         return prompt_rows(sample, self._name if self._tells_text else token_name)
@@ -233,17 +205,16 @@ class GenerateBuilder:
         return told if piece.finished is None else told | self._ending(piece.finished)
 
     def _ending(self, sample: TrainingSample) -> dict[str, Any]:
-        eos, own = self._served.engine.eos_token_ids, self._sampling.stop_token_ids or ()
-        reason, name = sample.stop_reason, self._served.version_name
+        name = self._served.version_name
         told: dict[str, Any] = {
             "finish_reason": sample.finish_reason,
-            "stop_reason": None if reason in eos and reason not in own else reason,
+            "stop_reason": stop_reason(sample, self._served, self._sampling.stop_token_ids),
             "weight_versions": version_spans(sample.weight_versions, name),
             "weight_version": name(sample.weight_version),
             "seed": sample.seed,
         }
         if sample.sampling_mask is not None:
-            told["sampling_mask"] = mask_rows(sample.sampling_mask)
+            told["sampling_mask"] = sample.sampling_mask.rows()
         if sample.log_kept_mass is not None and self._sampling.raw_logprobs:
             told["log_kept_mass"] = flat(sample.log_kept_mass, self._request.flat_logprobs or "list")
         return told

@@ -155,8 +155,6 @@ def _require_json(headers: Headers, *, or_bytes: bool = False) -> None:
     media_type = found.get(b"content-type", b"").split(b";")[0].strip().lower()
     if or_bytes and media_type == b"application/octet-stream":
         return
-    if or_bytes and media_type == b"application/octet-stream":
-        return
     if media_type == b"application/json" or (media_type.startswith(b"application/") and media_type.endswith(b"+json")):
         return
     if media_type in (b"", b"application/x-www-form-urlencoded") and b"origin" not in found:

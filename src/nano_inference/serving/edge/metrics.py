@@ -56,11 +56,10 @@ class Metrics:
 
     Args:
         client: whose reports hold the engine's counters.
-        model_name: label of everything; may be set when it is known.
     """
 
-    def __init__(self, client: EngineClient, model_name: str = "") -> None:
-        self.model_name = model_name
+    def __init__(self, client: EngineClient) -> None:
+        self.model_name = ""  # label of everything; known when the engine is ready
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(client, self))
         self._families = {
@@ -82,9 +81,9 @@ class Metrics:
         """Into a histogram."""
         self._bound[name].observe(value)
 
-    def count(self, name: str, label: str, amount: float = 1) -> None:
+    def count(self, name: str, label: str) -> None:
         """Add to a counter."""
-        self._counters[name].labels(self.model_name, label).inc(amount)
+        self._counters[name].labels(self.model_name, label).inc()
 
     def refused(self, status: int, problem: str | None) -> None:
         """A request was answered with an error status. `problem` is the error's code, if it has one."""

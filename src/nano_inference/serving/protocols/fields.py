@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from nano_inference.options import is_whole
 from nano_inference.serving.errors import ApiError, bad_request
 from nano_inference.serving.protocols.interface import Served
 from nano_inference.serving.protocols.reading import Strict, decode, shown
@@ -212,7 +213,7 @@ def version_number(name: object, served: Served, field: str) -> int | None:
     """
     if name is None:
         return None
-    if isinstance(name, int) and not isinstance(name, bool) and 0 <= name < 2**63:
+    if is_whole(name, 0) and name < 2**63:
         name = str(name)
     if not isinstance(name, str) or not 0 < len(name) <= 256:
         raise bad_request(f"{field} must be the name of a weight version, not {shown(name)}.", field)

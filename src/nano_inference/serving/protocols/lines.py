@@ -1,10 +1,18 @@
-"""JSON for server-sent events, which end at the end of a line."""
+"""Server-sent events of JSON, which end at the end of a line."""
 
 import msgspec
 
 _encode = msgspec.json.Encoder().encode
 # Some clients split a stream's text at these too, and not only at line feeds.
 _LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+
+
+DONE = b"data: [DONE]\n\n"  # the end's mark of OpenAI's streams, and of all that are modelled on them
+
+
+def data_event(value: object) -> bytes:
+    """An event that has data and no name."""
+    return b"data: %b\n\n" % encode_line(value)
 
 
 def encode_line(value: object) -> bytes:

@@ -17,18 +17,43 @@ from nano_inference.serving.protocols.fields import (
     version_number,
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.lines import encode_line
-from nano_inference.serving.protocols.openai_requests import OpenAIFields
+from nano_inference.serving.protocols.lines import DONE, data_event, encode_line
+from nano_inference.serving.protocols.openai_requests import OpenAIFields, StreamOptions
 from nano_inference.serving.protocols.per_token import prompt_rows, token_name, version_spans
 from nano_inference.types import SamplingParams, TrainingSample
-
-DONE = b"data: [DONE]\n\n"
 
 
 def fingerprint(served: Served) -> str:
     """Says, as OpenAI's does, whether two answers were computed in the same way."""
     said = f"{served.engine.model_path} {served.engine.numerics}".encode()
     return f"fp_{hashlib.sha256(said).hexdigest()[:12]}"
+
+
+def usage_wanted(options: StreamOptions | None, *, stream: bool) -> tuple[bool, bool]:
+    """Whether a stream ends with the usage, and whether each event has it. Raises `ApiError`, 400."""
+    if options is None:
+        return False, False
+    if not stream:
+        raise bad_request("stream_options is for streams; set stream to true, or leave it out.", "stream_options")
+    return bool(options.include_usage), bool(options.include_usage and options.continuous_usage_stats)
+
+
+def usage_told(usage: Usage, served: Served) -> dict[str, Any]:
+    """Tokens, as clients see them."""
+    told: dict[str, Any] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+    if not served.config.hide_cached_tokens:
+        told["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    return told
+
+
+def stop_reason(sample: TrainingSample, served: Served, own: Sequence[int] | None) -> str | int | None:
+    """What ended a sample, as vLLM has it: None for the model's own end, unless the request names it too (`own`)."""
+    reason = sample.stop_reason
+    return None if reason in served.engine.eos_token_ids and reason not in (own or ()) else reason
 
 
 class OpenAIBuilder:
@@ -58,11 +83,7 @@ class OpenAIBuilder:
         require_at_most(self.num_samples, served.config.max_samples, "n")
         require_logprobs(request.prompt_logprobs or 0, served, "prompt_logprobs")
         self.stream = bool(request.stream)
-        if request.stream_options is not None and not self.stream:
-            raise bad_request("stream_options is for streams; set stream to true, or leave it out.", "stream_options")
-        options = request.stream_options
-        self.include_usage = options is not None and bool(options.include_usage)
-        self.continuous_usage = self.include_usage and options is not None and bool(options.continuous_usage_stats)
+        self.include_usage, self.continuous_usage = usage_wanted(request.stream_options, stream=self.stream)
         self.stop = checked_stop(request.stop, served)
         self.request = request
         self.texts = served.token_texts
@@ -108,13 +129,7 @@ class OpenAIBuilder:
 
     def usage_of(self, usage: Usage, choices: Sequence[Choice] = ()) -> dict[str, Any]:
         """Tokens, as clients see them."""
-        told: dict[str, Any] = {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
-        if not self.served.config.hide_cached_tokens:
-            told["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+        told = usage_told(usage, self.served)
         if reasoning := self._reasoning_tokens(choices):
             told["completion_tokens_details"] = {"reasoning_tokens": reasoning}
         return told
@@ -151,14 +166,12 @@ class OpenAIBuilder:
 
     def failure(self, problem: ApiError) -> bytes:
         """SDKs raise what this event says."""
-        return b"data: " + encode_line(openai_error(problem)) + b"\n\n"
+        return data_event(openai_error(problem))
 
     def ending(self, sample: TrainingSample) -> dict[str, Any]:
         """What else is told of a choice that has ended."""
-        eos = self.served.engine.eos_token_ids
-        by_eos = sample.stop_reason in eos and sample.stop_reason not in (self.request.stop_token_ids or ())
         told: dict[str, Any] = {
-            "stop_reason": None if by_eos else sample.stop_reason,
+            "stop_reason": stop_reason(sample, self.served, self.request.stop_token_ids),
             "seed": sample.seed,
             "weight_version": self._version(sample.weight_version),
         }

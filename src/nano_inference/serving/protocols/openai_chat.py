@@ -223,15 +223,7 @@ class ChatBuilder(OpenAIBuilder):
         told["finish_reason"] = self._reason(sample, bool(calls))
         told |= self.ending(sample)
         if self._extras:
-            told |= self._extras_of(
-                Piece(
-                    choice.index,
-                    token_ids=sample.completion_tokens,
-                    logprobs=sample.logprobs,
-                    top_logprobs=sample.top_logprobs,
-                    raw_logprobs=sample.raw_logprobs,
-                )
-            )
+            told |= self._extras_of(choice.whole)
         return told
 
     # -- parts --------------------------------------------------------------------------------------------------------

@@ -154,18 +154,8 @@ class CompletionBuilder(OpenAIBuilder):
         return self.head | {"choices": [self._finished(choice) for choice in choices], "usage": self.usage_of(usage)}
 
     def _finished(self, choice: Choice) -> dict[str, Any]:
-        sample = choice.finished
-        assert sample is not None
         text = "" if self._hides else choice.content
-        piece = Piece(
-            choice.index,
-            token_ids=sample.completion_tokens,
-            logprobs=sample.logprobs,
-            top_logprobs=sample.top_logprobs,
-            raw_logprobs=sample.raw_logprobs,
-            finished=sample,
-        )
-        return self._whole(piece, self._echo_of(choice.index) + text if self.echo else text)
+        return self._whole(choice.whole, self._echo_of(choice.index) + text if self.echo else text)
 
     # -- parts --------------------------------------------------------------------------------------------------------
 

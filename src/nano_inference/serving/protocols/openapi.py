@@ -1,6 +1,6 @@
 """What `/openapi.json` says of an operation, from the models that read its requests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -31,7 +31,6 @@ def operation(
     summary: str,
     streams: bool = False,
     error: Mapping[str, Any] = _ERROR,
-    errors: Sequence[int] = ERRORS,
 ) -> dict[str, Any]:
     """An operation's description, complete in itself.
 
@@ -41,7 +40,6 @@ def operation(
         summary: in a few words.
         streams: the answer may be a stream of events instead.
         error: JSON schema of an error's body.
-        errors: statuses of errors.
     """
     content: dict[str, Any] = {"application/json": {"schema": dict(answer)}}
     if streams:
@@ -52,7 +50,7 @@ def operation(
             "200": {"description": "The answer", "content": content},
             **{
                 str(each): {"description": "Refused", "content": {"application/json": {"schema": dict(error)}}}
-                for each in errors
+                for each in ERRORS
             },
         },
     }

@@ -4,12 +4,11 @@ import base64
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from typing import Any, Literal
 
 import msgspec
 
-from nano_inference.types import SamplingMask, TopLogprobs, TrainingSample, VersionSpan
+from nano_inference.types import TopLogprobs, TrainingSample, VersionSpan
 
 LOWEST = -9999.0  # JSON has no infinity
 
@@ -27,7 +26,12 @@ def flat(values: Iterable[float], form: Flat) -> list[float] | str:
     numbers = [at_least(each) for each in values]
     if form == "list":
         return numbers
-    packed = array("f", numbers)
+    return base64_of("f", numbers)
+
+
+def base64_of(kind: Literal["f", "i"], numbers: Iterable[float]) -> str:
+    """Little-endian float32 or int32."""
+    packed = array(kind, numbers)  # pyright: ignore[reportCallIssue, reportArgumentType]
     if sys.byteorder == "big":
         packed.byteswap()
     return base64.b64encode(packed.tobytes()).decode("ascii")
@@ -36,11 +40,6 @@ def flat(values: Iterable[float], form: Flat) -> list[float] | str:
 def version_spans(spans: Iterable[VersionSpan], name: Callable[[int], int | str]) -> list[dict[str, Any]]:
     """Which version sampled which tokens."""
     return [{"version": name(span.version), "start": span.start, "end": span.end} for span in spans]
-
-
-def mask_rows(mask: SamplingMask) -> list[tuple[int, ...]]:
-    """The ids that were kept, token by token."""
-    return [mask.token_ids[begin:end] for begin, end in pairwise(mask.offsets)]
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):

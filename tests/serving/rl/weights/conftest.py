@@ -15,8 +15,8 @@ from nano_inference.serving.errors import ApiError
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.process_client import ProcessClient
 from tests.models.tiny import tiny_llama
-from tests.serving.engines import config_of
-from tests.serving.rl.weight_runs import Run, TrainerProcess
+from tests.serving.engines import Run, config_of
+from tests.serving.rl.weight_runs import TrainerProcess
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +44,6 @@ def served(folder: Path, client_kind: type[EngineClient]) -> Iterator[tuple[Engi
         yield client, runner.run
         runner.run(client.close())
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def client(served: tuple[EngineClient, Run]) -> EngineClient:
-    return served[0]
-
-
-@pytest.fixture
-def run(served: tuple[EngineClient, Run]) -> Run:
-    return lambda test: served[1](asyncio.wait_for(test, 60))
 
 
 @pytest.fixture

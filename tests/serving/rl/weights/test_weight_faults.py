@@ -14,11 +14,10 @@ from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.process_client import ProcessClient
-from tests.serving.engines import finished, params_of, until
+from tests.serving.engines import Run, finished, params_of, until
 from tests.serving.rl.group_trainer import new_weights
 from tests.serving.rl.weight_runs import (
     UP,
-    Run,
     TrainerProcess,
     checksums,
     free_port,

@@ -14,10 +14,10 @@ from nano_inference.serving import control as control_module
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.control import Control
 from nano_inference.serving.in_process import InProcessClient
+from tests.serving.engines import Run
 from tests.serving.rl.group_trainer import new_weights
 from tests.serving.rl.weight_runs import (
     NORM,
-    Run,
     checksums,
     refused,
 )

@@ -4,13 +4,11 @@ import asyncio
 import hashlib
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 from safetensors.torch import save
 
 from nano_inference import InferenceEngine
@@ -24,17 +22,15 @@ from nano_inference.serving.errors import ApiError
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.server import Server
 from nano_inference.serving.weight_link import WeightLink
-from tests.models.tiny import tiny_llama
-from tests.serving.engines import config_of
+from tests.serving.engines import Run, config_of
 from tests.serving.rl.group_trainer import new_weights
 
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
 NORM = "model.norm.weight"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
+def client_kind() -> type[EngineClient]:
+    return InProcessClient
 
 
 @pytest.fixture(scope="module")
@@ -43,30 +39,9 @@ def part(folder: Path) -> bytes:
     return save({NORM: new_weights(folder, 1)[NORM]})
 
 
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[tuple[InProcessClient, Run]]:
-    threads = torch.get_num_threads()
-    client = InProcessClient(config_of(folder), 4096)
-    with asyncio.Runner() as runner:
-        runner.run(client.start())
-        yield client, lambda test: runner.run(asyncio.wait_for(test, 30))
-        runner.run(client.close())
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def client(served: tuple[InProcessClient, Run]) -> InProcessClient:
-    return served[0]
-
-
 @pytest.fixture
 def control(client: InProcessClient) -> Control:
     return Control(client, ServerConfig(rl=True, rl_timeout=20.0))
-
-
-@pytest.fixture
-def run(served: tuple[InProcessClient, Run]) -> Run:
-    return served[1]
 
 
 async def update(control: Control, content: bytes) -> str:

@@ -8,12 +8,11 @@ import pytest
 from nano_inference.serving.control import Control, TensorSpec
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.process_client import ProcessClient
-from tests.serving.engines import params_of
+from tests.serving.engines import Run, params_of
 from tests.serving.rl.group_trainer import new_weights
 from tests.serving.rl.weight_runs import (
     NORM,
     UP,
-    Run,
     TrainerProcess,
     refused,
     requests_meanwhile,

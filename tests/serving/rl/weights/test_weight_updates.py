@@ -1,8 +1,6 @@
 """Weight updates by calls that work: over gloo in buckets of any kind, under names, paused or not."""
 
-import asyncio
 import gc
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,6 @@ from safetensors.torch import save
 
 from nano_inference import InferenceEngine
 from nano_inference.engine.transports import trainer_broadcasts
-from nano_inference.engine.transports.sender import WeightSender
 from nano_inference.engine.transports.wire import Piece
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
@@ -23,12 +20,11 @@ from nano_inference.serving.control import Control, TensorSpec
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.versions import VersionNames
-from tests.serving.engines import config_of, finished, params_of
+from tests.serving.engines import Run, config_of, finished, params_of
 from tests.serving.rl.group_trainer import new_weights
 from tests.serving.rl.weight_runs import (
     NORM,
     UP,
-    Run,
     TrainerProcess,
     checksums,
     refused,
@@ -142,36 +138,16 @@ def test_a_run_ends_with_the_tensor_that_makes_it_too_long(lengths: list[int], m
     assert all(sum(run) > max_bytes for run in sizes[:-1])
 
 
-@pytest.mark.parametrize("over", [False, True], ids=["own", "over"])
-def test_a_weight_sender(
-    client: InProcessClient, control: Control, trainer: TrainerProcess, run: Run, over: bool
+def test_a_weight_sender_over_the_group(
+    client: InProcessClient, control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
-    async def receive(group: str) -> str:
-        await control.begin_update()
-        await control.receive_stream(group)
-        return await control.finish_update()
-
     async def test() -> None:
         version = 10 + int(await client.call("get_weight_version"))
-        if over:
-            trainer.say("stream", group="group", seed=3, version=version)
-            assert await receive("group") == str(version)
-            assert await trainer.answer() == "done"
-        else:
-            with WeightSender(timeout=20) as sender:
-                port = int(sender.address.rsplit(":", 1)[1])
-                await control.join_group("own", "127.0.0.1", port, rank=1, world_size=2, sender=True)
-                for seed, number in ((2, version), (3, None)):
-                    thread = threading.Thread(
-                        target=sender.send, args=(new_weights(trainer.folder, seed),), kwargs={"version": number}
-                    )
-                    thread.start()
-                    assert await receive("own") == str(version if number else version + 1)
-                    await asyncio.to_thread(thread.join, 5)
-                await control.begin_update()
-                async with refused(control, 409, "its updates come as streams"):
-                    await control.receive_broadcast("own", [TensorSpec(UP, "float32", (96, 64))])
-                await control.leave_group("own")
+        trainer.say("stream", group="group", seed=3, version=version)
+        await control.begin_update()
+        await control.receive_stream("group")
+        assert await control.finish_update() == str(version)
+        assert await trainer.answer() == "done"
         assert await control.checksums() == checksums(trainer.folder, 3)
 
     run(test())
