@@ -27,7 +27,6 @@ from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.messages import Resume
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.types import EngineStats, SamplingParams, TrainingSample, VersionSpan
-from tests.models.tiny import tiny_llama
 from tests.serving.engines import PATIENCE, Run, config_of, core_of, finished, idle, params_of, until
 
 KINDS = [InProcessClient, ProcessClient]
