@@ -3,11 +3,13 @@
 import os
 import signal
 
-import pytest
-import torch
-from hypothesis import Phase, settings
+from tests.interpreter import choose_products, hurry
 
-from tests.interpreter import hurry
+choose_products()  # before NumPy is imported
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import Phase, settings  # noqa: E402
 
 # Where there is no GPU the Triton kernels run in its interpreter, which must be known before it is first imported.
 if not torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import platform
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,17 @@ def interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     importlib.import_module("triton.runtime.interpreter")
     hurry()
+
+
+def choose_products() -> None:
+    """Let the product of the interpreter, which is NumPy's, compute a row the same wherever it stands in a tile.
+
+    A GPU's does. OpenBLAS's kernels for AVX2 do not: they add up a row in another order by its place. Those for AVX
+    alone do, on every x86 machine. OpenBLAS reads this when NumPy is imported.
+    """
+    assert "numpy" not in sys.modules
+    if platform.machine() in ("x86_64", "AMD64"):
+        os.environ.setdefault("OPENBLAS_CORETYPE", "Sandybridge")
 
 
 def hurry() -> None:
