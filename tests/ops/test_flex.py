@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -270,7 +271,7 @@ def test_block_sizes(block_size: int) -> None:
 def test_a_handful_of_kernels_serves_steps_of_every_size() -> None:
     """Lengths, numbers of sequences, windows and chunk sizes change every step; kernels only with the bucket."""
     flex._compiled.cache_clear()  # whatever other tests compiled
-    paged = Paged([40 + 3 * i for i in range(16)], block_size=8, num_blocks=2 * NUM_BLOCKS)
+    paged = Paged([40 + 3 * i for i in range(16)])
 
     def graphs() -> int:
         return counters["stats"]["unique_graphs"]
@@ -315,6 +316,18 @@ def test_the_backend_says_that_it_is_not_invariant() -> None:
 def test_refuses_by_value(change: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         build(**change)
+
+
+def test_kernels_that_compute_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that sees a slot more than it should: torch's own for AVX2 and blocks of 8 slots is worse."""
+    attend = flex._attend
+
+    def sees_more(q: Tensor, keys: Tensor, values: Tensor, tiles: flex.Tiles, *others: Any) -> Tensor:
+        return attend(q, keys, values, replace(tiles, last=tiles.last + 1), *others)
+
+    monkeypatch.setattr(flex, "_attend", sees_more)
+    with pytest.raises(ConfigError, match="wrong values here with block_size=16"):
+        build()
 
 
 def test_a_machine_without_avx2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,22 +163,54 @@ def _check_cpu() -> None:
 
 
 def _try(kernel: Kernel) -> None:
-    """Compile a kernel and run it on tiles that visit nothing."""
-    heads, device = kernel.heads, kernel.device
-    size = (heads.num_kv_heads, kernel.num_blocks * kernel.block_size, heads.head_dim)
-    keys, values = (torch.empty(size, dtype=kernel.dtype, device=device) for _ in range(2))  # never touched
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    lanes = torch.full((kernel.num_tiles, kernel.width), -1, dtype=torch.int32, device=device)
-    counts = torch.zeros((kernel.num_tiles, 1, 1), dtype=torch.int32, device=device)
-    lists = torch.zeros((kernel.num_tiles, 1, 1, kernel.num_blocks), dtype=torch.int32, device=device)
-    tiles = Tiles(none, none, lanes, lanes.clone(), counts, lists, counts.clone(), lists.clone())
-    starts = torch.zeros(kernel.num_blocks, dtype=torch.int32, device=device)
-    q = torch.empty((0, heads.num_heads, heads.head_dim), dtype=kernel.dtype, device=device)
+    """Compile a kernel, and let it compute one row over a whole block and half of another."""
+    heads, device, size = kernel.heads, kernel.device, kernel.block_size
+    random = torch.Generator().manual_seed(0)
+    held = min(2, kernel.num_blocks)  # blocks of the row's sequence, the last one first
+    num_seen = (held - 1) * size + (size + 1) // 2
+
+    def stored() -> tuple[Tensor, Tensor]:
+        """[slots, kv heads, D] of the sequence's blocks in order, and all KV memory, of which only these are touched.
+
+        Slots behind the row are loud.
+        """
+        own = torch.randn((held * size, heads.num_kv_heads, heads.head_dim), generator=random)
+        own[num_seen:] *= 64
+        own = own.to(kernel.dtype)
+        memory = torch.empty(
+            (heads.num_kv_heads, kernel.num_blocks * size, heads.head_dim), dtype=kernel.dtype, device=device
+        )
+        blocks = own.view(held, size, heads.num_kv_heads, heads.head_dim).flip(0)
+        memory[:, : held * size] = blocks.flatten(0, 1).transpose(0, 1).to(device)
+        return own, memory
+
+    (keys, all_keys), (values, all_values) = stored(), stored()
+    q = torch.randn((1, heads.num_heads, heads.head_dim), generator=random).to(kernel.dtype)
+    lanes = torch.full((kernel.num_tiles, kernel.width), -1, dtype=torch.int32)
+    lists = torch.zeros((kernel.num_tiles, 1, 1, kernel.num_blocks), dtype=torch.int32)
+    counts = torch.zeros((kernel.num_tiles, 1, 1), dtype=torch.int32)
+    last, full, num_partial, num_full = lanes.clone(), lists.clone(), counts.clone(), counts.clone()
+    last[0, 0], full[0, 0, 0, 0], num_partial[0], num_full[0] = num_seen - 1, held - 1, 1, held - 1
+    starts = torch.zeros(kernel.num_blocks, dtype=torch.int32)
+    starts[0] = (held - 1) * size
+    row = torch.zeros(1, dtype=torch.int64)
+    tiles = Tiles(*(part.to(device) for part in (row, row, last, lanes, num_partial, lists, num_full, full)))
     try:
-        _attend(q, keys, values, tiles, starts, kernel.block_size, heads.scale)
+        got = _attend(q.to(device), all_keys, all_values, tiles, starts.to(device), size, heads.scale)
     except RuntimeError as error:  # torch's own errors of compilation are RuntimeErrors too
         reason = " ".join(str(error).split("\n\n")[0].split())
         raise ConfigError(f"attention='flex' does not compile here ({reason}); use attention='reference'.") from error
+    wide = [part.double().transpose(0, 1) for part in (q, keys[:num_seen], values[:num_seen])]
+    expected = functional.scaled_dot_product_attention(
+        wide[0], wide[1], wide[2], scale=heads.scale, enable_gqa=True
+    ).transpose(0, 1)
+    # With torch 2.13 and AVX2 masks are wrong in blocks of 8, 24, 40 ... slots.
+    if not torch.allclose(got.double().cpu(), expected, rtol=0, atol=0.05):
+        raise ConfigError(
+            f"attention='flex' computes wrong values here with block_size={size} (torch {torch.__version__}, "
+            f"{torch.backends.cpu.get_cpu_capability()}); use a block_size that is a multiple of 16, or "
+            "attention='reference'."
+        )
 
 
 # -- planning ------------------------------------------------------------------------------------------------
