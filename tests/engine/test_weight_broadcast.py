@@ -124,6 +124,22 @@ def test_one_group_carries_many_updates_and_outlives_what_is_refused(start: Star
     receiver.close()
 
 
+def test_who_sees_an_update_refused_may_begin_the_next_at_once(
+    start: Start, manager: WeightSyncManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group of the one that was refused amid its bytes is closed by then, however long that takes."""
+    child, address = start("nan", "newer")
+    receiver = BroadcastReceiver(address)
+    close = receiver.close
+    monkeypatch.setattr(receiver, "close", lambda: (time.sleep(0.3), close()))
+    refused(manager, receiver, "'model.norm.weight' holds NaN", 20, check_finite=True)
+    assert receiver._group is None
+    receive_update(manager, receiver, timeout=20).result(20)
+    assert manager.checksum() == checksum(NEWER)
+    assert said(child)
+    close()
+
+
 class SilentGroup:
     """A group in which everything arrives at once, and nothing is in it."""
 

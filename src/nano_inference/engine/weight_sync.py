@@ -152,13 +152,21 @@ class WeightSyncManager:
             self._version = version
             return self._open.update
 
-    def receive(self, bucket: Bucket, *, copy: bool = True, of: WeightUpdate | None = None) -> None:
+    def receive(
+        self,
+        bucket: Bucket,
+        *,
+        copy: bool = True,
+        of: WeightUpdate | None = None,
+        before_refusal: Callable[[], object] | None = None,
+    ) -> None:
         """Check a bucket and put it aside.
 
         Args:
             bucket: a state dict, or patches.
             copy: the tensors are the caller's again when this returns; without it the caller gives them away.
             of: what `begin` returned; refuses a session that another caller has opened since.
+            before_refusal: called before anybody can see that the update has failed, and begin the next one.
 
         Raises `WeightUpdateError`; the session is then closed.
         """
@@ -167,6 +175,8 @@ class WeightSyncManager:
             session.add(bucket, Hold.COPY if copy else Hold.TAKE)
         except Exception as problem:
             error = _as_refusal(problem)
+            if before_refusal is not None:
+                before_refusal()
             self._close(session, error)
             raise error from problem
         if session.update.error is not None:  # cancelled meanwhile

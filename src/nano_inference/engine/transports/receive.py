@@ -66,7 +66,7 @@ def receive_into(
     try:
         _, theirs = arrivals.take()
         while (bucket := arrivals.take())[0] != "done":
-            manager.receive(bucket[1], copy=False, of=update)
+            manager.receive(bucket[1], copy=False, of=update, before_refusal=arrivals.stop)
     except Exception as problem:
         arrivals.stop()  # first: whoever sees the update failed may begin the next one with this transport
         manager.cancel(_reason(problem), of=update)
@@ -82,7 +82,7 @@ def _receive(manager: WeightSyncManager, arrivals: "_Arrivals", update: WeightUp
         version = theirs if version is None else version
         manager.check_version(version)
         while (bucket := arrivals.take())[0] != "done":
-            manager.receive(bucket[1], copy=False, of=update)
+            manager.receive(bucket[1], copy=False, of=update, before_refusal=arrivals.stop)
         manager.end(version=version, of=update)
     except Exception as problem:
         arrivals.stop()  # first: whoever sees the update failed may begin the next one with this transport
@@ -128,7 +128,11 @@ class _Arrivals:
         return kind, content
 
     def stop(self) -> None:
-        """Take no more; what is under way is torn down, unless that waits for a call that does not come back."""
+        """Take no more; what is under way is torn down, unless that waits for a call that does not come back. Once: the
+        transport may be another update's afterwards.
+        """
+        if self._stopped.is_set():
+            return
         self._stopped.set()
         if not self._settled:
             teardown = threading.Thread(target=self.transport.close, name="weight-teardown", daemon=True)
