@@ -16,7 +16,6 @@ from nano_inference.batch import ForwardBatch
 from nano_inference.engine.ranks.link import Link
 from nano_inference.engine.ranks.messages import decode_to_worker, encode
 from nano_inference.engine.ranks.step_diff import Draw, Forward, StepDecoder, StepEncoder
-from nano_inference.engine.ranks.worker import AWAKE
 from nano_inference.engine.runner import Sampled
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
@@ -64,7 +63,6 @@ def worker(end: socket.socket, told: Connection) -> None:
     """The other rank: takes steps in until the link ends, then tells when it had decoded each message."""
     link, decoder, done = Link(end), StepDecoder(BLOCK_SIZE), list[int]()
     link.settle(60.0)
-    link.stay_awake(AWAKE)
     gc.disable()
     while True:
         frame = link.receive()

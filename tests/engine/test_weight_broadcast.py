@@ -131,7 +131,7 @@ def test_who_sees_an_update_refused_may_begin_the_next_at_once(
     child, address = start("nan", "newer")
     receiver = BroadcastReceiver(address)
     close = receiver.close
-    monkeypatch.setattr(receiver, "close", lambda: (time.sleep(0.3), close()))
+    monkeypatch.setattr(receiver, "close", lambda: (time.sleep(0.15), close()))
     refused(manager, receiver, "'model.norm.weight' holds NaN", 20, check_finite=True)
     assert receiver._group is None
     receive_update(manager, receiver, timeout=20).result(20)

@@ -7,7 +7,6 @@ between machines a network of one's own is taken for granted.
 
 import contextlib
 import hmac
-import os
 import secrets
 import socket
 import struct
@@ -24,8 +23,6 @@ GREETING_BYTES = 4096  # of a frame before the other end is known
 FRAME_BYTES = 2**29  # of any other: masks of a whole batch over a large vocabulary, say
 BUFFER_BYTES = 2**18  # read at once
 ACCEPT_SECONDS = 10.0  # for one stranger to say all of who it is
-CONTENDED = 200e-6  # seconds; a yield that takes longer gave the core to someone else
-SLEEPY_SECONDS = 1.0  # without staying awake, after such a yield
 NETWORK_SECONDS = 30  # after which a network that carries nothing is taken for cut
 
 _LENGTH = struct.Struct(">I")
@@ -51,7 +48,6 @@ class Link:
         self._first = self._last = 0  # what stands in the buffer unread
         self._closed = False
         self._end: float | None = None  # of all waits together
-        self._awake = self._awake_from = 0.0
 
     def fileno(self) -> int:
         """Of the socket."""
@@ -107,13 +103,6 @@ class Link:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _notice_a_cut(self._socket)
 
-    def stay_awake(self, seconds: float) -> None:
-        """From now on the thread that receives keeps its core for so long before it sleeps: to be woken takes longer
-        than most messages take to be read, and costs whoever sends as much. Where something else wants the core, which
-        shows in yields that take long, it sleeps at once for a while: who sleeps comes before who runs all the time.
-        """
-        self._awake = seconds
-
     def _take(self, length: int) -> bytearray:
         """So many bytes."""
         taken = bytearray(length)
@@ -142,9 +131,7 @@ class Link:
         try:
             if self._end is not None:  # one that brings a byte now and then has no longer than one that says nothing
                 self._socket.settimeout(max(self._end - time.monotonic(), 0.001))
-            count = self._read_awake(target) if self._awake else None
-            if count is None:
-                count = self._socket.recv_into(target)
+            count = self._socket.recv_into(target)
         except TimeoutError:
             raise LinkLost("it does not answer") from None
         except (OSError, ValueError) as problem:  # a closed socket
@@ -152,21 +139,6 @@ class Link:
         if not count:
             raise LinkLost("it hung up")
         return count
-
-    def _read_awake(self, target: memoryview) -> int | None:
-        """Read without sleeping; None: nothing came."""
-        now = time.monotonic()
-        end = now + self._awake if now >= self._awake_from else now
-        while now < end:
-            try:
-                return self._socket.recv_into(target, 0, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                os.sched_yield()
-            before, now = now, time.monotonic()
-            if now - before > CONTENDED:
-                self._awake_from = now + SLEEPY_SECONDS
-                break
-        return None
 
 
 class Listener:

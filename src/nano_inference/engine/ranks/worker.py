@@ -47,7 +47,6 @@ CONNECT_SECONDS = 60.0
 GREETING_SECONDS = 20.0
 BEAT = 1.0  # seconds between two beats
 LAST_WORDS = 1.0  # seconds for the last message to leave, before the process ends
-AWAKE = 2e-3  # seconds that a rank waits for the next step without sleeping: rank 0 needs half of that to plan one
 _HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 
@@ -141,8 +140,6 @@ class WorkerProcess:
             self._tell(CannotBuild(type(problem).__name__, str(problem)))
             self._linger()
             return None
-        if message.ranks_here <= (os.cpu_count() or 1):  # else it would keep another one from its core
-            self._link.stay_awake(AWAKE)
         self._tell(Built())
         return part
 
