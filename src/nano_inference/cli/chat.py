@@ -12,6 +12,7 @@ from nano_inference.cli import options
 from nano_inference.cli.backends import ChatBackend, EngineBackend, ServerBackend
 from nano_inference.cli.coloring import has_colors
 from nano_inference.cli.terminal import Interruptible, errors, load_engine, output, printable, write
+from nano_inference.config import EngineConfig
 from nano_inference.errors import InvalidRequest
 from nano_inference.serving.http_client import HttpClient, ServerError, Usage
 from nano_inference.types import SamplingParams
@@ -88,7 +89,7 @@ def chat(
         _Session(ServerBackend(client, model or client.default_model()), params, system).run()
         return
     assert model is not None
-    config = options.engine_config(
+    config = EngineConfig(
         model,
         tokenizer_path=tokenizer,
         cache_type=cache_type,

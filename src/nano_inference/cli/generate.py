@@ -12,6 +12,7 @@ from nano_inference.cli import options
 from nano_inference.cli.coloring import colored, legend
 from nano_inference.cli.prompts import Prompt, as_chat, read_prompts, title
 from nano_inference.cli.terminal import Interruptible, errors, load_engine, output, printable, write
+from nano_inference.config import EngineConfig
 from nano_inference.errors import ModelLoadError
 from nano_inference.types import SamplingParams, TrainingSample
 
@@ -118,7 +119,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         top_logprobs=top_logprobs,
     )
-    config = options.engine_config(
+    config = EngineConfig(
         model,
         ref_model_path=ref_model,
         tokenizer_path=tokenizer,

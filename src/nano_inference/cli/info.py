@@ -12,10 +12,10 @@ from rich.text import Text
 
 from nano_inference.cli import options
 from nano_inference.cli.terminal import errors, output
+from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nano_inference.config import EngineConfig
     from nano_inference.engine.assembly import EnginePlan
     from nano_inference.models.part import ModelPart
     from nano_inference.models.rope_spec import RopeSpec
@@ -46,7 +46,7 @@ def info(
 
     It reads the configuration and not the weights, so it is quick also for large models.
     """
-    config = options.engine_config(
+    config = EngineConfig(
         model,
         ref_model_path=ref_model,
         tokenizer_path=tokenizer,
@@ -80,7 +80,7 @@ def info(
         output.print(_table(rows))
 
 
-def _plans(config: "EngineConfig") -> "list[EnginePlan]":
+def _plans(config: EngineConfig) -> "list[EnginePlan]":
     """Of every rank; of engines in lockstep, which have the experts in common, every engine's."""
     from nano_inference.engine.assembly import Rank, plan_engine
     from nano_inference.models.shares import mesh_of

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from nano_inference.cli.terminal import set_up_logging
-from nano_inference.config import CacheType, DType, EngineConfig
+from nano_inference.config import CacheType, DType
 from nano_inference.errors import ConfigError
 from nano_inference.types import SamplingParams
 
@@ -56,7 +56,8 @@ def _embedded_names() -> list[str]:
     return sorted(EMBEDDED_MODELS)
 
 
-def _option(panel: str, *names: str, **settings: Any) -> Any:
+def option(panel: str, *names: str, **settings: Any) -> Any:
+    """An option that help lists in this panel."""
     return typer.Option(*names, rich_help_panel=panel, **settings)
 
 
@@ -81,17 +82,17 @@ ApiKeyFile = Annotated[Path | None, typer.Option("--api-key-file", help="The ser
 
 _ENGINE = "The engine"
 Tokenizer = Annotated[
-    str | None, _option(_ENGINE, "--tokenizer", help="Take tokenizer and chat template from this folder or hub id.")
+    str | None, option(_ENGINE, "--tokenizer", help="Take tokenizer and chat template from this folder or hub id.")
 ]
 RefModel = Annotated[
-    str | None, _option(_ENGINE, "--ref-model", help="A frozen model that scores every sample: ref_logprobs.")
+    str | None, option(_ENGINE, "--ref-model", help="A frozen model that scores every sample: ref_logprobs.")
 ]
-Cache = Annotated[CacheType, _option(_ENGINE, "--cache-type", help="How cached prefixes are indexed.")]
-Dtype = Annotated[DType, _option(_ENGINE, "--dtype", help="Of weights and KV cache. auto: the checkpoint's.")]
-Device = Annotated[str, _option(_ENGINE, "--device", help="cpu, cuda, cuda:1 … auto: cuda if there is one.")]
+Cache = Annotated[CacheType, option(_ENGINE, "--cache-type", help="How cached prefixes are indexed.")]
+Dtype = Annotated[DType, option(_ENGINE, "--dtype", help="Of weights and KV cache. auto: the checkpoint's.")]
+Device = Annotated[str, option(_ENGINE, "--device", help="cpu, cuda, cuda:1 … auto: cuda if there is one.")]
 KVCacheMemory = Annotated[
     int | None,
-    _option(
+    option(
         _ENGINE,
         "--kv-cache-memory",
         parser=parse_size,
@@ -100,63 +101,63 @@ KVCacheMemory = Annotated[
     ),
 ]
 MaxModelLen = Annotated[
-    int | None, _option(_ENGINE, "--max-model-len", help="Tokens of prompt and completion together.")
+    int | None, option(_ENGINE, "--max-model-len", help="Tokens of prompt and completion together.")
 ]
 Threads = Annotated[
-    int | None, _option(_ENGINE, "--threads", help="Threads of the CPU operations. Default: the physical cores.")
+    int | None, option(_ENGINE, "--threads", help="Threads of the CPU operations. Default: the physical cores.")
 ]
 
-BlockSize = Annotated[int, _option(_ENGINE, "--block-size", help="Tokens in a KV block.")]
+BlockSize = Annotated[int, option(_ENGINE, "--block-size", help="Tokens in a KV block.")]
 
 _RANKS = "Several processes"
 TensorParallel = Annotated[
-    int, _option(_RANKS, "--tensor-parallel", help="Processes that share every layer of the model: 1, 2, 4, 8 …")
+    int, option(_RANKS, "--tensor-parallel", help="Processes that share every layer of the model: 1, 2, 4, 8 …")
 ]
 PipelineParallel = Annotated[
-    int, _option(_RANKS, "--pipeline-parallel", help="Stages, each a process with layers of its own.")
+    int, option(_RANKS, "--pipeline-parallel", help="Stages, each a process with layers of its own.")
 ]
 ContextParallel = Annotated[
-    int, _option(_RANKS, "--context-parallel", help="Processes that share the KV cache of every sequence: 1, 2, 4 …")
+    int, option(_RANKS, "--context-parallel", help="Processes that share the KV cache of every sequence: 1, 2, 4 …")
 ]
 ExpertParallel = Annotated[
-    int, _option(_RANKS, "--expert-parallel", help="Processes over which a mixture's experts are spread.")
+    int, option(_RANKS, "--expert-parallel", help="Processes over which a mixture's experts are spread.")
 ]
 RankTimeout = Annotated[
-    float, _option(_RANKS, "--rank-timeout", help="Seconds that one of them may take for what others wait for.")
+    float, option(_RANKS, "--rank-timeout", help="Seconds that one of them may take for what others wait for.")
 ]
 
 _SAMPLING = "Sampling"
 Temperature = Annotated[
-    float, _option(_SAMPLING, "--temperature", "-t", help="0 always takes the most likely token; 1 samples as trained.")
+    float, option(_SAMPLING, "--temperature", "-t", help="0 always takes the most likely token; 1 samples as trained.")
 ]
-TopP = Annotated[float, _option(_SAMPLING, "--top-p", help="Keep the likeliest tokens with this much mass; 1: all.")]
-TopK = Annotated[int, _option(_SAMPLING, "--top-k", help="Keep this many of the likeliest tokens; 0: all.")]
+TopP = Annotated[float, option(_SAMPLING, "--top-p", help="Keep the likeliest tokens with this much mass; 1: all.")]
+TopK = Annotated[int, option(_SAMPLING, "--top-k", help="Keep this many of the likeliest tokens; 0: all.")]
 MinP = Annotated[
-    float, _option(_SAMPLING, "--min-p", help="Keep tokens at least this likely, relative to the likeliest; 0: all.")
+    float, option(_SAMPLING, "--min-p", help="Keep tokens at least this likely, relative to the likeliest; 0: all.")
 ]
-MaxTokens = Annotated[int, _option(_SAMPLING, "--max-tokens", "-m", help="End a completion after so many tokens.")]
+MaxTokens = Annotated[int, option(_SAMPLING, "--max-tokens", "-m", help="End a completion after so many tokens.")]
 Seed = Annotated[
-    int | None, _option(_SAMPLING, "--seed", help="The same seed gives the same samples. Default: a fresh one.")
+    int | None, option(_SAMPLING, "--seed", help="The same seed gives the same samples. Default: a fresh one.")
 ]
 Stop = Annotated[
     list[str] | None,
-    _option(_SAMPLING, "--stop", metavar="TEXT", help="End a completion before this text. May be repeated."),
+    option(_SAMPLING, "--stop", metavar="TEXT", help="End a completion before this text. May be repeated."),
 ]
 PresencePenalty = Annotated[
-    float, _option(_SAMPLING, "--presence-penalty", help="Taken off the logits of tokens already in the completion.")
+    float, option(_SAMPLING, "--presence-penalty", help="Taken off the logits of tokens already in the completion.")
 ]
 FrequencyPenalty = Annotated[
-    float, _option(_SAMPLING, "--frequency-penalty", help="The same, times how often they are in it.")
+    float, option(_SAMPLING, "--frequency-penalty", help="The same, times how often they are in it.")
 ]
 RepetitionPenalty = Annotated[
-    float, _option(_SAMPLING, "--repetition-penalty", help="Above 1 disfavours tokens of prompt and completion.")
+    float, option(_SAMPLING, "--repetition-penalty", help="Above 1 disfavours tokens of prompt and completion.")
 ]
 
 _MESSAGES = "Messages"
 Verbose = Annotated[
-    bool, _option(_MESSAGES, "--verbose", "-v", callback=_note_verbose, help="Also show what the engine logs.")
+    bool, option(_MESSAGES, "--verbose", "-v", callback=_note_verbose, help="Also show what the engine logs.")
 ]
-Debug = Annotated[bool, _option(_MESSAGES, "--debug", callback=_note_debug, help="Show an error with its traceback.")]
+Debug = Annotated[bool, option(_MESSAGES, "--debug", callback=_note_debug, help="Show an error with its traceback.")]
 
 
 def key_of(key: str | None, file: Path | None) -> str | None:
@@ -174,8 +175,3 @@ def request_body(params: SamplingParams) -> dict[str, Any]:
 
 
 _SENT = ("top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos")
-
-
-def engine_config(model: str, **options: Any) -> EngineConfig:
-    """The engine's configuration. Raises `ConfigError`."""
-    return EngineConfig(model_path=model, **options)

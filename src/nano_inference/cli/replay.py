@@ -10,6 +10,7 @@ from rich.text import Text
 
 from nano_inference.cli import options
 from nano_inference.cli.terminal import errors, load_engine, output
+from nano_inference.config import EngineConfig
 from nano_inference.errors import InvalidRequest
 from nano_inference.types import TrainingSample
 
@@ -57,7 +58,7 @@ def replay(
         samples = _read(file)[:limit]
     if not samples:
         raise typer.BadParameter(f"{file} holds no sample.", param_hint="SAMPLES")
-    config = options.engine_config(
+    config = EngineConfig(
         model,
         ref_model_path=ref_model,
         kv_cache_memory=kv_cache_memory,

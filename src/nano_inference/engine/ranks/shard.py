@@ -44,7 +44,6 @@ class Shard:
         parts = assemble(config, rank=rank)
         self.runner = parts.runner
         self.place = rank.place
-        self._budget = parts.memory_budget
         self._steps = StepDecoder(config.block_size)
         self._units: MirroredUnits | None = None
         if parts.cache.units is not None:
