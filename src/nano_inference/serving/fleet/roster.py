@@ -96,6 +96,7 @@ class Roster:
         self._first: EngineInfo | None = None  # what all others must be like
         self._num_made = 0
         self._tasks = set[asyncio.Task[Any]]()
+        self._ends: list[asyncio.Task[None]] = []
         self._closing = False
 
     async def start(self, count: int) -> None:
@@ -115,14 +116,15 @@ class Roster:
         self._closing = True
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*(each.client.close() for each in self.replicas.values()), return_exceptions=True)
+        ends = [each.client.close() for each in self.replicas.values()]
+        await asyncio.gather(*ends, *self._ends, return_exceptions=True)
 
     def end_starts(self) -> None:
         """Give up those that do not serve yet, and begin no other: the end is near."""
         self._closing = True
         for each in self.replicas.values():
             if each.state in ("starting", "syncing"):
-                self.spawn(each.client.close())
+                self._ends.append(asyncio.get_running_loop().create_task(each.client.close()))  # nobody cancels it
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Let something go on, until the end."""
