@@ -25,6 +25,7 @@ MESHES: dict[str, dict[str, int]] = {
 }
 FAMILIES = {"llama": {}, "qwen3-moe": {}}
 TIGHT_BLOCKS = 7
+KV_HEADS = 2  # of the tiny models
 TOKEN_BYTES = 4 * 2 * 2 * 16  # keys and values of a token of the tiny models, in bytes of one number
 SHARED = [7, 3, 11, 5] * 12
 
@@ -98,7 +99,12 @@ def both(
     with InferenceEngine(config(model, **options)) as engine:
         alone = life(engine, new, policy, long)
         assert not engine.loop.num_preemptions
-    ranks = prod(count for name, count in mesh.items() if name != "expert_parallel")
+    # Of what a rank holds; more tensor ranks than KV heads hold copies.
+    ranks = prod(
+        min(count, KV_HEADS) if name == "tensor_parallel" else count
+        for name, count in mesh.items()
+        if name != "expert_parallel"
+    )
     token = TOKEN_BYTES * (4 if options["dtype"] == "float32" else 2)
     tight = {"kv_cache_memory": TIGHT_BLOCKS * options.get("block_size", 16) * token // ranks}
     with InferenceEngine(config(model, **options, **mesh, **(tight if preempted else {}))) as engine:
