@@ -158,7 +158,7 @@ class WeightSyncManager:
         *,
         copy: bool = True,
         of: WeightUpdate | None = None,
-        before_refusal: Callable[[], object] | None = None,
+        undo: Callable[[], Any] = nullcontext,
     ) -> None:
         """Check a bucket and put it aside.
 
@@ -166,7 +166,7 @@ class WeightSyncManager:
             bucket: a state dict, or patches.
             copy: the tensors are the caller's again when this returns; without it the caller gives them away.
             of: what `begin` returned; refuses a session that another caller has opened since.
-            before_refusal: called before anybody can see that the update has failed, and begin the next one.
+            undo: called before anybody can see that the update has failed, and begin the next one.
 
         Raises `WeightUpdateError`; the session is then closed.
         """
@@ -175,8 +175,7 @@ class WeightSyncManager:
             session.add(bucket, Hold.COPY if copy else Hold.TAKE)
         except Exception as problem:
             error = _as_refusal(problem)
-            if before_refusal is not None:
-                before_refusal()
+            undo()
             self._close(session, error)
             raise error from problem
         if session.update.error is not None:  # cancelled meanwhile

@@ -66,7 +66,7 @@ def receive_into(
     try:
         _, theirs = arrivals.take()
         while (bucket := arrivals.take())[0] != "done":
-            manager.receive(bucket[1], copy=False, of=update, before_refusal=arrivals.stop)
+            manager.receive(bucket[1], copy=False, of=update, undo=arrivals.stop)
     except Exception as problem:
         arrivals.stop()  # first: whoever sees the update failed may begin the next one with this transport
         manager.cancel(_reason(problem), of=update)
@@ -82,7 +82,7 @@ def _receive(manager: WeightSyncManager, arrivals: "_Arrivals", update: WeightUp
         version = theirs if version is None else version
         manager.check_version(version)
         while (bucket := arrivals.take())[0] != "done":
-            manager.receive(bucket[1], copy=False, of=update, before_refusal=arrivals.stop)
+            manager.receive(bucket[1], copy=False, of=update, undo=arrivals.stop)
         manager.end(version=version, of=update)
     except Exception as problem:
         arrivals.stop()  # first: whoever sees the update failed may begin the next one with this transport
