@@ -3,7 +3,7 @@
 import os
 import signal
 
-from tests.interpreter import choose_products, hurry
+from tests.interpreter import adapt, choose_products
 
 choose_products()  # before NumPy is imported
 
@@ -28,4 +28,4 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    hurry()
+    adapt()

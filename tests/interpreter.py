@@ -1,4 +1,4 @@
-"""Triton's interpreter, a few times faster: what it does anew at every call of a function of a kernel is done once."""
+"""Triton's interpreter, made a few times faster, and as silent about numbers as a device is."""
 
 import importlib
 import os
@@ -12,7 +12,7 @@ def interpret() -> None:
     """Run kernels in the interpreter in this process, where Triton was not imported yet."""
     os.environ["TRITON_INTERPRET"] = "1"
     importlib.import_module("triton.runtime.interpreter")
-    hurry()
+    adapt()
 
 
 def choose_products() -> None:
@@ -26,14 +26,20 @@ def choose_products() -> None:
         os.environ.setdefault("OPENBLAS_CORETYPE", "Sandybridge")
 
 
-def hurry() -> None:
-    """Make the interpreter faster if it is there, and is not faster already."""
+def adapt() -> None:
+    """Change the interpreter if it is there, and is not changed already.
+
+    What it does anew at every call of a function of a kernel is done once. Rows that pad a batch hold anything, and a
+    device computes with that as with everything else, where NumPy warns.
+    """
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None or hasattr(interpreter._patch_lang, "hurried"):
+    if interpreter is None or hasattr(interpreter._patch_lang, "once"):
         return
     no_changes = getattr(interpreter, "_LangPatchScope", lambda: None)
     interpreter._patch_lang = _once_a_module(interpreter._patch_lang, no_changes, interpreter.tl.tensor)
     interpreter._get_np_dtype = _once_a_type(interpreter._get_np_dtype)
+    interpreter.GridExecutor.__call__ = _silent(interpreter.GridExecutor.__call__)
+    interpreter.ReduceOps.min_max = _of_any_numbers(interpreter.ReduceOps.min_max)
 
 
 def _once_a_module(patch: Callable[[Any], Any], no_changes: Callable[[], Any], tensor: Any) -> Callable[[Any], Any]:
@@ -47,7 +53,7 @@ def _once_a_module(patch: Callable[[Any], Any], no_changes: Callable[[], Any], t
             modules.add(function.__module__)
         return no_changes()
 
-    patch_lang.hurried = True  # pyright: ignore[reportFunctionMemberAccess]
+    patch_lang.once = True  # pyright: ignore[reportFunctionMemberAccess]
     return patch_lang
 
 
@@ -62,3 +68,24 @@ def _once_a_type(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return found[name]
 
     return get_np_dtype
+
+
+def _silent(launch: Callable[..., None]) -> Callable[..., None]:
+    np = importlib.import_module("numpy")
+
+    def silent(*args: Any, **kwargs: Any) -> None:
+        with np.errstate(all="ignore"):
+            launch(*args, **kwargs)
+
+    return silent
+
+
+def _of_any_numbers(min_max: Callable[..., Any]) -> Callable[..., Any]:
+    """It calls `nanmax` and `nanmin`, which warn where there is nothing but NaN."""
+    np = importlib.import_module("numpy")
+    others = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
+
+    def of_any_numbers(self: Any, values: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        return min_max(self, values, others[val_reduce_op], idx_reduce_op)
+
+    return of_any_numbers

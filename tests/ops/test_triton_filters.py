@@ -4,7 +4,6 @@ import math
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -25,13 +24,6 @@ from nano_inference.ops.cuda.softmax import BLOCK
 
 CALM = settings(deadline=None, max_examples=8)
 PARTS = ("logprobs", "raw_logprobs", "log_kept_mass", "top_logprobs")
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    """The interpreter's arithmetic is numpy's, which warns of what a device does silently."""
-    with np.errstate(all="ignore"):
-        yield
 
 
 @pytest.fixture(params=[16, 4096], ids=["whole rows", "gathered"])

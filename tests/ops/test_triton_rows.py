@@ -73,6 +73,16 @@ def test_rms_norm_of_the_widest_rows():
         kernels.rms_norm(None, torch.zeros(1, 65_537, device=DEVICE), Norm(None, 0.0, 0.0, torch.float32))
 
 
+def test_rows_that_pad_a_batch_hold_anything():
+    """Nothing of them is told, and the others know nothing of them."""
+    residual, norm = randn(6, 96, seed=1), Norm(randn(96, seed=2), 1e-6, 0.0, torch.float32)
+    alone = kernels.rms_norm(residual, residual, norm)[0]
+    residual[1:5] *= torch.tensor([[1e38], [1e-38], [torch.inf], [torch.nan]], device=DEVICE)
+    beside = kernels.rms_norm(residual, residual, norm)[0]
+    assert torch.equal(beside[0], alone[0])
+    assert torch.equal(beside[5], alone[5])
+
+
 @CALM
 @given(num=st.integers(0, 3), inner=WIDTHS, dtype=DTYPES, activation=ACTIVATIONS, seed=SEEDS)
 def test_gate(num, inner, dtype, activation, seed):

@@ -5,7 +5,6 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,13 +31,6 @@ CALM = settings(deadline=None, max_examples=4)
 VOCABULARIES = [1, 37, 300, BLOCK + 1]
 PLAIN: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 PARTS = ("logprobs", "raw_logprobs", "log_kept_mass", "top_logprobs")
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    """The interpreter's arithmetic is numpy's, which warns of what a device does silently."""
-    with np.errstate(all="ignore"):
-        yield
 
 
 def rows(num: int, vocab: int, seed: int = 0, scale: float = 3) -> Tensor:
