@@ -1,6 +1,5 @@
 """New weights for a live model: staged, checked, then written in place between two steps."""
 
-import hashlib
 import math
 import threading
 from collections import deque
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nano_inference.engine.served_weights import ServedWeights
 from nano_inference.engine.weight_session import EMPTY, Hold, WeightSession
 from nano_inference.engine.weight_sources import Weights, fill
 from nano_inference.engine.weight_update import (
@@ -24,7 +24,7 @@ from nano_inference.engine.weight_update import (
 )
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.weights import TIED, param_table, read, slots
+from nano_inference.models.weights import TIED
 from nano_inference.options import is_whole
 from nano_inference.types import KvPolicy
 
@@ -67,8 +67,8 @@ class WeightSyncManager:
         self._announce = announce
         self._shares = shares
         self._agreeing, self._is_agreed = with_others or (nullcontext(), lambda _: False)
-        self._slots = slots(param_table(model.part.whole))
-        self._own = slots(param_table(model.part.whole, model.part))  # of what this rank holds a part
+        self._served = ServedWeights(model, shares)
+        self._slots, self._own = self._served.slots, self._served.own
         self.shapes = {name: slot.shape for name, slot in self._slots.items()}
         self._newest = 0
         self._open: WeightSession | None = None
@@ -278,12 +278,12 @@ class WeightSyncManager:
     def checksum(self) -> dict[str, str]:
         """SHA-256 of each checkpoint tensor that serves: its bytes row by row, in the dtype that the engine holds."""
         with self.lock:
-            return {name: _sha256(self._served(name)) for name in self._slots if self._holds(name)}
+            return self._served.checksum()
 
     def state_dict(self) -> dict[str, Tensor]:
         """All that serves, by checkpoint name: views, or copies where weights are packed."""
         with self.lock:
-            return {name: self._served(name) for name in self._slots}
+            return self._served.state_dict()
 
     def start_sync(self, new_weights: Weights) -> None:
         """Stage an update; it is applied by a later `maybe_finish_sync`, or by the next step of the engine."""
@@ -305,13 +305,6 @@ class WeightSyncManager:
             pass
 
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _holds(self, name: str) -> bool:
-        """Whether this engine has any of a tensor: of engines in lockstep each has some of the experts."""
-        return self._shares is not None or math.prod(self._own[name].local_shape) > 0
-
-    def _served(self, name: str) -> Tensor:
-        return self._shares.whole(name) if self._shares is not None else read(self.model.params, self._own[name])
 
     def _require_own(self) -> None:
         if self._announce is not None:  # its cache and its samples would not know of the new version
@@ -398,8 +391,3 @@ def _as_refusal(problem: Exception) -> WeightUpdateError:
     if isinstance(problem, WeightUpdateError):
         return problem
     return WeightUpdateError(f"a bucket could not be read: {problem!r}")
-
-
-def _sha256(tensor: Tensor) -> str:
-    flat = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().data).hexdigest()

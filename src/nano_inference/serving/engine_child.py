@@ -5,15 +5,13 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 
 import msgspec
 import zmq
 
+from nano_inference.child_process import start_child
 from nano_inference.config import EngineConfig
 from nano_inference.errors import InvalidRequest
 from nano_inference.serving.log_lines import LogFormat, Rarely
@@ -67,7 +65,17 @@ class EngineChild:
             self._outbox = self._context.socket(zmq.PUSH)
             self._outbox.set_hwm(0)  # sending never waits
             self._outbox.connect(f"ipc://{self.folder}/engine")
-            self._process = self._started(config, log_format, number, meeting)
+            begin = Begin(
+                config=config,
+                inbox=f"ipc://{self.folder}/engine",
+                outbox=f"ipc://{self.folder}/api",
+                log_level=log.getEffectiveLevel(),
+                log_format=log_format,
+                parent=os.getpid(),
+                number=number,
+                meeting=meeting,
+            )
+            self._process = start_child("nano_inference.serving.engine_process", begin)
         except BaseException:
             self._context.destroy(linger=0)
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -110,36 +118,6 @@ class EngineChild:
                     self._process.kill()
                     await self._has_exited(HANG_UP_PATIENCE)
         self._discard()
-
-    def _started(
-        self, config: EngineConfig, log_format: LogFormat, number: int, meeting: str
-    ) -> "subprocess.Popen[bytes]":
-        # What is not for it must not end it before it can say so: it inherits the mask, and lifts it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-        try:
-            process = subprocess.Popen(
-                # -P: a module in the current folder is not taken for one of ours
-                [sys.executable, "-P", "-m", "nano_inference.serving.engine_process"],
-                stdin=subprocess.PIPE,
-                stdout=2,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        begin = Begin(
-            config=config,
-            inbox=f"ipc://{self.folder}/engine",
-            outbox=f"ipc://{self.folder}/api",
-            log_level=log.getEffectiveLevel(),
-            log_format=log_format,
-            parent=os.getpid(),
-            number=number,
-            meeting=meeting,
-        )
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended already, and we shall hear of it
-            process.stdin.write(msgspec.json.encode(begin) + b"\n")
-            process.stdin.flush()  # and stays open: its end is ours
-        return process
 
     async def _has_exited(self, patience: float) -> bool:
         try:

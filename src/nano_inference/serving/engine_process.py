@@ -4,13 +4,10 @@ An input thread takes messages in, the main thread steps, an output thread tells
 it is told to, when a step fails, and with the process that started it, however that ends.
 """
 
-import faulthandler
 import logging
 import os
 import queue
 import shutil
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from nano_inference.child_process import be_child
 from nano_inference.config import EngineConfig
 from nano_inference.errors import NanoInferenceError
 from nano_inference.serving.encoding import encoded, refusal
@@ -41,21 +39,12 @@ log = logging.getLogger("nano_inference.serving")
 
 BEAT = 1.0  # seconds between heartbeats while there are requests, also such as wait for the end of a pause
 IDLE_BEAT = 10.0  # and while nothing changes
-NOT_FOR_US = (signal.SIGINT, signal.SIGTERM)
 LAST_WORDS = 1.0  # seconds that messages get to leave before the process ends
 
 
 def main() -> None:
     """Run until the end; never returns."""
-    # Ctrl-C in a terminal, and the SIGTERM of a service manager, reach both processes: the other one decides, and lets
-    # what runs end first. When it has gone, so does this one.
-    for number in NOT_FOR_US:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_US)  # blocked by `EngineChild` until here
-    faulthandler.enable()
-    begin = msgspec.json.decode(sys.stdin.buffer.readline(), type=Begin)
-    folder = Path(begin.inbox.removeprefix("ipc://")).parent
-    threading.Thread(target=_end_with_parent, args=(folder,), name="end with parent", daemon=True).start()
+    begin = be_child(Begin, lambda begin: _leave(_folder_of(begin.inbox)))
     _set_up_logs(begin)
     outbox = Outbox(begin.outbox)
     try:
@@ -115,11 +104,9 @@ def _set_up_logs(begin: Begin) -> None:
     logging.getLogger("nano_inference").setLevel(begin.log_level)
 
 
-def _end_with_parent(folder: Path) -> None:
-    """Wait until the other end of stdin is closed, by whatever; then leave nothing behind, also amid a step."""
-    while os.read(0, 4096):
-        pass
-    _leave(folder)
+def _folder_of(address: str) -> Path:
+    """In which the sockets are."""
+    return Path(address.removeprefix("ipc://")).parent
 
 
 def _leave(folder: Path) -> None:
@@ -153,7 +140,7 @@ class Outbox:
     def __init__(self, address: str) -> None:
         self._queue: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
         self._address = address
-        self._folder = Path(address.removeprefix("ipc://")).parent
+        self._folder = _folder_of(address)
         self._watched: tuple[EngineCore, int] | None = None
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()

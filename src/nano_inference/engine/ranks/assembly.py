@@ -1,14 +1,10 @@
 """From a config to an engine of several ranks: start the others, let all build their parts, agree, be ready."""
 
 import logging
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
-
-import torch.distributed
 
 import nano_inference
 from nano_inference.config import EngineConfig
@@ -20,11 +16,11 @@ from nano_inference.engine.ranks.launcher import Handle, Launcher, LocalLauncher
 from nano_inference.engine.ranks.meeting import Meeting
 from nano_inference.engine.ranks.messages import Build, Size
 from nano_inference.engine.ranks.runner import RankedRunner
-from nano_inference.errors import ConfigError, RankLost
+from nano_inference.engine.transports.group import serve_store
+from nano_inference.errors import ConfigError, RankLost, WeightUpdateError
 from nano_inference.models.shares import mesh_of
 
 logger = logging.getLogger("nano_inference")
-dist: Any = torch.distributed
 
 MEET_SECONDS = 120.0  # for the others to start
 
@@ -93,23 +89,8 @@ def _place_to_meet(meeting: Meeting, launcher: Launcher) -> tuple[str, Any]:
     if meeting.folder is not None:
         return f"file:{meeting.folder}/groups", None
     assert launcher.host is not None
-    family = socket.AF_INET6 if ":" in launcher.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.bind((launcher.host, 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        # Left to itself the store would listen on every address of the machine.
-        store = dist.TCPStore(
-            launcher.host,
-            port,
-            None,
-            True,
-            timedelta(seconds=MEET_SECONDS),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    except (OSError, RuntimeError) as problem:
-        listener.close()
-        raise ConfigError(f"the ranks cannot meet at {launcher.host}: {problem}.") from problem
-    return f"tcp:{launcher.host}:{port}", store
+        store = serve_store((launcher.host, 0), MEET_SECONDS)
+    except WeightUpdateError as problem:
+        raise ConfigError(f"the ranks cannot meet: {problem}") from problem
+    return f"tcp:{launcher.host}:{store.port}", store

@@ -1,18 +1,16 @@
 """Who starts the processes of the other ranks. Each gets its `Begin` in a way that nobody else can read."""
 
 import os
-import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
 import msgspec
 
+from nano_inference.child_process import start_child
 from nano_inference.engine.ranks.messages import Begin
 
-NOT_FOR_US = (signal.SIGINT, signal.SIGTERM)
 KILL_PATIENCE = 5.0  # seconds for the system to end a killed process
 
 
@@ -77,25 +75,11 @@ class LocalLauncher:
 
 
 class LocalHandle:
-    """A process of ours. It lives no longer than its stdin, the other end of which is here."""
+    """A child of this process."""
 
     def __init__(self, begin: Begin) -> None:
-        # What is not for it must not end it before it can say so: it inherits the mask, and lifts it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_US)
-        try:
-            self._process = subprocess.Popen(
-                # -P: a module in the current folder is not taken for one of ours
-                [sys.executable, "-P", "-m", "nano_inference.engine.ranks.worker"],
-                stdin=subprocess.PIPE,
-                stdout=2,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         begin = msgspec.structs.replace(begin, parent=os.getpid(), local_rank=begin.rank)
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended already, and we shall hear of it
-            self._process.stdin.write(msgspec.json.encode(begin) + b"\n")
-            self._process.stdin.flush()  # and stays open: its end is ours
+        self._process = start_child("nano_inference.engine.ranks.worker", begin)
 
     def alive(self) -> bool:
         """See `Handle`."""

@@ -4,22 +4,17 @@ It builds its part of the model, then does what rank 0 says, message by message,
 rank 0, however that ends, and with the process that started it.
 """
 
-import faulthandler
 import logging
 import os
 import select
 import shutil
-import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import msgspec
-
 import nano_inference
-from nano_inference.engine.ranks.launcher import NOT_FOR_US
+from nano_inference.child_process import be_child
 from nano_inference.engine.ranks.link import Identity, Link, LinkLost, NotOurs, connect, greet_rank_0
 from nano_inference.engine.ranks.messages import (
     Answer,
@@ -52,14 +47,7 @@ _HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 def main() -> None:
     """Run until the end; never returns."""
-    # Ctrl-C in a terminal, and the SIGTERM of a service manager, reach all processes: rank 0 decides. When it has gone,
-    # so does this one.
-    for number in NOT_FOR_US:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_US)  # blocked by `LocalHandle` until here
-    faulthandler.enable()
-    begin = msgspec.json.decode(sys.stdin.buffer.readline(), type=Begin)
-    threading.Thread(target=_end_with_stdin, args=(begin,), name="end with rank 0", daemon=True).start()
+    begin = be_child(Begin, _leave)
     logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {begin.rank} %(name)s %(message)s")
     logging.getLogger("nano_inference").setLevel(begin.log_level)
     try:
@@ -234,10 +222,8 @@ class WorkerProcess:
             self._end(1)
 
 
-def _end_with_stdin(begin: Begin) -> None:
-    """Wait until the other end of stdin is closed, by whatever; then be gone, also amid a step."""
-    while os.read(0, 4096):
-        pass
+def _leave(begin: Begin) -> None:
+    """The process that started this one has gone."""
     kind, _, path = begin.address.partition(":")
     if kind == "unix":  # where the ranks met: rank 0 has left it if it was killed meanwhile
         shutil.rmtree(os.path.dirname(path), ignore_errors=True)

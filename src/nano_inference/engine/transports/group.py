@@ -65,11 +65,10 @@ def serve_store(address: Address, timeout: float) -> Any:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen()
-        port = listener.getsockname()[1]
         # Left to itself the store would listen on every address of the machine.
         return dist.TCPStore(
             address[0],
-            port,
+            listener.getsockname()[1],
             None,
             True,
             timedelta(seconds=timeout),
