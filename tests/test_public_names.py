@@ -155,6 +155,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "queued": 0.0,
         "log_kept_mass": None,
         "weight_version": 0,
+        "past_versions": (),
     },
     VersionSpan: {"version": REQUIRED, "start": REQUIRED, "end": REQUIRED},
     SamplingMask: {"offsets": REQUIRED, "token_ids": REQUIRED},

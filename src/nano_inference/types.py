@@ -289,6 +289,8 @@ class Delta:
         queued: seconds from when the request was handed in until its first chunk was planned, or until it ended.
         log_kept_mass: of `token_ids`, as in `TrainingSample`; None where no filter can cut.
         weight_version: of the weights that sampled `token_ids`; 0 where there are none.
+        past_versions: positions of the context that earlier weights computed (`kv_policy="keep"`); the weights of
+            `weight_version` computed the rest. See `TrainingSample.kv_versions`.
     """
 
     request_id: int
@@ -303,6 +305,7 @@ class Delta:
     queued: float = field(default=0.0, compare=False)
     log_kept_mass: tuple[float, ...] | None = None
     weight_version: int = 0
+    past_versions: tuple[VersionSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.scheduling.sequence import Sequence
-from nano_inference.types import Delta, TrainingSample
+from nano_inference.types import Delta, TrainingSample, VersionSpan
 
 logger = logging.getLogger("nano_inference")
 
@@ -83,21 +83,24 @@ class Delivery:
 def next_delta(seq: Sequence, before: int, text: str | None) -> Delta:
     """A streaming sequence's tokens from place `before` on, and what is known of them."""
     version = seq.version_starts[-1][0] if len(seq.token_ids) > before else 0
-    return _delta(seq, before - seq.num_prompt_tokens, seq.num_completion_tokens, text, version)
+    past = seq.contexts[-1].past if version and seq.contexts else ()
+    return _delta(seq, before - seq.num_prompt_tokens, seq.num_completion_tokens, text, version, past)
 
 
 def deltas_since(seq: Sequence, told: int) -> list[Delta]:
-    """A sequence's completion tokens from place `told` on, without text: a delta for each weight version."""
-    bounds = [told, *(start for _, start in seq.version_starts if start > told), seq.num_completion_tokens]
+    """A sequence's completion tokens from place `told` on, without text: a delta for each way to compute them."""
+    starts = {start for _, start in seq.version_starts} | {context.token_start for context in seq.contexts}
+    end = seq.num_completion_tokens
     deltas: list[Delta] = []
-    for begin, end in itertools.pairwise(bounds):
-        if begin < end:
+    for begin, stop in itertools.pairwise([told, *sorted(start for start in starts if told < start < end), end]):
+        if begin < stop:
             version = next(version for version, start in reversed(seq.version_starts) if start <= begin)
-            deltas.append(_delta(seq, begin, end, None, version))
+            past = next((each.past for each in reversed(seq.contexts) if each.token_start <= begin), ())
+            deltas.append(_delta(seq, begin, stop, None, version, past))
     return deltas
 
 
-def _delta(seq: Sequence, begin: int, end: int, text: str | None, version: int) -> Delta:
+def _delta(seq: Sequence, begin: int, end: int, text: str | None, version: int, past: tuple[VersionSpan, ...]) -> Delta:
     """A sequence's completion tokens [begin, end)."""
     first, params, new = seq.num_prompt_tokens, seq.params, slice(begin, end)
     return Delta(
@@ -112,6 +115,7 @@ def _delta(seq: Sequence, begin: int, end: int, text: str | None, version: int) 
         queued=seq.queued,
         log_kept_mass=tuple(seq.output_log_kept_mass[new]) if params.filters else None,
         weight_version=version,
+        past_versions=past,
     )
 
 

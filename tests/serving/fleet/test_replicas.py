@@ -17,7 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from nano_inference.config import EngineConfig
+from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.transports.files import write_folder
+from nano_inference.rl.comparison import differences
+from nano_inference.rl.replayer import Replayer
 from nano_inference.serving.client import EngineClient, RequestStream
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control
@@ -26,7 +29,8 @@ from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.main import engine_client, running_server
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.types import Delta, SamplingParams, TrainingSample
-from tests.serving.engines import config_of, finished, params_of
+from tests.models.tiny import tiny_llama
+from tests.serving.engines import config_of, finished, params_of, until
 from tests.serving.fleet.fleets import plain
 
 
@@ -212,6 +216,54 @@ def test_requests_that_finish_on_old_weights_do_so_wherever_they_are(model: Path
                     assert len(sample.completion_tokens) == 400
 
     play(test())
+
+
+def test_what_a_move_amid_mixed_weights_leaves_can_be_replayed_to_the_bit(tmp_path: Path) -> None:
+    """A sample says which weights computed what it attended to, also where a replica that is gone has drawn it."""
+    model = tiny_llama(tmp_path, max_position=2048)
+    new = new_weights(model)
+
+    async def test() -> list[TrainingSample]:
+        async with fleet_of(InProcessClient, config_of(model)) as client:
+            control = Control(client, ServerConfig(rl=True))
+            streams = [client.submit([1, 2, 3, each], params_of(each, 800), 2, stream=each > 0) for each in range(3)]
+
+            async def more(tokens: int) -> None:  # of each sample
+                flights = list(client._flights.values())
+                wanted = [len(known.token_ids) + tokens for flight in flights for known in flight.samples]
+                await until(
+                    lambda: all(
+                        len(known.token_ids) >= least
+                        for known, least in zip((k for f in flights for k in f.samples), wanted, strict=True)
+                    )
+                )
+
+            for folder in (new, model):
+                await more(20)
+                await control.begin_update()
+                await control.receive_folder(str(folder))
+                await control.finish_update(kv_policy="keep")
+            await more(20)
+            for name in ("0", "1"):
+                client.drain(name, move=True)
+                client.drain(name, draining=False)
+                await more(5)
+            assert client.failovers.moved >= 3
+            return [sample for stream in streams for sample in await finished(stream)]
+
+    samples: list[TrainingSample] = []
+
+    async def kept() -> None:
+        samples.extend(await test())
+
+    play(kept())
+    with InferenceEngine(config_of(model)) as engine:
+        replayer = Replayer(engine, {0: str(model), 7: str(new), 8: str(model)})
+        for sample in samples:
+            assert [span.version for span in sample.weight_versions] == [0, 7, 8]
+            assert any(len(context.versions) == 3 for context in sample.kv_versions), "weights were mixed"
+            assert len(sample.kv_versions[-1].versions) == 1, "it was computed again"
+            assert not differences(sample, replayer.replay(sample))
 
 
 def test_the_server_shows_its_replicas_and_lets_an_administrator_change_them(model: Path) -> None:

@@ -2,12 +2,12 @@
 
 import time
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from nano_inference.errors import EngineDead
+from nano_inference.scheduling.sequence import Context
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.fleet.router import Ticket
@@ -28,7 +28,7 @@ class Known:
     kept: list[float] = field(default_factory=list[float])
     raw: list[float] = field(default_factory=list[float])
     top: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
-    starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # (weight version, first token)
+    starts: list[Context] = field(default_factory=list[Context])  # what its tokens were computed by
     text_length: int = 0  # of what was handed on
     cached_tokens: int = 0
     to_skip: int = 0  # tokens that come again
@@ -37,8 +37,9 @@ class Known:
 
     def take(self, delta: Delta) -> None:
         """Note a delta's tokens."""
-        if not self.starts or self.starts[-1][0] != delta.weight_version:
-            self.starts.append((delta.weight_version, len(self.token_ids)))
+        by = delta.past_versions, delta.weight_version
+        if delta.token_ids and (not self.starts or self.starts[-1][1:] != by):
+            self.starts.append(Context(len(self.token_ids), *by))
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         if delta.log_kept_mass is not None:
@@ -201,7 +202,7 @@ class Flight:
         elif self.message.params.sampling_mask:
             self._repeat(client)
         else:
-            drawn = [known.starts[-1][0] for known in self.samples if known.starts and not known.ended]
+            drawn = [known.starts[-1].version for known in self.samples if known.starts and not known.ended]
             old = max(drawn, default=None)
             self._resume(client, old if version is not None and old is not None and old < version else None)
 
@@ -311,12 +312,15 @@ class Flight:
         """A sample as `resume_from` takes it."""
         known, params = self.samples[index], self.message.params
         count, prompt = len(known.token_ids), tuple(self.message.prompt)
-        bounds = [*known.starts, (0, count)]
-        spans = tuple(VersionSpan(version, start, end) for (version, start), (_, end) in pairwise(bounds))
-        contexts = tuple(
-            ContextVersions(span.start, span.end, (VersionSpan(span.version, 0, len(prompt) + span.end - 1),))
-            for span in spans
-        )
+        spans, contexts = list[VersionSpan](), list[ContextVersions]()
+        ends = [by.token_start for by in known.starts[1:]] + [count]
+        for by, end in zip(known.starts, ends, strict=False):  # it may have none
+            start = by.token_start
+            if spans and spans[-1].version == by.version:
+                start = spans.pop().start
+            spans.append(VersionSpan(by.version, start, end))
+            last = VersionSpan(by.version, by.past[-1].end if by.past else 0, len(prompt) + end - 1)
+            contexts.append(ContextVersions(by.token_start, end, (*by.past, last)))
         return TrainingSample(
             prompt_tokens=prompt,
             completion_tokens=tuple(known.token_ids),
@@ -324,7 +328,7 @@ class Flight:
             ref_logprobs=None,
             weight_version=spans[-1].version if spans else 0,
             finish_reason="abort",
-            weight_versions=spans,
+            weight_versions=tuple(spans),
             raw_logprobs=tuple(known.raw) if params.raw_logprobs else None,
             log_kept_mass=tuple(known.kept) if params.filters else (0.0,) * count,
             top_logprobs=tuple(known.top) if params.top_logprobs else None,
@@ -332,7 +336,7 @@ class Flight:
             seed=params.seed or 0,
             sample_index=index,
             cached_tokens=known.cached_tokens,
-            kv_versions=contexts,
+            kv_versions=tuple(contexts),
             loss_mask=(True,) * count,
             sampling_params=params,
         )
