@@ -79,7 +79,10 @@ def worker(end: socket.socket, told: Connection) -> None:
 
 
 def measure(steps: int = 128, windows: int = 5) -> list[Row]:
-    """Microseconds a step (both of its messages), over windows of so many steps: the median of the windows' medians."""
+    """Microseconds a step (both of its messages), over windows of so many steps: the median of the windows' medians.
+
+    `forward_us` is of the first message alone: then the other rank computes, and the draw arrives meanwhile.
+    """
     return [summary(case, [window(case, steps) for _ in range(windows)]) for case in CASES]
 
 
@@ -113,6 +116,7 @@ def window(case: Case, steps: int) -> dict[str, float]:
     sending = [(s - b) / 1e3 for b, s in zip(began, left, strict=True)]
     return {
         "step": statistics.median(map(sum, zip(whole[::2], whole[1::2], strict=True))),
+        "forward": statistics.median(whole[::2]),
         "rank 0": statistics.median(map(sum, zip(sending[::2], sending[1::2], strict=True))),
         "bytes": runner.num_bytes / steps,
     }
@@ -127,6 +131,7 @@ def summary(case: Case, windows: list[dict[str, float]]) -> Row:
         "running": case.running,
         "step_us": round(statistics.median(whole), 1),
         "least_us": round(min(whole), 1),
+        "forward_us": round(statistics.median(each["forward"] for each in windows), 1),
         "rank_0_us": round(statistics.median(each["rank 0"] for each in windows), 1),
         "bytes": round(windows[-1]["bytes"]),
     }

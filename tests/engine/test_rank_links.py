@@ -76,6 +76,29 @@ def join(meeting: Meeting, me: Identity) -> Link:
     return link
 
 
+def test_ranks_that_are_there_before_rank_0_waits_for_them(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread accepts and greets them before `collect` goes on."""
+    start = threading.Thread.start
+
+    def start_and_lose_the_core(self: threading.Thread) -> None:
+        start(self)
+        if self.name == "meet ranks":
+            assert all(came.wait(5) for came in here)
+
+    def come(rank: int) -> None:
+        links.append(join(meeting, identity(meeting, rank)))
+        here[rank - 1].set()
+
+    here, links = [threading.Event(), threading.Event()], list[Link]()
+    for rank in (1, 2):
+        threading.Thread(target=come, args=(rank,), daemon=True).start()
+    monkeypatch.setattr(threading.Thread, "start", start_and_lose_the_core)
+    met = meeting.collect([], 5)
+    assert sorted(met) == [1, 2]
+    for link in (*met.values(), *links):
+        link.close()
+
+
 def test_ranks_join_among_strangers(meeting: Meeting) -> None:
     found: dict[int, Link] = {}
     collecting = threading.Thread(target=lambda: found.update(meeting.collect([], 20)))

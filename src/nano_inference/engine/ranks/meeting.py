@@ -69,8 +69,8 @@ class Meeting:
         end = time.monotonic() + seconds
         stop = threading.Event()
         accepting = threading.Thread(target=self._accept, args=(stop,), name="meet ranks", daemon=True)
+        self._waiting = True  # before anybody can arrive
         accepting.start()
-        self._waiting = True
         try:
             while len(links) < self.world_size - 1:
                 with contextlib.suppress(queue.Empty):
