@@ -1,6 +1,7 @@
 """`serve` runs the server until it is told to stop; `running_server` runs one for the length of a `with` block."""
 
 import atexit
+import itertools
 import shutil
 import tempfile
 import threading
@@ -116,11 +117,14 @@ def _fleet_client(engine: EngineConfig, config: ServerConfig) -> FleetClient:
         cores = psutil.cpu_count(logical=False) or 1
         engine = replace(engine, num_threads=max(1, cores // config.replicas))
 
-    meeting = _meeting(engine, config)
+    folder = _meeting(engine, config)
+    made = itertools.count()
 
     def make(number: int) -> EngineClient:
         if config.in_process:
             return InProcessClient(engine, config.max_backlog)
+        # Engines in lockstep are made all at once; those that are made after these have died meet elsewhere.
+        meeting = f"{folder}/{next(made) // config.replicas}" if folder else ""
         options: dict[str, Any] = {"log_format": config.log_format, "number": number, "meeting": meeting}
         return ProcessClient(engine, config.max_backlog, **options)
 
@@ -133,12 +137,12 @@ def _fleet_client(engine: EngineConfig, config: ServerConfig) -> FleetClient:
         seed=engine.seed,
         prefill_replicas=config.prefill_replicas,
         share_prefixes=config.share_prefixes,
-        in_lockstep=bool(meeting),
+        in_lockstep=bool(folder),
     )
 
 
 def _meeting(engine: EngineConfig, config: ServerConfig) -> str:
-    """Where engines in lockstep meet: a path that nobody has used; empty: they are not."""
+    """The folder in which engines in lockstep meet; empty: they are not."""
     if engine.expert_parallel == 1 or engine.tensor_parallel > 1:
         return ""
     if config.replicas != engine.expert_parallel:
@@ -146,12 +150,11 @@ def _meeting(engine: EngineConfig, config: ServerConfig) -> str:
             f"expert_parallel={engine.expert_parallel} with tensor_parallel=1 is as many engines in lockstep: "
             f"replicas={engine.expert_parallel}, not {config.replicas}."
         )
-    if config.in_process or config.restart_engine:
-        name = "in_process" if config.in_process else "restart_engine"
-        raise ConfigError(f"{name}=True is not possible for engines in lockstep: none can be without the others.")
+    if config.in_process:
+        raise ConfigError("in_process=True is not possible for engines in lockstep: each needs a process of its own.")
     folder = tempfile.mkdtemp(prefix="nano-inference-lockstep-")  # mode 0700
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return f"{folder}/lockstep"
+    return folder
 
 
 def _client(engine: EngineConfig | EngineClient, config: ServerConfig) -> EngineClient:

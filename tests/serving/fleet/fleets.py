@@ -40,6 +40,7 @@ class Engine(ScriptedClient):
         self.fails: dict[str, Exception | Callable[[], None]] = {}
         self.holds: dict[str, asyncio.Event] = {}
         self.is_closed = False
+        self.fail_to_start: Exception | None = None
         self.is_built = asyncio.Event()
         self.is_built.set()
         self.returns |= dict.fromkeys(("join_group", "leave_group", "receive_broadcast", "prepare_update"), None)
@@ -54,6 +55,8 @@ class Engine(ScriptedClient):
     async def start(self) -> None:
         await self.is_built.wait()
         self._require_open()
+        if self.fail_to_start is not None:
+            raise self.fail_to_start
         await super().start()
 
     async def close(self) -> None:

@@ -221,3 +221,32 @@ def test_counters_never_fall_and_gauges_are_of_those_that_live() -> None:
             assert (found.completion_tokens, found.num_blocks) == (307, 100)
 
     play(test())
+
+
+def test_engines_in_lockstep_are_started_again_when_the_last_has_died_all_at_once() -> None:
+    async def test() -> None:
+        async with fleet(3, restart=True, in_lockstep=True) as made:
+            made.engines[1].die("it was killed")
+            made.engines[0].die("it lost the others")
+            await asyncio.sleep(0.7)
+            assert len(made.engines) == 3, "one still lives"
+            made.on_made = lambda engine: engine.is_built.clear()
+            made.engines[2].die("it lost the others, too")
+            with pytest.raises(ApiError, match="started again"):
+                made.client.submit([1], PARAMS, stream=True)
+            await until(lambda: len(made.engines) == 6)
+            made.on_made = lambda _: None
+            made.engines[3].is_built.set()
+            made.engines[5].fail_to_start = NanoInferenceError("no memory")
+            made.engines[5].is_built.set()
+            await until(lambda: made.client.replica_statuses()[0].why == "no memory")
+            assert made.client.why_dead is not None
+            await until(lambda: len(made.engines) == 9)
+            assert [each.is_closed for each in made.engines[3:6]] == [True] * 3
+            await until(lambda: made.client.why_dead is None)
+            assert len(made.client.roster.living()) == 3
+            assert [each.num_starts for each in made.client.replica_statuses()] == [3, 3, 3]
+            assert made.client.num_restarts == 1
+            assert told([delta async for delta in deltas(made)])[0] == list(range(100, 120))
+
+    play(test())

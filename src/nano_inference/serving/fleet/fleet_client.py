@@ -48,7 +48,7 @@ class FleetClient(EngineClient):
         prefill_replicas: of the first replicas, how many only compute prompts (`Prefill`).
         prefill_least: tokens of the prompts that they compute.
         share_prefixes: fetch a prompt's prefix from the replica that has it, where that is faster (`Sharing`).
-        in_lockstep: the engines cannot do without each other, so none is added or taken out.
+        in_lockstep: the engines cannot do without each other, so none is added, taken out or started again alone.
     """
 
     def __init__(
@@ -70,7 +70,13 @@ class FleetClient(EngineClient):
         super().__init__(max_backlog, restart=restart)
         self.router = router if router is not None else Router()
         self.roster = Roster(
-            self, make, self.router, restart=restart, stall_timeout=stall_timeout, bring_weights=bring_weights
+            self,
+            make,
+            self.router,
+            restart=restart,
+            stall_timeout=stall_timeout,
+            bring_weights=bring_weights,
+            in_lockstep=in_lockstep,
         )
         self.transfers = Transfers(self)
         self.prefill = Prefill(self, self.transfers, prefill_replicas, prefill_least) if prefill_replicas else None

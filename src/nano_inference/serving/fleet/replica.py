@@ -1,10 +1,11 @@
-"""`Replica`: one engine of a fleet, and what is told of it."""
+"""`Replica`: one engine of a fleet, what is told of it, and whom the fleet's roster tells."""
 
 import bisect
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from nano_inference.serving.client import EngineClient
+from nano_inference.serving.messages import EngineInfo
 
 # starting: it is built; syncing: it is brought to what the others have; serving; draining: it takes nothing new; dead:
 # it has died, and maybe another one will take its place.
@@ -78,3 +79,23 @@ class Failovers:
         self.counts[bisect.bisect_left(BUCKETS, seconds)] += 1
         self.seconds += seconds
         self.longest = max(self.longest, seconds)
+
+
+class Owner(Protocol):
+    """Who has the roster, and is told of what becomes of it."""
+
+    def opened(self, info: EngineInfo, again: bool) -> None:
+        """A first replica serves; `again`: after all had died."""
+        ...
+
+    def lost(self, why: str, public: str, coming: bool) -> None:
+        """None is left; `coming`: another one is on its way."""
+        ...
+
+    def hand_on(self, client: EngineClient) -> int:
+        """Others are to go on with what this one has; returns how many requests that is."""
+        ...
+
+    def changed(self) -> None:
+        """Other replicas serve than before, or they have reported."""
+        ...

@@ -5,7 +5,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import msgspec
 
@@ -13,7 +13,7 @@ from nano_inference.errors import EngineDead, NanoInferenceError
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.fleet.joined_stats import counted
-from nano_inference.serving.fleet.replica import Failovers, Replica, ReplicaStatus, State
+from nano_inference.serving.fleet.replica import Failovers, Owner, Replica, ReplicaStatus, State
 from nano_inference.serving.fleet.router import Router
 from nano_inference.serving.fleet.weights import BringWeights, by_folder
 from nano_inference.serving.messages import EngineInfo
@@ -28,26 +28,6 @@ LASTING = 60.0  # seconds after which an engine has lasted
 _SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # of all replicas
 
 
-class Owner(Protocol):
-    """Who has the roster, and is told of what becomes of it."""
-
-    def opened(self, info: EngineInfo, again: bool) -> None:
-        """A first replica serves; `again`: after all had died."""
-        ...
-
-    def lost(self, why: str, public: str, coming: bool) -> None:
-        """None is left; `coming`: another one is on its way."""
-        ...
-
-    def hand_on(self, client: EngineClient) -> int:
-        """Others are to go on with what this one has; returns how many requests that is."""
-        ...
-
-    def changed(self) -> None:
-        """Other replicas serve than before, or they have reported."""
-        ...
-
-
 class Roster:
     """Starts engines, ends those that hang, and lets a new one serve when it has what the others have: weights of the
     same version, the same pause, the same sleep.
@@ -59,6 +39,7 @@ class Roster:
         restart: start a new engine in the place of one that has died.
         stall_timeout: seconds after which a replica that has something to do and gets nowhere is killed.
         bring_weights: lets one that serves give another one the weights of a version; None: by way of a folder.
+        in_lockstep: with one all die; new ones are started when none is left, all at once.
 
     Attributes:
         replicas: all of them, by name.
@@ -78,6 +59,7 @@ class Roster:
         restart: bool,
         stall_timeout: float,
         bring_weights: "BringWeights | None" = None,
+        in_lockstep: bool = False,
     ) -> None:
         self.replicas: dict[str, Replica] = {}
         self.failovers = Failovers()
@@ -93,6 +75,7 @@ class Roster:
         self._restart = restart
         self._stall_timeout = stall_timeout
         self._bring_weights = bring_weights if bring_weights is not None else by_folder
+        self._in_lockstep = in_lockstep
         self._first: EngineInfo | None = None  # what all others must be like
         self._num_made = 0
         self._tasks = set[asyncio.Task[Any]]()
@@ -106,9 +89,7 @@ class Roster:
             if isinstance(answer, BaseException):
                 raise answer
         self._first = replicas[0].client.info
-        for each in replicas:
-            self._require_same(each)
-        self._open(replicas, self._first.weight_version, again=False)
+        self._open(replicas, again=False)
         self.spawn(self._watch())
 
     async def close(self) -> None:
@@ -204,10 +185,14 @@ class Roster:
         client = each.client
         client.on_dead = lambda: self._bury(each, client)
 
-    def _open(self, replicas: list[Replica], version: int, *, again: bool) -> None:
-        """These are the first that serve, with weights of this version."""
-        self.version, self.paused, self.asleep, self.keeps_old = version, False, (), False
-        self._owner.opened(msgspec.structs.replace(replicas[0].client.info, weight_version=version), again)
+    def _open(self, replicas: list[Replica], version: int | None = None, *, again: bool) -> None:
+        """These are the first that serve, with weights of this version; None: those that they were built with."""
+        for each in replicas:
+            self._require_same(each)
+        info = replicas[0].client.info
+        self.version = info.weight_version if version is None else version
+        self.paused, self.asleep, self.keeps_old = False, (), False
+        self._owner.opened(msgspec.structs.replace(info, weight_version=self.version), again)
         for each in replicas:
             self._admit(each)
 
@@ -241,7 +226,11 @@ class Roster:
             lasted = each.ready_at and time.monotonic() - each.ready_at > LASTING
             each.num_short = 0 if lasted else each.num_short + 1
             each.ready_at = 0.0
-            self.spawn(self._start_again(each, min(BACKOFF * 2 ** max(0, each.num_short - 1), MAX_BACKOFF)))
+            delay = min(BACKOFF * 2 ** max(0, each.num_short - 1), MAX_BACKOFF)
+            if not self._in_lockstep:
+                self.spawn(self._start_again(each, delay))
+            elif all(other.state == "dead" for other in self.replicas.values()):
+                self.spawn(self._start_all_again(delay))
 
     def _look_whether_lost(self, why: str, public: str) -> None:
         """One is gone. If none serves, the owner is told, also when the one that was to come does not."""
@@ -255,10 +244,30 @@ class Roster:
             await asyncio.sleep(GLANCE)
         if self._closing or self.replicas.get(each.name) is not each:  # it was removed
             return
+        self._renew(each)
+        await self._bring_up(each, each.client.start)
+
+    async def _start_all_again(self, delay: float) -> None:
+        """Engines that cannot do without each other, when the last one has died."""
+        await asyncio.sleep(delay)
+        if self._closing:
+            return
+        replicas = list(self.replicas.values())
+        for each in replicas:
+            self._renew(each)
+        try:
+            await asyncio.gather(*(each.client.start() for each in replicas))
+            self._open(replicas, again=True)
+        except Exception as problem:  # the others would wait for that one
+            for each in replicas:
+                self._bury(each, each.client, str(problem))
+                each.client.kill()
+
+    def _renew(self, each: Replica) -> None:
+        """Another engine in its place, which is not started yet."""
         each.client, each.state = self._make(int(each.name)), "starting"
         each.num_starts += 1
         self._look_after(each)
-        await self._bring_up(each, each.client.start)
 
     async def _bring_up(self, each: Replica, begin: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Let a replica serve, when it has what the others have; end it if it cannot have that."""
