@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
+
+from benchmarks import machine
 from benchmarks.measure import Row, Stopwatch, show, spread
 from benchmarks.ours import Options, engine_config
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
@@ -39,8 +42,13 @@ def measure(options: Options, parts: tuple[str, ...], shape: Shape, num_replicas
     options = replace(options, threads=1)
     rows: list[Row] = []
     if "router" in parts:
-        rows += [router_row(length, num_replicas, options.repeats) for length in LENGTHS]
-        show(f"the router, {num_replicas} replicas", {"prompt": _of("prompt_tokens"), "µs a request": _of("us")}, rows)
+        rows += [
+            router_row(length, num_replicas, options.repeats, just_read)
+            for just_read in (True, False)
+            for length in LENGTHS
+        ]
+        columns = {"prompt": _of("prompt_tokens"), "just read": _of("just_read"), "µs a request": _of("us")}
+        show(f"the router, {num_replicas} replicas", columns, rows)
     config = engine_config(options, kv_cache_memory=1 << 30)
     if "throughput" in parts:
         found = throughput_rows(config, shape, options.repeats)
@@ -61,29 +69,42 @@ def _of(name: str) -> Callable[[Row], Any]:
 # -- the router --------------------------------------------------------------------------------------------------------
 
 
-def router_row(length: int, num_replicas: int, repeats: int, requests: int = 2000) -> Row:
-    """Placing, starting and finishing requests, half of whose prompt one in ten others has too, at a steady load."""
+def router_row(length: int, num_replicas: int, repeats: int, just_read: bool, requests: int = 2000) -> Row:
+    """Placing, starting and finishing requests, half of whose prompt one in ten others has too, at a steady load.
+
+    Args:
+        length: tokens of a prompt.
+        num_replicas: that the router has.
+        repeats: of all.
+        just_read: each prompt is decoded before it is placed, as a server does; that is not counted. Else all of them
+            were made beforehand, so that for long ones the core waits for memory at each token that is looked at.
+        requests: how many.
+    """
     rng, watch = random.Random(0), Stopwatch()
     stems = [_tokens(rng, length // 2) for _ in range(requests // 10)]
-    prompts = [rng.choice(stems) + _tokens(rng, length - length // 2) for _ in range(requests)]
+    prompts: list[Any] = [rng.choice(stems) + _tokens(rng, length - length // 2) for _ in range(requests)]
+    if just_read:
+        prompts = [msgspec.msgpack.encode(prompt) for prompt in prompts]
+    read: Callable[[Any], list[int]] = msgspec.msgpack.Decoder(list[int]).decode if just_read else lambda prompt: prompt
     for _ in range(repeats):
         router, live = Router(), list[Ticket]()
         for replica in range(num_replicas):
             router.add(str(replica))
-        order = rng.choices(range(4 * num_replicas), k=requests)
-
-        def run(router: Router = router, live: list[Ticket] = live, order: list[int] = order) -> None:
-            for prompt, which in zip(prompts, order, strict=True):
-                ticket = router.place(prompt)
-                router.started(ticket)
-                live.append(ticket)
-                if which < len(live):
-                    live[which], live[-1] = live[-1], live[which]
-                    router.finished(live.pop())
-
-        watch.time(run)
+        before, nanoseconds = machine.handover_ns(), 0
+        for each, which in zip(prompts, rng.choices(range(4 * num_replicas), k=requests), strict=True):
+            prompt = read(each)
+            began = time.perf_counter_ns()
+            ticket = router.place(prompt)
+            router.started(ticket)
+            live.append(ticket)
+            if which < len(live):
+                live[which], live[-1] = live[-1], live[which]
+                router.finished(live.pop())
+            nanoseconds += time.perf_counter_ns() - began
+        watch.add(nanoseconds / 1e9, before)
     us = spread(seconds / requests * 1e6 for seconds in watch.seconds)
-    return watch.row(name=f"router, {length} tokens", prompt_tokens=length, replicas=num_replicas, us=us)
+    name = f"router, {length} tokens{', just read' if just_read else ''}"
+    return watch.row(name=name, prompt_tokens=length, replicas=num_replicas, just_read=just_read, us=us)
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:

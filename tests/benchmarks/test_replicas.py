@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
+
 from benchmarks.replicas import Shape, asked, router_row
 
 
-def test_the_routers_time_is_a_row() -> None:
-    row = router_row(300, 5, 2, requests=40)
+@pytest.mark.parametrize("just_read", [False, True])
+def test_the_routers_time_is_a_row(just_read: bool) -> None:
+    row = router_row(300, 5, 2, just_read, requests=40)
     assert row["us"]["median"] > 0
     assert row["prompt_tokens"] == 300
     json.dumps(row)

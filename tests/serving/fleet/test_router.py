@@ -167,10 +167,15 @@ def test_what_is_remembered_is_bounded_and_the_common_start_stays() -> None:
     assert it.place(stem).cached == PIECE
 
 
-def test_long_prompts_cost_no_more_than_so_many_pieces() -> None:
-    it = router("0", max_pieces=20)
-    assert len(it._keys([0] * 10**5, None, 0)) == 20
-    assert [end for _, end in it._keys([0] * 10**4, None, 0)][15:] == [64, 96, 128, 160, 192]
+def test_long_prompts_cost_little_more_than_short_ones() -> None:
+    it = router("0", most_keys=12)
+    prompt = list(range(10**5))
+    ends = [end for _, end in it._keys(prompt, None, 0)]
+    assert ends == [PIECE * count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)]
+    for place, end in enumerate(ends):
+        other = [*prompt[: end - PIECE], *[-1] * PIECE, *prompt[end:]]
+        same = [a == b for a, b in zip(it._keys(prompt, None, 0), it._keys(other, None, 0), strict=True)]
+        assert same == [True] * place + [False] * (len(ends) - place)
 
 
 def test_a_slow_replica_gets_less() -> None:

@@ -50,9 +50,9 @@ class Router:
     until it is overloaded: until its queue costs more than the prefix saves. Of equals the one that was chosen longest
     ago is taken. A request is one placement, whatever the number of its samples: groups stay together.
 
-    **Prefixes** are known coarsely: chained keys at fixed places of the prompt (every `piece` tokens up to 16 pieces,
-    then every eighth piece, of which only the first `piece` tokens are looked at), with the salt and the weight version
-    at their root. A key names the replicas that were sent such a prompt, as the bits of an integer. There are at most
+    **Prefixes** are known coarsely: chained keys at fixed places of the prompt (after 1, 2, 3, 4, 6, 8, 12, 16, 24 …
+    pieces of `piece` tokens; of what lies between two places the last piece is looked at), with the salt and the weight
+    version at their root. A key names the replicas that were sent such a prompt, as the bits of an integer. There are at most
     `max_keys`, and the ones least recently used go. A wrong guess costs a prefill and no bit, so nobody tells the
     router what replicas evict; an update changes the version and so the keys.
 
@@ -63,8 +63,8 @@ class Router:
     a placement takes some tens of microseconds.
 
     Args:
-        piece: tokens between two keys.
-        max_pieces: keys of one prompt at most.
+        piece: tokens that a key looks at.
+        most_keys: of one prompt.
         piece_worth: score that a cached piece is worth.
         max_keys: prefixes that are remembered, some 300 bytes each at a thousand replicas; None: `KEYS` for every
             replica.
@@ -75,12 +75,13 @@ class Router:
         self,
         *,
         piece: int = 128,
-        max_pieces: int = 48,
+        most_keys: int = 24,
         piece_worth: int = 1,
         max_keys: int | None = None,
         max_sessions: int = 1 << 16,
     ) -> None:
-        self._piece, self._max_pieces, self._worth = piece, max_pieces, piece_worth
+        self._piece, self._worth = piece, piece_worth
+        self._ends = [piece * count for count in _half_octaves(most_keys)]
         self._max_keys, self._max_sessions = max_keys, max_sessions
         self._holders: OrderedDict[int, int] = OrderedDict()  # key -> replicas, a bit each
         self._sessions: OrderedDict[Hashable, str] = OrderedDict()
@@ -273,14 +274,12 @@ class Router:
     def _keys(self, prompt: Sequence[int], salt: str | None, version: int) -> list[tuple[int, int]]:
         """(key, tokens that it stands for), from the first piece on."""
         piece, keys = self._piece, list[tuple[int, int]]()
-        key, start, length = hash((salt, version)), 0, len(prompt)
-        for place in range(self._max_pieces):
-            end = start + (piece if place < 16 else 8 * piece)
+        key, length = hash((salt, version)), len(prompt)
+        for end in self._ends:
             if end > length:
                 break
-            key = hash((key, tuple(prompt[start : start + piece : STRIDE])))
+            key = hash((key, tuple(prompt[end - piece : end : STRIDE])))
             keys.append((key, end))
-            start = end
         return keys
 
     def _found(self, keys: list[tuple[int, int]], open_: int) -> list[tuple[int, int]]:
@@ -336,3 +335,8 @@ class Router:
         most = self._max_keys if self._max_keys is not None else KEYS * len(self._names)
         while len(holders) > most:
             holders.popitem(last=False)
+
+
+def _half_octaves(count: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, 24 …, so many."""
+    return [1, *((2 + at % 2) << at // 2 for at in range(count - 1))]
