@@ -52,9 +52,9 @@ class Router:
 
     **Prefixes** are known coarsely: chained keys at fixed places of the prompt (after 1, 2, 3, 4, 6, 8, 12, 16, 24 …
     pieces of `piece` tokens; of what lies between two places the last piece is looked at), with the salt and the weight
-    version at their root. A key names the replicas that were sent such a prompt, as the bits of an integer. There are at most
-    `max_keys`, and the ones least recently used go. A wrong guess costs a prefill and no bit, so nobody tells the
-    router what replicas evict; an update changes the version and so the keys.
+    version at their root. A key names the replicas that were sent such a prompt, as the bits of an integer. There are
+    at most `max_keys`, and the ones least recently used go. A wrong guess costs a prefill and no bit, so nobody tells
+    the router what replicas evict; an update changes the version and so the keys.
 
     **Sessions**: requests with the same session go where the last one went, as long as that replica takes requests.
     `max_sessions` are remembered, the ones least recently used go.
