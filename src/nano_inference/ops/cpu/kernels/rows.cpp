@@ -25,7 +25,8 @@ inline Vec weight_at(const NormWeight& norm, int64_t i, int n) {
   return vadd(vset(norm.offset), w);
 }
 
-// 1 / rms of a row: sixteen lanes of squares, folded once; the root in double, so that the norm stays within 2 ulp.
+// 1 / rms of a row: sixteen lanes of squares, folded once; the root in double, so that the norm stays within 2 ulp and
+// half the error of that sum.
 inline float inverse_rms(const float* x, int64_t size, float eps) {
   Vec even = vset(0.f), odd = even;
   int64_t i = 0;
