@@ -250,3 +250,33 @@ def test_engines_in_lockstep_are_started_again_when_the_last_has_died_all_at_onc
             assert told([delta async for delta in deltas(made)])[0] == list(range(100, 120))
 
     play(test())
+
+
+def test_a_start_that_fails_late_leaves_the_next_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client is closed before its start raises, which takes time."""
+
+    async def test() -> None:
+        async with fleet(2, restart=True, in_lockstep=True) as made:
+            is_closed = asyncio.Event()
+
+            async def start() -> None:
+                await is_closed.wait()
+                raise NanoInferenceError("no memory")
+
+            made.on_made = lambda engine: monkeypatch.setattr(engine, "start", start)
+            for engine in made.engines[:2]:
+                engine.die()
+            await until(lambda: len(made.engines) == 4)
+            made.on_made = lambda engine: engine.is_built.clear()
+            for engine in made.engines[2:4]:
+                engine.die()
+            await until(lambda: len(made.engines) == 6)
+            is_closed.set()
+            await asyncio.sleep(0.1)
+            assert [each.state for each in made.client.replica_statuses()] == ["starting", "starting"]
+            for engine in made.engines[4:]:
+                engine.is_built.set()
+            await until(lambda: made.client.why_dead is None)
+            assert [each.num_starts for each in made.client.replica_statuses()] == [3, 3]
+
+    play(test())

@@ -244,30 +244,30 @@ class Roster:
             await asyncio.sleep(GLANCE)
         if self._closing or self.replicas.get(each.name) is not each:  # it was removed
             return
-        self._renew(each)
-        await self._bring_up(each, each.client.start)
+        await self._bring_up(each, self._renew(each).start)
 
     async def _start_all_again(self, delay: float) -> None:
         """Engines that cannot do without each other, when the last one has died."""
         await asyncio.sleep(delay)
         if self._closing:
             return
-        replicas = list(self.replicas.values())
-        for each in replicas:
-            self._renew(each)
+        started = [(each, self._renew(each)) for each in self.replicas.values()]
         try:
-            await asyncio.gather(*(each.client.start() for each in replicas))
-            self._open(replicas, again=True)
+            await asyncio.gather(*(client.start() for _, client in started))
+            for each, client in started:
+                self._require_there(each, client)
+            self._open([each for each, _ in started], again=True)
         except Exception as problem:  # the others would wait for that one
-            for each in replicas:
-                self._bury(each, each.client, str(problem))
-                each.client.kill()
+            for each, client in started:
+                self._bury(each, client, str(problem))
+                client.kill()
 
-    def _renew(self, each: Replica) -> None:
+    def _renew(self, each: Replica) -> EngineClient:
         """Another engine in its place, which is not started yet."""
         each.client, each.state = self._make(int(each.name)), "starting"
         each.num_starts += 1
         self._look_after(each)
+        return each.client
 
     async def _bring_up(self, each: Replica, begin: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Let a replica serve, when it has what the others have; end it if it cannot have that."""
