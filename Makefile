@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip $(QUIET)
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo same-hash trl-grpo test test-slow test-trl test-rl-clients test-verl test-ray lint types layers check parity simulate mutants some-mutants sanitize gpu-check peers clean
+.PHONY: help demo grpo same-hash trl-grpo test test-slow test-trl test-rl-clients test-verl test-ray lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -96,6 +96,10 @@ sanitize: ## the CPU kernels under address, undefined-behaviour and thread sanit
 
 gpu-check: ## everything that a machine with a GPU can tell, in ten minutes; results in out/gpu/
 	bash scripts/gpu_check.sh
+
+pictures: $(INSTALLED) ## the pictures of the documents, from today's code and the committed reports; a quiet machine
+	$(BIN)/python examples/screenshots.py
+	$(BIN)/python -m benchmarks plots
 
 peers: $(INSTALLED) ## install other engines to compare with (15 minutes, 6 GB); benchmarks/peers/install.py
 	$(BIN)/python -m benchmarks.peers.install --torch "$(TORCH)"

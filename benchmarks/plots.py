@@ -12,6 +12,8 @@ from benchmarks.peers.compare import OURS, best
 PICTURES = ROOT / "docs"
 COLORS = {OURS: "#2a6fdb", "vllm": "#e08e0b", "llama.cpp": "#7a7a7a"}
 WARM = "#b5563c"
+# What a workload is about; of a row the first that it has. README's table shows the same.
+RATES = ("decode_tokens_per_s", "prompt_tokens_per_s", "output_tokens_per_s")
 HOST_BUDGET_US = 3.9  # a sequence and step: 1 ms at 256 sequences
 
 # What others report that exactness costs them, as extra time; each engine is compared with itself.
@@ -91,7 +93,7 @@ def peers(results: Path, report: str = "peers") -> Any:
     figure, axes = figure_of(len(names), 1.9 * len(names) + 0.4)
     for axis, name in zip(axes, names, strict=True):
         found = [(engine, row) for engine in COLORS if (row := best(rows, name, engine))]
-        key = "prompt_tokens_per_s" if "prompt_tokens_per_s" in found[0][1] else "output_tokens_per_s"
+        key = next(rate for rate in RATES if rate in found[0][1])
         labels = [engine.replace("-", "-\n") for engine, _ in found]
         bars(axis, labels, [row[key] for _, row in found], [COLORS[engine] for engine, _ in found])
         what = found[0][1]["what"].split(":")[0]

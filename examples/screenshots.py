@@ -1,9 +1,10 @@
-"""The pictures of the documents: runs each command in a terminal of its own and saves what it shows as SVG.
+"""`make pictures`: the terminal pictures of the documents. Runs each command in a terminal, saves what it shows as SVG.
 
 Needs the embedded model `smollm2-135m`, and a system with pseudo-terminals (Linux, macOS).
 """
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+import urllib.request
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +21,8 @@ from rich.text import Text
 DOCS = Path(__file__).parents[1] / "docs"
 MODEL = "smollm2-135m"
 WIDTH, HEIGHT = 96, 50
+QUESTION = "What is the capital of France?"
+PORT = 8000  # of the server in its picture; it must be free
 PROMPT = ">>> "  # what `chat` shows when it waits for a line
 COMMAND = [sys.executable, "-c", "from nano_inference.cli import app; app(prog_name='nano-inference')"]
 
@@ -26,14 +30,14 @@ COMMAND = [sys.executable, "-c", "from nano_inference.cli import app; app(prog_n
 PICTURES: dict[str, tuple[list[str], list[str]]] = {
     "generate": (
         [
-            *("generate", MODEL, "-p", "What is the capital of France?", "-p", "Why is the sky blue?"),
+            *("generate", MODEL, "-p", QUESTION, "-p", "Why is the sky blue?"),
             *("-n", "2", "--max-tokens", "48", "--temperature", "0.6", "--seed", "1", "--logprobs"),
         ],
         [],
     ),
     "chat": (
         ["chat", MODEL, "--max-tokens", "64", "--temperature", "0"],
-        ["What is the capital of France?", "And what is it known for?", "/reset", "/exit"],
+        [QUESTION, "And what is it known for?", "/reset", "/exit"],
     ),
     "info": (["info", MODEL], []),
 }
@@ -42,6 +46,7 @@ PICTURES: dict[str, tuple[list[str], list[str]]] = {
 def main() -> None:
     for name, (arguments, lines) in PICTURES.items():
         save(f"cli-{name}", f"nano-inference {' '.join(map(quoted, arguments))}", run([*COMMAND, *arguments], lines))
+    save("cli-serve", f"nano-inference serve {MODEL} --port {PORT} &", served())
     save("demo", "make demo", run([sys.executable, str(DOCS.parent / "examples" / "demo.py")], []))
 
 
@@ -51,10 +56,40 @@ def save(name: str, command: str, written: str) -> None:
     print(f"{name}.svg: {len(shown.splitlines())} lines")
 
 
-def run(command: list[str], lines: list[str]) -> str:
-    """All that a command writes to a terminal of WIDTH columns. Lines are typed when it asks for them."""
+def served() -> str:
+    """What a server writes until it has answered one request, and that request with its answer."""
+    body = json.dumps({"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24, "temperature": 0})
+    address = f"http://127.0.0.1:{PORT}/v1/chat/completions"
+    ours, theirs = terminal()
+    command = [*COMMAND, "serve", MODEL, "--port", str(PORT)]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as process:
+        os.close(theirs)
+        seen = b""
+        while b"max_model_len=" not in seen or not seen.endswith(b"\n"):
+            piece = read(ours)
+            if not piece:
+                raise SystemExit(f"the server ended: {seen.decode(errors='replace')}")
+            seen += piece
+        with urllib.request.urlopen(address, body.encode(), timeout=60) as reply:
+            answer = reply.read().decode()
+        process.terminate()
+        while read(ours):
+            pass
+    os.close(ours)
+    lines = [line.partition(" ")[2] for line in plain(seen.decode()).splitlines()]  # without the day
+    return "\r\n".join([*lines, "", f"$ curl {address} -d '{body}'", "", answer])
+
+
+def terminal() -> tuple[int, int]:
+    """Both ends of a terminal of WIDTH columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
+    return ours, theirs
+
+
+def run(command: list[str], lines: list[str]) -> str:
+    """All that a command writes to a terminal of WIDTH columns. Lines are typed when it asks for them."""
+    ours, theirs = terminal()
     unset = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
     environment = {key: value for key, value in os.environ.items() if key not in unset} | {"TERM": "xterm-256color"}
     with subprocess.Popen(

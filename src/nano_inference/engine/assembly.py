@@ -277,7 +277,8 @@ def _tell_of_memory(plan: EnginePlan, memory: DeviceMemory | None) -> None:
     budget, asked = plan.memory_budget, plan.config.max_model_len
     if asked is not None and budget.max_model_len < asked:
         logger.warning("max_model_len=%d is lowered to %d.%s", asked, budget.max_model_len, _would_hold(plan, memory))
-    logger.info("%s", budget)
+    for line in str(budget).splitlines():  # a log line each: those that servers write hold no line ends
+        logger.info("%s", line)
 
 
 def _would_hold(plan: EnginePlan, memory: DeviceMemory | None) -> str:
