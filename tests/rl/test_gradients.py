@@ -1,6 +1,6 @@
 """Gradients against transformers' autograd, and their bits whatever the number of threads."""
 
-from collections.abc import Container
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.models.weights import unfused
+from nano_inference.models.fused_names import fused_tensors, unfused
 from nano_inference.rl import PolicyModel
 from nano_inference.rl.micro_batch import ScoredSequence, micro_batches
 from tests.models.tiny import FAMILIES, tiny_llama, tiny_model
@@ -21,7 +21,7 @@ TOLERANCE = 1e-4  # relative norm, of every parameter
 
 
 def oracle_gradients(
-    oracle: Any, names: Container[str], sequences: list[list[int]], temperature: float
+    oracle: Any, own: Mapping[str, Tensor], sequences: list[list[int]], temperature: float
 ) -> dict[str, Tensor]:
     logprobs: list[Tensor] = []
     for ids in sequences:
@@ -30,7 +30,8 @@ def oracle_gradients(
         logprobs.append(torch.cat([torch.zeros(1), chosen]))
     weighted_sum(logprobs, coefficients([len(ids) for ids in sequences])).backward()
     grads = {name: param.grad for name, param in oracle.named_parameters()}
-    return {name: grad for fused, whole in grads.items() for name, grad in unfused(names, fused, whole)}
+    fused = fused_tensors({name: tuple(grad.shape) for name, grad in own.items()})
+    return {name: grad for given, whole in grads.items() for name, grad in unfused(fused, given, whole)}
 
 
 def worst_difference(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

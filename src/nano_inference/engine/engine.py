@@ -269,8 +269,8 @@ class InferenceEngine:
         """Replace (part of) the policy's weights, in place, between two steps.
 
         Args:
-            weights: Hugging Face names to tensors, unfused; only what changed need be there. Or a folder or file of
-                safetensors, or any iterable of such dicts and of patches (name, flat indices, values).
+            weights: tensors by the checkpoint's names, or by transformers' for all experts of a layer; only what
+                changed need be there. Or a folder or file of safetensors, or any iterable of such dicts and of patches (name, flat indices, values).
             blocking: wait until the weights serve. Otherwise they are applied at the next step boundary (at once where
                 nothing is in flight).
             kv_policy: what becomes of running requests (`KvPolicy`); None: `"recompute"` if blocking, else `"keep"`.

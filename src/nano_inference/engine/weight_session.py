@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from nano_inference.engine.weight_update import Bucket, Change, Shares, WeightPatch, WeightUpdate
 from nano_inference.errors import WeightUpdateError
-from nano_inference.models.weights import TIED, Slot, unfused
+from nano_inference.models.fused_names import FusedTensor, unfused
+from nano_inference.models.weights import TIED, Slot
 
+FINITE_RUN = 2**22  # numbers that are looked at in one piece
 EMPTY = "weights must be a non-empty state dict (checkpoint names to tensors), a path, or buckets of them."
 
 
@@ -34,6 +37,7 @@ class WeightSession:
         check_finite: refuse NaN and infinite values, as they are in the model's dtype.
         room: bytes that may be put aside on the model's device; what is beyond goes to the CPU.
         shares: the other ranks, if there are any.
+        fused: names of several checkpoint tensors in one piece.
     """
 
     def __init__(
@@ -46,8 +50,10 @@ class WeightSession:
         check_finite: bool,
         room: float = math.inf,
         shares: Shares | None = None,
+        fused: Mapping[str, FusedTensor] = MappingProxyType({}),
     ) -> None:
         self._room = room
+        self._fused = fused
         self._own = own
         self._shares = shares
         self._device = next(iter(params.values())).device
@@ -65,12 +71,13 @@ class WeightSession:
         """Check a bucket and put it aside. Raises `WeightUpdateError`; the session is then useless."""
         if isinstance(bucket, Mapping):
             for given, whole in cast(Mapping[str, Tensor], bucket).items():
-                for name, tensor in unfused(self._slots, given, whole):
+                for name, tensor in unfused(self._fused, given, whole):
                     self._check_tensor(name, tensor)
                     self._add(name, tensor, None, hold)
         else:
-            for name, indices, values in _patches(bucket):
-                self._add(name, values, self._checked_places(name, indices, values, hold), hold)
+            for given, all_indices, all_values in _patches(bucket):
+                for name, indices, values in self._unfused_patch(given, all_indices, all_values):
+                    self._add(name, values, self._checked_places(name, indices, values, hold), hold)
 
     @property
     def is_empty(self) -> bool:
@@ -111,26 +118,30 @@ class WeightSession:
             self.staged_bytes += sum(part.nbytes for part in (change.values, change.indices) if part is not None)
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
-        slot = self._slot(name)
+        fused = self._fused.get(name) if isinstance(name, str) else None  # it could not be split
+        expected = self._slot(name).shape if fused is None else fused.shape
         _require_floating(name, tensor)
-        if tuple(tensor.shape) != slot.shape:
-            raise WeightUpdateError(f"{name!r} has shape {tuple(tensor.shape)}, expected {slot.shape}.")
+        if tuple(tensor.shape) != expected:
+            raise WeightUpdateError(f"{name!r} has shape {tuple(tensor.shape)}, expected {expected}.")
         if name in self.whole or name in self._indices:
             raise WeightUpdateError(f"{name!r} came twice in one update.")
         self.whole.add(name)
+
+    def _unfused_patch(self, name: str, indices: Tensor, values: Tensor) -> list[tuple[str, Tensor, Tensor]]:
+        """A patch by the names of the checkpoint."""
+        fused = self._fused.get(name) if isinstance(name, str) else None
+        if fused is None:
+            return [(name, indices, values)]
+        _require_patch(name, indices, values)
+        if len(indices):
+            _require_inside(name, indices.min(), indices.max(), torch.Size(fused.shape).numel())
+        return fused.split_places(indices.detach().to(torch.int64), values.detach())
 
     def _checked_places(self, name: str, indices: Tensor, values: Tensor, hold: Hold) -> Tensor:
         slot = self._slot(name)
         if name in self.whole:
             raise WeightUpdateError(f"{name!r} came twice in one update: whole, and as a patch.")
-        _require_floating(name, values)
-        integers = (torch.int64, torch.int32)
-        if not isinstance(indices, Tensor) or indices.dtype not in integers or indices.is_meta:
-            kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
-            raise WeightUpdateError(f"the patch of {name!r} needs indices that are an int64 tensor, not {kind}.")
-        if indices.dim() != 1 or values.shape != indices.shape:
-            shapes = f"indices of shape {tuple(indices.shape)} and values of shape {tuple(values.shape)}"
-            raise WeightUpdateError(f"the patch of {name!r} has {shapes}; both must be [n].")
+        _require_patch(name, indices, values)
         indices = indices.detach().to(self._device, torch.int64, copy=hold is Hold.COPY)
         self._require_places(name, indices, torch.Size(slot.shape).numel())
         return indices
@@ -140,9 +151,8 @@ class WeightSession:
         rising = indices
         if earlier is not None or (len(indices) > 1 and not bool((indices[1:] > indices[:-1]).all())):
             rising = torch.cat([indices] if earlier is None else [earlier, indices]).sort().values
-        if len(rising) and not 0 <= int(rising[0]) <= int(rising[-1]) < size:
-            wrong = int(rising[0]) if rising[0] < 0 else int(rising[-1])
-            raise WeightUpdateError(f"the patch of {name!r} has index {wrong}, outside of its {size} numbers.")
+        if len(rising):
+            _require_inside(name, rising[0], rising[-1], size)
         again = (rising[1:] == rising[:-1]).nonzero()
         if len(again):
             raise WeightUpdateError(f"the patch of {name!r} has index {int(rising[again[0]])} more than once.")
@@ -178,9 +188,30 @@ class WeightSession:
 
 
 def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> None:
-    cast_values = values.detach().to(dtype)
-    if cast_values.numel() and not all(bool(torch.isfinite(end)) for end in cast_values.aminmax()):
-        raise WeightUpdateError(f"{name!r} holds NaN or infinite values in {dtype}.")
+    """In runs: a cast of all of it at once would take as much memory again."""
+    ends = [end for run in values.detach().reshape(-1).split(FINITE_RUN) for end in run.to(dtype).aminmax()]
+    if ends and not bool(torch.isfinite(torch.stack(ends)).all()):
+        raise WeightUpdateError(
+            f"{name!r} holds NaN or infinite values in {dtype}; mend them, or send check_finite as false."
+        )
+
+
+def _require_patch(name: str, indices: Any, values: Any) -> None:
+    _require_floating(name, values)
+    integers = (torch.int64, torch.int32)
+    if not isinstance(indices, Tensor) or indices.dtype not in integers or indices.is_meta:
+        kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+        raise WeightUpdateError(f"the patch of {name!r} needs indices that are an int64 tensor, not {kind}.")
+    if indices.dim() != 1 or values.shape != indices.shape:
+        shapes = f"indices of shape {tuple(indices.shape)} and values of shape {tuple(values.shape)}"
+        raise WeightUpdateError(f"the patch of {name!r} has {shapes}; both must be [n].")
+
+
+def _require_inside(name: str, least: Tensor, most: Tensor, size: int) -> None:
+    low, high = int(least), int(most)
+    if not 0 <= low <= high < size:
+        wrong = low if low < 0 else high
+        raise WeightUpdateError(f"the patch of {name!r} has index {wrong}, outside of its {size} numbers.")
 
 
 def _require_floating(name: str, tensor: Any) -> None:

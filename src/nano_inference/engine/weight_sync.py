@@ -24,6 +24,7 @@ from nano_inference.engine.weight_update import (
 )
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
+from nano_inference.models.fused_names import accepted_shapes, fused_tensors
 from nano_inference.models.weights import TIED
 from nano_inference.options import is_whole
 from nano_inference.types import KvPolicy
@@ -34,8 +35,9 @@ __all__ = ["Bucket", "WeightPatch", "WeightSyncManager", "WeightUpdate", "Weight
 class WeightSyncManager:
     """Owns the version of one model's weights, the updates that wait for it, and the session that is open.
 
-    A state dict uses the checkpoint's Hugging Face names, unfused, and may name only what changed. Everything is
-    checked before anything is written; a refused update leaves the old version serving.
+    A state dict uses the checkpoint's Hugging Face names, or those that transformers has in memory for all experts of a
+    layer, and may name only what changed. Everything is checked before anything is written; a refused update leaves
+    the old version serving.
 
     Args:
         model: whose parameters are written.
@@ -47,6 +49,7 @@ class WeightSyncManager:
 
     Attributes:
         version: the version that serves.
+        shapes: of every tensor that an update may name; some names are parts of others.
         pending: updates that were checked and wait for `finish`, oldest first.
         lock: held while an update is queued, announced or written; whoever queues and announces in two steps holds it.
     """
@@ -69,7 +72,8 @@ class WeightSyncManager:
         self._agreeing, self._is_agreed = with_others or (nullcontext(), lambda _: False)
         self._served = ServedWeights(model, shares)
         self._slots, self._own = self._served.slots, self._served.own
-        self.shapes = {name: slot.shape for name, slot in self._slots.items()}
+        stored = {name: slot.shape for name, slot in self._slots.items()}
+        self._fused, self.shapes = fused_tensors(stored), accepted_shapes(stored)
         self._newest = 0
         self._open: WeightSession | None = None
         self._version: int | None = None  # that the open session asked for
@@ -79,6 +83,11 @@ class WeightSyncManager:
     def newest(self) -> int:
         """Version of the newest update, pending or applied: the next one's must be larger."""
         return self._newest
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors of the checkpoint."""
+        return len(self._slots)
 
     # -- updates in one piece -----------------------------------------------------------------------------------------
 
@@ -313,7 +322,13 @@ class WeightSyncManager:
     def _new_session(self, complete: bool, check_finite: bool) -> WeightSession:
         options = {"complete": complete, "check_finite": check_finite}
         return WeightSession(
-            self._slots, self._own, self.model.params, room=self._room(), shares=self._shares, **options
+            self._slots,
+            self._own,
+            self.model.params,
+            room=self._room(),
+            shares=self._shares,
+            fused=self._fused,
+            **options,
         )
 
     def _require_open(self, of: WeightUpdate | None) -> WeightSession:

@@ -4,8 +4,7 @@ The table drives allocation, loading from disk, weight updates and sharding: a r
 checkpoint tensor is its own.
 """
 
-import re
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,41 +226,6 @@ def _experts(part: ModelPart, moe: MoeSpec, own: str, hf: str) -> list[ParamSpec
 
 # A tied head may be present in a checkpoint or a state dict; it must then equal this tensor.
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-
-
-# Where a checkpoint has the experts of a layer, and its names of gate, up and down.
-_EXPERTS = (("mlp", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe", ("w1", "w3", "w2")))
-_FUSED = re.compile(r"(.*)\.mlp\.(experts\.gate_up_proj|experts\.down_proj|gate\.weight)")
-
-
-def unfused(places: Container[str], name: Any, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """A tensor by the names of its checkpoint: transformers keeps all experts of a layer in one, and saves each.
-
-    Args:
-        places: of the model's tensors.
-        name: any; what is not all experts of a layer comes back as it is.
-        tensor: of that name.
-    """
-    found = None if name in places or not isinstance(name, str) else _FUSED.fullmatch(name)
-    if found is None:
-        return [(name, tensor)]
-    layer, kind = found.groups()
-    for module, (gate, up, down) in _EXPERTS:
-        own = f"{layer}.{module}"
-        if kind == "gate.weight" and f"{own}.gate.weight" in places:
-            return [(f"{own}.gate.weight", tensor)]
-        count = sum(f"{own}.experts.{expert}.{down}.weight" in places for expert in range(len(tensor)))
-        if count == 0 or tensor.dim() != 3 or f"{own}.experts.{count}.{down}.weight" in places or count < len(tensor):
-            continue
-        if kind == "experts.down_proj":
-            return [(f"{own}.experts.{expert}.{down}.weight", each) for expert, each in enumerate(tensor)]
-        halves = enumerate(each.chunk(2) for each in tensor)
-        return [
-            (f"{own}.experts.{expert}.{projection}.weight", half)
-            for expert, pair in halves
-            for projection, half in zip((gate, up), pair, strict=True)
-        ]
-    return [(name, tensor)]
 
 
 def slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:

@@ -11,8 +11,9 @@ from torch import Tensor
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.models.decoder import Decoder
+from nano_inference.models.fused_names import fused_tensors, unfused
 from nano_inference.models.loading import load_params, resolve_model
-from nano_inference.models.weights import TIED, allocate, param_table, slots, unfused, write
+from nano_inference.models.weights import TIED, allocate, param_table, slots, write
 
 # What a caller says of versions that the engine does not serve: each a whole state dict or a model's folder. Or a
 # function that gives one, and raises LookupError for a version that it does not know.
@@ -94,7 +95,8 @@ def _params_of(weights: Any, model: Decoder, version: int) -> dict[str, Any]:
         raise WeightUpdateError(
             f"the weights of version {version} are a {type(weights).__name__}; give a state dict or a model's folder."
         )
-    named = [pair for name, tensor in weights.items() for pair in unfused(places, name, tensor)]
+    fused = fused_tensors({name: slot.shape for name, slot in places.items()})
+    named = [pair for name, tensor in weights.items() for pair in unfused(fused, name, tensor)]
     given = {name: tensor for name, tensor in named if name in places or name not in TIED}
     for name, tensor in given.items():
         if name not in places:

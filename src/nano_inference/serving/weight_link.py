@@ -289,7 +289,7 @@ class WeightLink:
             "max_model_len": engine.max_model_len,
             "vocab_size": engine.spec.vocab_size,
             "kv_cache_tokens": engine.memory_budget.num_tokens,
-            "num_tensors": len(self._manager.shapes),
+            "num_tensors": self._manager.num_tensors,
             "numerics": engine.numerics.fingerprint,
         }
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from nano_inference.engine.weight_update import Bucket
 from nano_inference.errors import WeightTransferError, WeightUpdateError
 
-Shapes = Mapping[str, tuple[int, ...]]  # of the model's checkpoint tensors
+Shapes = Mapping[str, tuple[int, ...]]  # of every tensor that an update of the model may name
 
 
 class Deadline:

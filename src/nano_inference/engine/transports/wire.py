@@ -15,7 +15,6 @@ from torch import Tensor
 from nano_inference.engine.transports.interface import Shapes
 from nano_inference.engine.weight_update import BUCKET_BYTES, WeightPatch, in_groups
 from nano_inference.errors import WeightUpdateError
-from nano_inference.models.weights import TIED
 from nano_inference.options import is_whole
 
 FORMAT = 1
@@ -165,7 +164,7 @@ def unpack(bucket: Iterable[Piece], flat: Tensor) -> dict[str, Tensor] | list[We
 
 def _checked(told: tuple[str, Any, Any, Any], shapes: Shapes, seen: set[str]) -> Piece:
     name, dtype, shape, count = told
-    known = shapes.get(_tied(name, shapes))
+    known = shapes.get(name)
     if known is None:
         raise WeightUpdateError(f"{name!r} is not a tensor of this model; names are those of its checkpoint.")
     if name in seen:
@@ -181,10 +180,6 @@ def _checked(told: tuple[str, Any, Any, Any], shapes: Shapes, seen: set[str]) ->
             f"the patch of {name!r} has {count!r} numbers, of {torch.Size(known).numel()} there are."
         )
     return Piece(name, DTYPES[dtype], known, count)
-
-
-def _tied(name: str, shapes: Shapes) -> str:
-    return TIED[name] if name in TIED and name not in shapes else name
 
 
 def _known(name: str, dtype: torch.dtype) -> torch.dtype:
