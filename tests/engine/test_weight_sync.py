@@ -101,6 +101,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({NORM: torch.ones(64, dtype=torch.int64)}, "must be a floating point tensor, not torch.int64"),
     ({NORM: torch.ones(64, dtype=torch.bool)}, "not torch.bool"),
     ({NORM: torch.ones(64, dtype=torch.complex64)}, "not torch.complex64"),
+    ({NORM: torch.ones(64).to(torch.float8_e4m3fn)}, "not torch.float8_e4m3fn"),
     ({NORM: [1.0] * 64}, "not list"),
     ({NORM: None}, "not NoneType"),
     ({**NEW, NORM: torch.ones(3)}, "shape"),

@@ -4,7 +4,7 @@ import pytest
 
 from nano_inference import ModelLoadError
 from nano_inference.models.spec import RopeSpec, spec_from_config
-from tests.models.tiny import llama_config
+from tests.models.tiny import FAMILIES, MORE_FAMILIES, llama_config
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -125,13 +125,92 @@ def test_yarn_draws_its_attention_factor_from_the_stretch() -> None:
         (config(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "lacks 'low_freq_factor'"),
         (config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor"),
         (config(partial_rotary_factor=0.5), "partial_rotary_factor"),
-        (config(hidden_size="many"), "hidden_size|many"),
-        (config(vocab_size=None), "vocab_size|None"),
+        (config(hidden_size="many"), "hidden_size='many'"),
+        (config(vocab_size=None), "lacks 'vocab_size'"),
     ],
 )
 def test_what_the_decoder_lacks_is_refused_by_name(broken: dict[str, Any], told: str) -> None:
     with pytest.raises(ModelLoadError, match=told):
         spec_from_config(broken)
+
+
+NAN, INFINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("rope_theta", [0, -1e4, NAN, INFINITE, "10000", True, 10**400, [1e4]]),
+        ("rms_norm_eps", [0, -1e-5, NAN, INFINITE, "1e-5", [1e-5]]),
+        ("hidden_size", [0, -64, 2**62, 64.5, True, "64", [64], {}]),
+        ("intermediate_size", [0, -1, 2**40, "96"]),
+        ("num_hidden_layers", [0, -2, 10**9]),
+        ("num_attention_heads", [0, -4, 10**9, 2.5]),
+        ("num_key_value_heads", [0, -2, False]),
+        ("head_dim", [0, 1, -16, "16"]),
+        ("vocab_size", [0, -1, 2**50, 10**5000]),
+        ("max_position_embeddings", [0, -1, 2**40, NAN]),
+        ("tie_word_embeddings", ["yes", 1]),
+        ("attention_bias", ["no"]),
+        ("architectures", ["LlamaForCausalLM", 7, [1], {}]),
+        ("eos_token_id", ["2", [2, "3"], -1, 2.5, True, {}]),
+        ("hidden_act", [3, ["silu"]]),
+        ("torch_dtype", [16]),
+        ("rope_scaling", ["linear", [1], 2.0]),
+        ("rope_local_base_freq", [0, NAN]),
+    ],
+)
+def test_an_absurd_value_is_refused_in_one_sentence(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ModelLoadError, match=rf"config\.json has {name}=.*; it must be ") as raised:
+            spec_from_config(config(**{name: value}))
+        assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"rope_type": "linear", "factor": 0}, "factor=0"),
+        ({"rope_type": "linear", "factor": NAN}, "factor=nan"),
+        ({"rope_type": ["linear"]}, "rope_type="),
+        ({"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}, "must be less than"),
+        ({"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 0}, "original_max_position_embeddings"),
+        ({"rope_type": "yarn", "factor": 4, "attention_factor": -1}, "attention_factor=-1"),
+        ({"full_attention": {"rope_theta": 0}, "sliding_attention": {}}, "full_attention has rope_theta=0"),
+        ({"full_attention": {}, "sliding_attention": 3}, "sliding_attention=3"),
+    ],
+)
+def test_an_absurd_rope_is_refused(fields: dict[str, Any], told: str) -> None:
+    for name in ("rope_scaling", "rope_parameters"):
+        with pytest.raises(ModelLoadError, match=told):
+            spec_from_config(config(**{name: fields}))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"sliding_window": -1}),
+        ("qwen2", {"max_window_layers": -1}),
+        ("gemma3", {"query_pre_attn_scalar": 0}),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}),
+        ("granite", {"logits_scaling": 0}),
+        ("granite", {"embedding_multiplier": NAN}),
+        ("mixtral", {"num_local_experts": -1}),
+        ("mixtral", {"num_local_experts": 2**14, "num_hidden_layers": 2**12, "num_experts_per_tok": 1}),
+        ("qwen3-moe", {"mlp_only_layers": 1}),
+        ("qwen3-moe", {"decoder_sparse_step": "1"}),
+    ],
+)
+def test_an_absurd_value_of_a_family_is_refused(family: str, changes: dict[str, Any]) -> None:
+    good = llama_config() | (FAMILIES | MORE_FAMILIES)[family]
+    spec_from_config(good)
+    with pytest.raises(ModelLoadError, match="must be|are more than"):
+        spec_from_config(good | changes)
+
+
+def test_an_absurd_end_in_generation_config_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json has eos_token_id='x'"):
+        spec_from_config(config(), {"eos_token_id": "x"})
 
 
 def test_one_known_architecture_among_several_is_enough() -> None:

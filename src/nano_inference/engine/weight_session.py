@@ -12,7 +12,7 @@ from torch import Tensor
 from nano_inference.engine.weight_update import Bucket, Change, Shares, WeightPatch, WeightUpdate
 from nano_inference.errors import WeightUpdateError
 from nano_inference.models.fused_names import FusedTensor, unfused
-from nano_inference.models.weights import TIED, Slot
+from nano_inference.models.weights import TIED, WEIGHT_DTYPES, Slot
 
 FINITE_RUN = 2**22  # numbers that are looked at in one piece
 EMPTY = "weights must be a non-empty state dict (checkpoint names to tensors), a path, or buckets of them."
@@ -215,9 +215,10 @@ def _require_inside(name: str, least: Tensor, most: Tensor, size: int) -> None:
 
 
 def _require_floating(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+    if not isinstance(tensor, Tensor) or tensor.dtype not in WEIGHT_DTYPES:
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise WeightUpdateError(f"{name!r} must be a floating point tensor, not {kind}.")
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in WEIGHT_DTYPES)
+        raise WeightUpdateError(f"{name!r} must be a floating point tensor, not {kind}; a weight is {known}.")
     if tensor.layout != torch.strided or tensor.is_meta:
         raise WeightUpdateError(f"{name!r} must be a dense tensor that holds its numbers.")
 

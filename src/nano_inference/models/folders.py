@@ -7,6 +7,7 @@ from typing import Any
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
 from nano_inference.models.gguf import convert_gguf
+from nano_inference.models.quantisation import SIDE_FILES, refuse_quantised, refuse_side_files
 from nano_inference.models.spec import ModelSpec, spec_from_config
 
 
@@ -28,7 +29,20 @@ def load_spec(folder: Path) -> ModelSpec:
     """Read config.json and, where there is one, generation_config.json."""
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
-    return spec_from_config(config, read_json(generation) if generation.exists() else None)
+    spec = spec_from_config(config, read_json(generation) if generation.exists() else None)
+    _refuse_side_files(folder)
+    return spec
+
+
+def require_unquantised(folder: Path) -> None:
+    """Raise `ModelLoadError`, naming the method, where a folder says that its weights are quantised."""
+    if (folder / "config.json").exists():
+        refuse_quantised(read_json(folder / "config.json"))
+    _refuse_side_files(folder)
+
+
+def _refuse_side_files(folder: Path) -> None:
+    refuse_side_files(folder, {name: read_json(folder / name) for name in SIDE_FILES if (folder / name).exists()})
 
 
 def config_folder(model_path: str) -> Path | None:
@@ -49,7 +63,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelLoadError(f"{path} is missing.") from None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ModelLoadError(f"{path} cannot be read: {problem}") from problem
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path} holds a {type(content).__name__}, not an object.")

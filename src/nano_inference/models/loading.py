@@ -10,16 +10,17 @@ from torch import Tensor
 
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.folders import load_spec as load_spec
-from nano_inference.models.folders import read_json
+from nano_inference.models.folders import read_json, require_unquantised
 from nano_inference.models.folders import resolve_model as resolve_model
 from nano_inference.models.part import ModelPart
 from nano_inference.models.spec import ModelSpec
-from nano_inference.models.weights import TIED, Allocate, allocate, param_table, read, slots, write
+from nano_inference.models.weights import TIED, WEIGHT_DTYPES, Allocate, allocate, param_table, read, slots, write
 from nano_inference.ops import reference
 
 # Buffers that old checkpoints carry; they are computed, not loaded.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 _CPU = torch.device("cpu")
+_STORED_DTYPES = tuple(f"{'BF' if each is torch.bfloat16 else 'F'}{8 * each.itemsize}" for each in WEIGHT_DTYPES)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -59,6 +60,7 @@ def load_params(
             continue
         try:
             stored = opened.get_slice(name)
+            _require_weight(name, file, str(stored.get_dtype()))
             shape = tuple(stored.get_shape())
             if shape != slot.shape:
                 if tied:
@@ -82,8 +84,11 @@ def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str,
     """(checkpoint name, tensor) of a model folder or a .safetensors file, one at a time; a head that may be tied last.
 
     They are on `device`; on CUDA each goes there straight from the file's pages. Raises `ModelLoadError` naming the
-    file that is missing, cut short or something else.
+    file that is missing, cut short or something else, or the method where a folder's config.json says that it is
+    quantised.
     """
+    if path.is_dir():
+        require_unquantised(path)
     for name, file, opened in _tensors_of(path, device):
         try:
             tensor = opened.get_tensor(name)
@@ -126,6 +131,15 @@ def _weight_files(folder: Path) -> list[Path]:
         if not file.exists():
             raise ModelLoadError(f"{file} is named by {index.name} and missing.")
     return files
+
+
+def _require_weight(name: str, file: Path, stored: str) -> None:
+    """`stored`: a dtype as safetensors names it."""
+    if stored not in _STORED_DTYPES:
+        raise ModelLoadError(
+            f"tensor {name!r} of {file} has dtype {stored}, and a weight is one of {', '.join(_STORED_DTYPES)}: the "
+            "checkpoint is quantised and its config.json does not say how; use the unquantised one, or a GGUF file."
+        )
 
 
 def _check_tied(name: str, tensor: Tensor, own: Tensor) -> None:

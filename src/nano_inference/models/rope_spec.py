@@ -66,6 +66,11 @@ def _rope(fields: Config, config: Config, max_position: int) -> RopeSpec:
     if kind == "linear":
         return RopeSpec(theta=theta, kind=kind, factor=factor)
     if kind == "llama3":
+        if fields["low_freq_factor"] >= fields["high_freq_factor"]:
+            raise ModelLoadError(
+                f"rope scaling llama3 has low_freq_factor={fields['low_freq_factor']!r}, which must be less than "
+                f"high_freq_factor={fields['high_freq_factor']!r}."
+            )
         return RopeSpec(
             theta=theta,
             kind=kind,

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.models.config_checks import check_end_ids, check_values
+from nano_inference.models.quantisation import refuse_quantised
 from nano_inference.models.rope_spec import RopeSpec, read_ropes
 
 Config = Mapping[str, Any]
@@ -111,7 +113,12 @@ class _Family:
 
 
 def spec_from_config(config: Config, generation_config: Config | None = None) -> ModelSpec:
-    """Read config.json (and generation_config.json) of a model. Raises `ModelLoadError` for what the decoder lacks."""
+    """Read config.json (and generation_config.json) of a model.
+
+    Raises `ModelLoadError` for what the decoder lacks, for quantised weights, and for a value that no model has.
+    """
+    check_values(config)
+    check_end_ids(generation_config or {})
     architectures = config.get("architectures") or []
     known = [name for name in architectures if name in _ARCHITECTURES]
     if not known:
@@ -119,11 +126,12 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
             f"architecture {', '.join(architectures) or 'missing'} is not supported; the decoder knows "
             f"{', '.join(sorted(_ARCHITECTURES))}."
         )
+    refuse_quantised(config)
     try:
         return _read(known[0], _ARCHITECTURES[known[0]], config, generation_config or {})
     except KeyError as missing:
         raise ModelLoadError(f"config.json lacks {missing.args[0]!r}.") from missing
-    except (TypeError, ValueError, AttributeError) as problem:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as problem:
         raise ModelLoadError(f"config.json holds a value of the wrong kind: {problem}.") from problem
 
 
@@ -131,11 +139,15 @@ def _read(architecture: str, family: _Family, config: Config, generation_config:
     for name in _UNSUPPORTED:
         if config.get(name):
             raise ModelLoadError(f"config.json has {name}={config[name]!r}; this decoder has no {name}.")
+    if missing := [name for name in _REQUIRED if config.get(name) is None]:
+        raise KeyError(missing[0])
     num_heads, num_layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
     if num_heads % num_kv_heads:
         raise ModelLoadError(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly.")
     head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
+    if head_dim < 2 or head_dim % 2:
+        raise ModelLoadError(f"heads are {head_dim} wide; rotary embedding turns pairs, so head_dim must be even.")
     max_position = int(config["max_position_embeddings"])
     all_biases = bool(config.get("attention_bias", False))
     rope, sliding_rope = read_ropes(config, max_position)
@@ -233,6 +245,10 @@ def _with_experts(found: MoeSpec) -> MoeSpec | None:
         return None
     if not 1 <= found.experts_per_token <= found.num_experts:
         raise ModelLoadError(f"{found.experts_per_token} experts a token cannot be chosen of {found.num_experts}.")
+    if found.num_experts * len(found.layers) > _MOST_EXPERTS:
+        raise ModelLoadError(
+            f"{found.num_experts} experts in {len(found.layers)} layers are more than {_MOST_EXPERTS:,} together."
+        )
     return found
 
 
@@ -273,6 +289,11 @@ _ARCHITECTURES: dict[str, _Family] = {
     "MixtralForCausalLM": _Family(windows=_uniform_window, moe=_mixtral_experts),
 }
 
+_REQUIRED = (
+    *("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
+    *("max_position_embeddings", "rms_norm_eps"),
+)
+_MOST_EXPERTS = 2**20  # of all layers together; each has its rows in the table of parameters
 _UNSUPPORTED = ("mlp_bias", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 

@@ -13,7 +13,7 @@ from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.fused_names import fused_tensors, unfused
 from nano_inference.models.loading import load_params, resolve_model
-from nano_inference.models.weights import TIED, allocate, param_table, slots, write
+from nano_inference.models.weights import TIED, WEIGHT_DTYPES, allocate, param_table, slots, write
 
 # What a caller says of versions that the engine does not serve: each a whole state dict or a model's folder. Or a
 # function that gives one, and raises LookupError for a version that it does not know.
@@ -105,6 +105,10 @@ def _params_of(weights: Any, model: Decoder, version: int) -> dict[str, Any]:
             what = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise WeightUpdateError(
                 f"weights of version {version}: {name!r} is {what}, expected a tensor {places[name].shape}."
+            )
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise WeightUpdateError(
+                f"weights of version {version}: {name!r} is {tensor.dtype}, expected floating point numbers."
             )
     if absent := places.keys() - given.keys():
         raise WeightUpdateError(

@@ -1,0 +1,159 @@
+"""What a number, name or list of a config.json may be: a table, checked before anything is computed from them.
+
+Absent values and nulls pass: whether a key may be absent is said where it is read.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nano_inference.errors import ModelLoadError
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of value: what it is called in an error, and how it is told."""
+
+    told: str
+    fits: Callable[[Any], bool]
+
+
+def _whole(low: int, high: int) -> _Kind:
+    return _Kind(f"an integer from {low} to {high}", lambda value: _is_integer(value) and low <= value <= high)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    """Finite, and finite as a float: 10**400 is not."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _is_list_of(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list | tuple) and all(fits(each) for each in value)
+
+
+def _is_token_id(value: Any) -> bool:
+    return _is_integer(value) and 0 <= value < 2**31
+
+
+_POSITIVE = _Kind("a number above 0", lambda value: _is_number(value) and value > 0)
+_EPS = _Kind("a number from 0 to 1, and not 0", lambda value: _is_number(value) and 0 < value < 1)
+_BASE = _Kind("a number above 1", lambda value: _is_number(value) and value > 1)
+_NOT_NEGATIVE = _Kind("a number from 0 on", lambda value: _is_number(value) and value >= 0)
+_SWITCH = _Kind("true or false", lambda value: isinstance(value, bool))
+_NAME = _Kind("a name", lambda value: isinstance(value, str))
+_NAMES = _Kind("a list of names", lambda value: _is_list_of(value, lambda each: isinstance(each, str)))
+_LAYERS = _Kind("a list of layers' numbers", lambda value: _is_list_of(value, lambda each: _is_integer(each)))
+_ENDS = _Kind("a token id or a list of them", lambda value: _is_token_id(value) or _is_list_of(value, _is_token_id))
+_OBJECT = _Kind("an object", lambda value: isinstance(value, Mapping))
+
+_POSITIONS = _whole(1, 2**31 - 1)
+_KINDS: Mapping[str, _Kind] = {
+    "architectures": _NAMES,
+    "hidden_size": _whole(1, 2**20),
+    "intermediate_size": _whole(1, 2**24),
+    "moe_intermediate_size": _whole(1, 2**24),
+    "num_hidden_layers": _whole(1, 2**12),
+    "num_attention_heads": _whole(1, 2**16),
+    "num_key_value_heads": _whole(1, 2**16),
+    "head_dim": _whole(2, 2**16),
+    "vocab_size": _whole(1, 2**26),
+    "max_position_embeddings": _POSITIONS,
+    "rms_norm_eps": _EPS,
+    "tie_word_embeddings": _SWITCH,
+    "attention_bias": _SWITCH,
+    "torch_dtype": _NAME,
+    "dtype": _NAME,
+    "hidden_act": _NAME,
+    "hidden_activation": _NAME,
+    "eos_token_id": _ENDS,
+    "layer_types": _NAMES,
+    "use_sliding_window": _SWITCH,
+    "sliding_window": _whole(0, 2**31 - 1),
+    "sliding_window_pattern": _whole(1, 2**12),
+    "_sliding_window_pattern": _whole(1, 2**12),
+    "max_window_layers": _whole(0, 2**12),
+    "num_experts": _whole(0, 2**14),
+    "num_local_experts": _whole(0, 2**14),
+    "num_experts_per_tok": _whole(1, 2**14),
+    "decoder_sparse_step": _whole(1, 2**12),
+    "mlp_only_layers": _LAYERS,
+    "norm_topk_prob": _SWITCH,
+    "query_pre_attn_scalar": _POSITIVE,
+    "embedding_multiplier": _POSITIVE,
+    "attention_multiplier": _POSITIVE,
+    "residual_multiplier": _POSITIVE,
+    "logits_scaling": _POSITIVE,
+    "rope_theta": _BASE,
+    "rope_local_base_freq": _BASE,
+    "partial_rotary_factor": _POSITIVE,
+    "rope_scaling": _OBJECT,
+    "rope_parameters": _OBJECT,
+}
+_ROPE_KINDS: Mapping[str, _Kind] = {
+    "rope_type": _NAME,
+    "type": _NAME,
+    "rope_theta": _BASE,
+    "factor": _POSITIVE,
+    "partial_rotary_factor": _POSITIVE,
+    "original_max_position_embeddings": _POSITIONS,
+    "low_freq_factor": _POSITIVE,
+    "high_freq_factor": _POSITIVE,
+    "beta_fast": _POSITIVE,
+    "beta_slow": _POSITIVE,
+    "truncate": _SWITCH,
+    "attention_factor": _POSITIVE,
+    "mscale": _NOT_NEGATIVE,
+    "mscale_all_dim": _NOT_NEGATIVE,
+    "short_factor": _Kind("a list of numbers above 0", lambda value: _is_list_of(value, _POSITIVE.fits)),
+    "long_factor": _Kind("a list of numbers above 0", lambda value: _is_list_of(value, _POSITIVE.fits)),
+    "full_attention": _OBJECT,
+    "sliding_attention": _OBJECT,
+}
+SHOWN = 60  # characters of a value in an error
+
+
+def check_values(config: Config, file: str = "config.json") -> None:
+    """Raise `ModelLoadError` naming the first value that is of a wrong kind or out of range."""
+    _check(config, _KINDS, file)
+    for name in ("rope_parameters", "rope_scaling"):
+        if config.get(name) is not None:
+            _check_rope(config[name], f"{file}: {name}")
+
+
+def _check_rope(fields: Config, where: str) -> None:
+    """Of one description of rotary embedding, or of one for each kind of layer."""
+    _check(fields, _ROPE_KINDS, where)
+    for name in ("full_attention", "sliding_attention"):
+        if fields.get(name) is not None:
+            _check(fields[name], _ROPE_KINDS, f"{where}: {name}")
+
+
+def check_end_ids(generation_config: Config) -> None:
+    """The same of generation_config.json, as far as it is part of a model."""
+    _check(generation_config, {"eos_token_id": _ENDS}, "generation_config.json")
+
+
+def _check(values: Config, kinds: Mapping[str, _Kind], where: str) -> None:
+    for name, kind in kinds.items():
+        value = values.get(name)
+        if value is not None and not kind.fits(value):
+            raise ModelLoadError(f"{where} has {name}={shown(value)}; it must be {kind.told}.")
+
+
+def shown(value: Any) -> str:
+    """A value for an error, cut short."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "a huge number"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
