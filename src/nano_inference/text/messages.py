@@ -4,17 +4,16 @@ Clients send what their protocol allows. Templates differ in which of it they re
 asked once: a probe in every shape, and a look at what comes out.
 """
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.text import sandbox
+from nano_inference.text import sandbox, tool_history
 from nano_inference.text.template_budget import OverBudget
+from nano_inference.text.tool_history import NATIVE, CallShape, Render, calls_of
 
 Messages = Sequence[Mapping[str, object]]
 
@@ -85,8 +84,9 @@ def prepare(template: str, messages: Messages, special_tokens: Mapping[str, str]
     """The conversation as plain data, in the shapes that this template renders.
 
     Text parts become one string, or a string becomes a text part; arguments of tool calls become an object, or
-    JSON text; the absence of content becomes what the template can stand; a tool's answer gets the tool's name; a
-    developer is the system where the template knows no other; reasoning goes by both of its names.
+    JSON text; the absence of content becomes what the template can stand; calls and answers that it does not render
+    become text (`tool_history`); a tool's answer gets the tool's name; a developer is the system where the template
+    knows no other; reasoning goes by both of its names.
     """
     shapes = _shapes(template, tuple(sorted(special_tokens.items())))
     conversation = [_without_nulls(plain(message)) for message in messages]
@@ -94,18 +94,15 @@ def prepare(template: str, messages: Messages, special_tokens: Mapping[str, str]
     for message in conversation:
         if message.get("role") == "developer" and "developer" not in template:
             message["role"] = "system"
-        _shape_content(message, shapes)
-        for call in _calls(message):
-            function = call["function"]
-            names[str(call.get("id"))] = function.get("name")
-            shape = _object if shapes.object_arguments else _json_text
-            function["arguments"] = shape(function.get("arguments"))
+        for call in calls_of(message):
+            names[str(call.get("id"))] = call["function"].get("name")
         if message.get("role") == "tool" and "name" not in message and str(message.get("tool_call_id")) in names:
             message["name"] = names[str(message["tool_call_id"])]
         for name, other in (_REASONING, _REASONING[::-1]):
             if name in message:
                 message.setdefault(other, message[name])
-    return conversation
+    conversation = tool_history.reshaped(conversation, shapes.calls)
+    return _shaped(conversation, shapes)
 
 
 def _without_nulls(message: Any) -> dict[str, Any]:
@@ -118,44 +115,28 @@ def _without_nulls(message: Any) -> dict[str, Any]:
     return kept
 
 
-def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return []
-    return [call for call in calls if isinstance(call, dict) and isinstance(call.get("function"), dict)]
-
-
-def _object(arguments: object) -> object:
-    """JSON text of an object as the object; anything else as it is."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        decoded = plain(json.loads(arguments)) if arguments.strip() else {}
-    except (ValueError, RecursionError):
-        return arguments
-    return decoded if isinstance(decoded, dict) else arguments
-
-
-def _json_text(arguments: object) -> object:
-    """An object as JSON text; anything else as it is."""
-    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
-
-
 @dataclass(frozen=True)
 class _Shapes:
     """What a template renders."""
 
     string_content: bool = True
     list_content: bool = False
-    null_content: bool = True  # of a message with tool calls
-    object_arguments: bool = True
+    calls: CallShape = NATIVE
+
+
+def _shaped(conversation: list[dict[str, Any]], shapes: _Shapes) -> list[dict[str, Any]]:
+    for message in conversation:
+        _shape_content(message, shapes)
+    return conversation
 
 
 def _shape_content(message: dict[str, Any], shapes: _Shapes) -> None:
     content = message.get("content")
-    if content is None and _calls(message):
-        message["content"] = None if shapes.null_content else ""
-    elif isinstance(content, str) and not shapes.string_content:
+    if not content and calls_of(message):
+        return
+    if content is None:
+        message["content"] = content = ""
+    if isinstance(content, str) and not shapes.string_content:
         message["content"] = [{"type": "text", "text": content}]
     elif isinstance(content, list) and content and all(_is_text_part(part) for part in content):
         text = "".join(part["text"] for part in content)
@@ -184,17 +165,14 @@ def _shapes(template: str, special_tokens: tuple[tuple[str, str], ...]) -> _Shap
 
     try:
         string_content, list_content = _content_shapes(word, probe)
-        null_content, object_arguments = _call_shapes(word, string_content, probe)
+        contents = _Shapes(string_content, list_content)
+        calls = tool_history.ask(word, lambda messages, tools=None: probe(_shaped(messages, contents), tools))
     except OverBudget:  # it will be so with real messages too
         return _Shapes()
-    return _Shapes(string_content, list_content, null_content, object_arguments)
+    return _Shapes(string_content, list_content, calls)
 
 
-class _Probe(Protocol):
-    def __call__(self, messages: Messages, tools: object = None) -> str: ...
-
-
-def _content_shapes(word: str, probe: _Probe) -> tuple[bool, bool]:
+def _content_shapes(word: str, probe: Render) -> tuple[bool, bool]:
     """Whether a content may be a string, and a list of text parts."""
     whole = probe([{"role": "user", "content": word}])
     parts = probe([{"role": "user", "content": [{"type": "text", "text": word}]}])
@@ -202,31 +180,3 @@ def _content_shapes(word: str, probe: _Probe) -> tuple[bool, bool]:
         return True, parts == whole
     list_content = word in parts and f"'{word}" not in parts
     return not list_content, list_content  # where neither works it asks for more than a user's message
-
-
-def _call_shapes(word: str, string_content: bool, probe: _Probe) -> tuple[bool, bool]:
-    """Whether the content beside tool calls may be None, and their arguments an object."""
-    said: object = word if string_content else [{"type": "text", "text": word}]
-    parameters = {"type": "object", "properties": {word: {"type": "string", "description": word}}}
-    tool = {"type": "function", "function": {"name": word, "description": word, "parameters": parameters}}
-    no_tools = probe([{"role": "user", "content": said}], tools=[tool]).count(word)
-    for null, objects in product((True, False), (True, False)):
-        arguments = {word: word} if objects else json.dumps({word: word})
-        call = {"id": "call00000", "type": "function", "function": {"name": word, "arguments": arguments}}
-        text = probe(
-            [
-                {"role": "user", "content": said},
-                {"role": "assistant", "content": None if null else "", "tool_calls": [call]},
-                {"role": "tool", "content": said, "tool_call_id": "call00000", "name": word},
-            ],
-            tools=[tool],
-        )
-        # Well rendered: name, key, value and answer are there, neither as Python writes them nor as JSON within JSON.
-        if (
-            text.count(word) >= no_tools + 4
-            and "None" not in text
-            and f"'{word}'" not in text
-            and f'\\"{word}' not in text
-        ):
-            return null, objects
-    return True, True

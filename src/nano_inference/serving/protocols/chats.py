@@ -1,14 +1,16 @@
 """What the chat protocols share: the prompt of a conversation, and the parser of what answers it."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-from nano_inference.serving.errors import bad_request
 from nano_inference.serving.parsing import OutputParser, make_parser
 from nano_inference.serving.protocols.fields import need_tokenizer, require_at_most, require_possible_length
 from nano_inference.serving.protocols.interface import Served
 from nano_inference.text.chat import encode_chat
+
+log = logging.getLogger("nano_inference.serving")
 
 # Names of template arguments that other servers let a request choose -> values that ask for nothing.
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {"chat_template": (), "documents": ([],)}
@@ -30,11 +32,7 @@ def encode(
     if tools:
         require_at_most(len(tools), served.config.max_tools, "tools", "the number of tools")
         if served.chat_format.tools is None:
-            raise bad_request(
-                "this model's way to write tool calls is not known, so it cannot be given tools; leave tools out, or "
-                "start the server with --tool-format.",
-                "tools",
-            )
+            _say_once()
     require_possible_length("".join(each["content"] or "" for each in messages), served, "messages")
     return encode_chat(
         tokenizer,
@@ -43,6 +41,14 @@ def encode(
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         template_kwargs=template_kwargs,
+    )
+
+
+@cache
+def _say_once() -> None:
+    log.warning(
+        "a request offers tools, and this model's way to write calls is not known: what it answers is text. "
+        "--tool-format names a way."
     )
 
 
