@@ -274,8 +274,8 @@ class Roster:
         except Exception as problem:
             log.error("replica %s could not be brought up: %s", each.name, problem)
             if each.client is client:
+                self._bury(each, client, str(problem))  # first, so that this is why
                 client.kill()
-                self._bury(each, client, str(problem))
 
     # -- what all have in common --------------------------------------------------------------------------------------
 
