@@ -4,6 +4,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from nano_inference.serving.edge.metrics import Metrics
+from tests.serving.fleet.fleets import Made
+from tests.serving.scripted import Script
+
 STEMS = {
     "num_requests_running",
     "num_requests_waiting",
@@ -61,6 +65,21 @@ def test_metrics_say_what_happened(server: str) -> None:
     assert grown("e2e_request_latency_seconds", "e2e_request_latency_seconds_count") == 2
     assert grown("time_to_first_token_seconds", "time_to_first_token_seconds_count") == 1
     assert grown("inter_token_latency_seconds", "inter_token_latency_seconds_count") >= 5
+
+
+def test_pauses_of_failovers_are_a_histogram_whose_buckets_add_up() -> None:
+    made = Made(2, Script())
+    metrics = Metrics(made.client)
+    metrics.serve("m")
+    for seconds in (0.005, 0.02, 0.02, 0.15, 0.15, 0.15, 9.0, 100.0):
+        made.client.failovers.paused(seconds)
+    families = {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
+    samples = families["nano_inference_failover_pause_seconds"].samples
+    counts = {sample.labels["le"]: sample.value for sample in samples if "le" in sample.labels}
+    found = [counts[edge] for edge in ("0.01", "0.025", "0.05", "0.1", "0.2", "0.3", "5.0", "10.0", "60.0", "+Inf")]
+    assert found == [1, 3, 3, 3, 6, 6, 6, 7, 7, 8]
+    rest = {sample.name.rpartition("_")[2]: sample.value for sample in samples if "le" not in sample.labels}
+    assert rest == {"count": 8, "sum": pytest.approx(109.495)}
 
 
 def test_stats(server: str) -> None:

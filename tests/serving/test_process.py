@@ -18,8 +18,8 @@ import pytest
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import EngineDead
+from nano_inference.serving import backoff, engine_child, process_client
 from nano_inference.serving import client as client_module
-from nano_inference.serving import engine_child, process_client
 from nano_inference.serving.encoding import encoded
 from nano_inference.serving.errors import ApiError, EngineReplaced, api_error_of
 from nano_inference.serving.messages import FromEngine, Outputs, Refused
@@ -164,7 +164,7 @@ def test_restarts_wait_longer_each_time_and_end_with_the_client(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's folder goes away, so that no new engine can be built."""
-    monkeypatch.setattr(process_client, "BACKOFF", 0.1)
+    monkeypatch.setattr(backoff, "FIRST", 0.1)
     gone = shutil.copytree(model, tmp_path / "gone")
 
     async def test() -> None:

@@ -6,16 +6,13 @@ import time
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import EngineDead, NanoInferenceError
+from nano_inference.serving.backoff import Backoff
 from nano_inference.serving.client import STOPPING, EngineClient, error_named
 from nano_inference.serving.engine_child import STOP_PATIENCE, EngineChild
 from nano_inference.serving.log_lines import LogFormat
 from nano_inference.serving.messages import CannotStart, Dead, FromEngine, Ready, ToEngine
 
 log = logging.getLogger("nano_inference.serving")
-
-BACKOFF = 0.5  # seconds before a new engine is started; doubled for each that did not last
-MAX_BACKOFF = 30.0
-LASTING = 60.0  # seconds after which an engine has lasted
 
 
 class ProcessClient(EngineClient):
@@ -47,8 +44,7 @@ class ProcessClient(EngineClient):
         self._child: EngineChild | None = None
         self._started: asyncio.Future[None] | None = None
         self._again: asyncio.TimerHandle | None = None
-        self._ready_at = 0.0
-        self._num_short = 0  # engines in a row that did not last
+        self._backoff = Backoff()
 
     async def start(self) -> None:
         """Start the process and wait until its engine is ready.
@@ -91,7 +87,7 @@ class ProcessClient(EngineClient):
         self._receive(message)
         match message:
             case Ready():
-                self._ready_at = time.monotonic()
+                self._backoff.ready(time.monotonic())
                 self._settle(None)
             case CannotStart(error, text):
                 self._settle(error_named(error, text))
@@ -109,10 +105,7 @@ class ProcessClient(EngineClient):
         if self._started is not None and not self._started.done():
             self._settle(EngineDead(reason))
         elif self._restart:
-            lasted = self._ready_at and time.monotonic() - self._ready_at > LASTING
-            self._num_short = 0 if lasted else self._num_short + 1
-            self._ready_at = 0.0
-            delay = min(BACKOFF * 2 ** (self._num_short - 1 if self._num_short else 0), MAX_BACKOFF)
+            delay = self._backoff.died(time.monotonic())
             self.restarting = True
             self._again = asyncio.get_running_loop().call_later(delay, self._start_again)
 

@@ -6,12 +6,26 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from nano_inference.errors import EngineDead
 from nano_inference.serving.client import STOPPING
 from nano_inference.serving.fleet.fleet_client import FleetClient
-from nano_inference.serving.messages import Call, Failed, Generate, Outputs, Refused, Resume, Returned, ToEngine
+from nano_inference.serving.messages import (
+    Call,
+    EngineInfo,
+    Failed,
+    Generate,
+    Outputs,
+    Refused,
+    Resume,
+    Returned,
+    ToEngine,
+)
 from nano_inference.types import Delta, TrainingSample
 from tests.serving.scripted import Script, ScriptedClient, _Sample
+
+Scripts = Script | Callable[[Generate, int], Script]
 
 
 class Engine(ScriptedClient):
@@ -25,9 +39,10 @@ class Engine(ScriptedClient):
         fails: call -> what it raises, or a function that is called.
         holds: call -> what it waits for before it is answered.
         is_built: what its start waits for.
+        about: what it says of itself that others do not.
     """
 
-    def __init__(self, number: int, script: Script) -> None:
+    def __init__(self, number: int, script: Scripts) -> None:
         super().__init__(script)
         self.number = number
         self.resumed: list[Resume] = []
@@ -43,6 +58,7 @@ class Engine(ScriptedClient):
         self.fail_to_start: Exception | None = None
         self.is_built = asyncio.Event()
         self.is_built.set()
+        self.about: dict[str, object] = {}
         self.returns |= dict.fromkeys(("join_group", "leave_group", "receive_broadcast", "prepare_update"), None)
         self.returns |= dict.fromkeys(("begin_update", "flush_cache", "receive_folder"), 0) | {"cancel_update": True}
         self.returns |= {
@@ -67,6 +83,9 @@ class Engine(ScriptedClient):
     def _require_open(self) -> None:
         if self.is_closed:
             raise EngineDead(STOPPING)
+
+    def _engine_info(self) -> EngineInfo:
+        return msgspec.structs.replace(super()._engine_info(), **self.about)
 
     def said(self, name: str) -> list[Call]:
         return [call for call in self.calls if call.name == name]
@@ -121,19 +140,21 @@ class Engine(ScriptedClient):
         params = partial.sampling_params
         assert params is not None
         request = Generate(message.request_id, list(partial.prompt_tokens), params, stream=message.stream)
-        assert isinstance(self.script, Script)
-        sample = _Sample(request, partial.sample_index, self.script, self.tokenizer)
+        script = self.script if isinstance(self.script, Script) else self.script(request, partial.sample_index)
+        sample = _Sample(request, partial.sample_index, script, self.tokenizer)
         known = len(partial.completion_tokens)
         assert tuple(sample.token_ids[:known]) == partial.completion_tokens
         for at in range(known, len(sample.token_ids)):
-            await asyncio.sleep(self.script.delay)
+            await asyncio.sleep(script.delay)
             await self.go.wait()
+            if script.die_after is not None and at >= script.die_after:
+                return self.die()
             if message.request_id in self._ended:
                 sample.cut(at)
                 break
             if message.stream:
                 self._receive(Outputs([sample.delta(at, at + 1)], [message.request_id]))
-        self._receive(Outputs([sample.last()], [message.request_id]))
+        return self._receive(Outputs([sample.last()], [message.request_id]))
 
     def tell(self, request_id: int, deltas: list[Delta]) -> None:
         """As an engine tells now and then what requests have that do not stream."""
@@ -143,7 +164,7 @@ class Engine(ScriptedClient):
 class Made:
     """A fleet and its engines, by the order in which they were made."""
 
-    def __init__(self, count: int, script: Script, **options: Any) -> None:
+    def __init__(self, count: int, script: Scripts, **options: Any) -> None:
         self.engines: list[Engine] = []
         self.script = script
         self.on_made: Callable[[Engine], None] = lambda _: None
@@ -157,7 +178,7 @@ class Made:
 
 
 @asynccontextmanager
-async def fleet(count: int = 2, script: Script | None = None, **options: Any) -> AsyncIterator[Made]:
+async def fleet(count: int = 2, script: Scripts | None = None, **options: Any) -> AsyncIterator[Made]:
     made = Made(count, script if script is not None else Script(list(range(100, 130)), delay=0.001), **options)
     await made.client.start()
     try:

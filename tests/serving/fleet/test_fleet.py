@@ -11,6 +11,7 @@ from nano_inference.serving.client import RequestStream
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.messages import Generate
 from nano_inference.types import Delta, SamplingParams, TrainingSample
+from tests.serving import scripted
 from tests.serving.engines import finished, until
 from tests.serving.fleet.fleets import Engine, Made, fleet, plain, play, told
 from tests.serving.scripted import Script, logprob
@@ -99,6 +100,46 @@ def test_a_repetition_that_differs_ends_with_an_error() -> None:
             for engine in made.engines:
                 engine.script = Script([7] * 20)
             first.die()
+            with pytest.raises(ApiError, match="weights have changed"):
+                await all_of(stream, deltas)
+            assert not made.client._flights
+
+    play(test())
+
+
+def test_text_is_counted_down_with_the_tokens_that_come_again() -> None:
+    """Also where the repetition comes in other portions: its last old token and its first new one in one delta."""
+
+    async def test() -> None:
+        async with fleet(script=Script("One two three four five six seven eight nine ten.", delay=0.001)) as made:
+            params = replace(PARAMS, top_k=5, sampling_mask=True, stop=("nothing like it",))
+            quiet = await whole(made, params)
+            assert len(told(quiet)[1]) > 20
+            stream = made.client.submit([1, 2], params, stream=True)
+            deltas = await stream.next()
+            while len(told(deltas)[0]) < 4:
+                deltas += await stream.next()
+            for engine in made.engines:
+                assert isinstance(engine.script, Script)
+                engine.script = replace(engine.script, portion=3)
+            at(made).die()
+            assert told(await all_of(stream, deltas)) == told(quiet)
+
+    play(test())
+
+
+@pytest.mark.parametrize("is_masked", [False, True], ids=["resumed", "repeated"])
+def test_a_moved_sample_with_other_logprobs_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, is_masked: bool
+) -> None:
+    """The same tokens, of other weights."""
+
+    async def test() -> None:
+        async with fleet() as made:
+            stream = made.client.submit([1, 2], replace(PARAMS, top_k=2, sampling_mask=is_masked), stream=True)
+            deltas = await stream.next()
+            monkeypatch.setattr(scripted, "logprob", lambda place: logprob(place) - 1e-7)
+            at(made).die()
             with pytest.raises(ApiError, match="weights have changed"):
                 await all_of(stream, deltas)
             assert not made.client._flights
@@ -218,6 +259,32 @@ def test_when_all_are_dead_so_is_the_fleet() -> None:
             with pytest.raises(EngineDead):
                 made.client.submit([1], PARAMS, stream=True)
             assert made.client.num_samples == 0
+
+    play(test())
+
+
+@pytest.mark.parametrize(
+    "about", [{"numerics": "other"}, {"model_path": "other"}, {"vocab_size": 7}, {"eos_token_ids": (5,)}]
+)
+def test_engines_that_are_not_alike_make_no_fleet(about: dict[str, object]) -> None:
+    """From the beginning, as one more, or in the place of a dead one: they would go on with each other's requests."""
+    (name,) = about
+    differ = f"the replicas differ in {name}"
+
+    async def test() -> None:
+        async with fleet(2, restart=True) as made:
+            made.on_made = lambda engine: engine.about.update(about)
+            with pytest.raises(NanoInferenceError, match=differ):
+                await made.client.add()
+            made.engines[0].die()
+            await until(lambda: differ in made.client.replica_statuses()[0].why)
+            assert list(made.client.roster.living()) == ["1"]
+            assert made.client.router.replicas == ("1",)
+        other = Made(2, Script())
+        other.on_made = lambda engine: engine.about.update(about if engine.number else {})
+        with pytest.raises(NanoInferenceError, match=differ):
+            await other.client.start()
+        assert all(engine.is_closed for engine in other.engines)
 
     play(test())
 

@@ -106,6 +106,26 @@ def test_equals_take_turns_and_the_loaded_wait() -> None:
     assert [it.score(name) for name in "012"].count(2) == 2  # those that run weigh a quarter
 
 
+def test_equals_take_turns_also_when_each_request_has_ended_before_the_next() -> None:
+    it = router("0", "1", "2")
+    chosen = list[str]()
+    for number in range(9):
+        ticket = it.place([number])
+        chosen.append(ticket.replica)
+        it.started(ticket)
+        it.finished(ticket)
+    assert chosen == ["0", "1", "2"] * 3
+    holders = [it.place([7] * PIECE, without=without) for without in (("1", "2"), ("0", "2"), ("0", "1"))]
+    for ticket in holders:  # the same among those that hold a prefix
+        it.finished(ticket)
+    chosen.clear()
+    for _ in range(6):
+        ticket = it.place([7] * PIECE)
+        chosen.append(ticket.replica)
+        it.finished(ticket)
+    assert chosen == ["0", "1", "2"] * 2
+
+
 def test_the_longest_prefix_is_preferred_until_its_holder_is_overloaded() -> None:
     it = router("0", "1", piece_worth=3)
     prompt = list(range(4 * PIECE))

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.types import SamplingParams
+from nano_inference.types import Memory, SamplingParams
 from tests.serving.engines import until
 from tests.serving.fleet.fleets import Made, fleet, play
 from tests.serving.scripted import Script
@@ -129,5 +129,35 @@ def test_one_that_was_left_behind_asleep_wakes_with_the_others() -> None:
             gate.set()
             await all_serve(made, 2)
             assert behind.said("wake")[0].arguments == {"memory": ["weights", "kv_cache"]}
+
+    play(test())
+
+
+@pytest.mark.parametrize("before", [(), ("kv_cache",)])
+def test_a_sleep_that_one_refuses_is_undone_on_all(before: tuple[Memory, ...]) -> None:
+    async def test() -> None:
+        async with fleet(3) as made:
+            made.client.roster.asleep = before
+            made.engines[1].fails["sleep"] = InvalidRequest("no memory to keep them in")
+            with pytest.raises(InvalidRequest, match="no memory to keep"):
+                await made.client.call("sleep", memory=["kv_cache", "weights"])
+            woken = [part for part in ("kv_cache", "weights") if part not in before]
+            for engine in made.engines:
+                assert [call.arguments for call in engine.said("wake")] == [{"memory": woken}]
+            assert made.client.roster.asleep == before
+
+    play(test())
+
+
+def test_a_wake_that_one_refuses_is_undone_on_all() -> None:
+    async def test() -> None:
+        async with fleet(3) as made:
+            made.client.roster.asleep = ("kv_cache", "weights")
+            made.engines[2].fails["wake"] = InvalidRequest("the memory is taken")
+            with pytest.raises(InvalidRequest, match="memory is taken"):
+                await made.client.call("wake", memory=["weights"])
+            for engine in made.engines:
+                assert [call.arguments for call in engine.said("sleep")] == [{"memory": ["kv_cache", "weights"]}]
+            assert made.client.roster.asleep == ("kv_cache", "weights")
 
     play(test())

@@ -17,7 +17,6 @@ prompts = logging.getLogger("nano_inference.prompts")
 
 _WATCHED = ("/health", "/metrics")
 _LONGEST = 256  # characters of what a client sent
-_ROUTINE = frozenset(("/health", "/metrics"))
 
 
 def set_up_logs(config: ServerConfig) -> None:

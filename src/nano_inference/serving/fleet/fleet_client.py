@@ -20,6 +20,7 @@ from nano_inference.serving.fleet.replica import Failovers, ReplicaStatus
 from nano_inference.serving.fleet.roster import Roster
 from nano_inference.serving.fleet.router import NoReplica, Router, Ticket
 from nano_inference.serving.fleet.sharing import Sharing
+from nano_inference.serving.fleet.suspects import MOST_MOVES, Suspects, given_up
 from nano_inference.serving.fleet.together import Together
 from nano_inference.serving.fleet.transfers import Transfers
 from nano_inference.serving.fleet.weights import BringWeights
@@ -81,6 +82,7 @@ class FleetClient(EngineClient):
         self.transfers = Transfers(self)
         self.prefill = Prefill(self, self.transfers, prefill_replicas, prefill_least) if prefill_replicas else None
         self.sharing = Sharing(self, self.transfers) if share_prefixes else None
+        self.suspects = Suspects(self)
         self._together = Together(self.roster)
         self._num_first = replicas
         self._in_lockstep = in_lockstep
@@ -178,6 +180,7 @@ class FleetClient(EngineClient):
         self.restarting = self._restart or coming
         self._flights.clear()
         self._silent.clear()
+        self.suspects.forget()
         self._together.forget()
         self._die(why, public)
 
@@ -199,6 +202,7 @@ class FleetClient(EngineClient):
                 self._info = msgspec.structs.replace(self._info, max_batch_size=room, max_model_len=least)
         if known := self.roster.known_stats():
             self.stats = joined_stats(known, self.roster.gone)
+        self.suspects.go_on()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -221,6 +225,10 @@ class FleetClient(EngineClient):
 
     def _place(self, flight: Flight, *, at_any: bool = False) -> None:
         """Choose a replica and hand it over. Raises `NoReplica`, and what `EngineClient.begin` does."""
+        if flight.deaths >= MOST_MOVES:
+            if (alone := self.suspects.place(flight)) is not None:
+                self._hand_over(flight, alone)
+            return
         ticket = self.prefill.place(flight) if self.prefill is not None else None
         ticket = ticket or self.choose(flight, at_any=at_any)
         if self.sharing is None or not self.sharing.fetch(flight, ticket):
@@ -244,12 +252,12 @@ class FleetClient(EngineClient):
     def go_on_at(self, flight: Flight, ticket: Ticket) -> None:
         """See `Stages`."""
         self.router.finished(ticket)
-        if flight.request_id not in self._flights:
+        if not self.has(flight):
             return
         if ticket.replica in self.roster.living():
             self._hand_over(flight, self.router.place_at(ticket.replica, flight.left))
         else:
-            self._place_again(flight)
+            self.place_again(flight)
 
     def _hand_over(self, flight: Flight, ticket: Ticket) -> None:
         roster = self.roster
@@ -304,16 +312,24 @@ class FleetClient(EngineClient):
 
     def orphaned(self, flight: Flight) -> None:
         """See `Fleet`."""
-        if flight.request_id not in self._flights:
+        if not self.has(flight):
             return
         if flight.ticket is not None:
             self.router.finished(flight.ticket)
+        if flight.deaths > MOST_MOVES:
+            self.ended(flight, given_up(flight))
+            return
         flight.moved()
         self._silent.add(flight)
         self.failovers.moved += 1
-        self._place_again(flight)
+        self.place_again(flight)
 
-    def _place_again(self, flight: Flight) -> None:
+    def has(self, flight: Flight) -> bool:
+        """See `Places`."""
+        return flight.request_id in self._flights
+
+    def place_again(self, flight: Flight) -> None:
+        """See `Places`."""
         try:
             self._place(flight, at_any=True)
         except NoReplica:

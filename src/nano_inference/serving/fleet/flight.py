@@ -115,6 +115,7 @@ class Flight:
         self.inner = 0  # its id there
         self.handed_at = 0.0
         self.moves = 0
+        self.deaths = 0  # of engines that had it
         self.computes_prompt = False  # its replica is to do no more than that
         self._asked = asked
         self._numerics = numerics
@@ -171,6 +172,8 @@ class Flight:
     def fail(self, problem: Exception) -> None:
         """Its replica is gone, or has refused it."""
         if isinstance(problem, EngineDead):
+            if self.client is not None and self.client.why_dead is not None:  # else it is about to hear of it
+                self.deaths += 1
             self._fleet.orphaned(self)
         elif self._way == "resume old" and self.client is not None:
             self._resume(self.client, None)  # it has not kept the old weights: those that serve will do

@@ -4,6 +4,7 @@ import bisect
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from nano_inference.serving.backoff import Backoff
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.messages import EngineInfo
 
@@ -22,7 +23,7 @@ class Replica:
         name: of its place in the fleet; a new engine that takes the place of a dead one has it too.
         client: of the engine.
         num_starts: engines that had this place.
-        num_short: of them, in a row, that did not last.
+        backoff: how long the next one waits.
         why: in what state it is for a reason that is worth telling.
     """
 
@@ -30,8 +31,7 @@ class Replica:
     client: EngineClient
     state: State = "starting"
     num_starts: int = 1
-    num_short: int = 0
-    ready_at: float = 0.0
+    backoff: Backoff = field(default_factory=Backoff)
     why: str = ""
 
     @property

@@ -22,9 +22,6 @@ from nano_inference.types import EngineStats, Memory
 log = logging.getLogger("nano_inference.serving")
 
 GLANCE = 0.2  # seconds between two looks at the replicas
-BACKOFF = 0.5  # seconds before a new engine is started; doubled for each that did not last
-MAX_BACKOFF = 30.0
-LASTING = 60.0  # seconds after which an engine has lasted
 _SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # of all replicas
 
 
@@ -197,7 +194,8 @@ class Roster:
             self._admit(each)
 
     def _admit(self, each: Replica) -> None:
-        each.state, each.why, each.ready_at = "serving", "", time.monotonic()
+        each.state, each.why = "serving", ""
+        each.backoff.ready(time.monotonic())
         self._router.add(each.name)
         self._owner.changed()
         log.info("replica %s serves weight version %d.", each.name, self.version)
@@ -223,10 +221,7 @@ class Roster:
             self.failovers.deaths += 1
         self._look_whether_lost(why, client.public_reason)
         if self._restart and each.name in self.replicas:
-            lasted = each.ready_at and time.monotonic() - each.ready_at > LASTING
-            each.num_short = 0 if lasted else each.num_short + 1
-            each.ready_at = 0.0
-            delay = min(BACKOFF * 2 ** max(0, each.num_short - 1), MAX_BACKOFF)
+            delay = each.backoff.died(time.monotonic())
             if not self._in_lockstep:
                 self.spawn(self._start_again(each, delay))
             elif all(other.state == "dead" for other in self.replicas.values()):
@@ -279,8 +274,8 @@ class Roster:
         except Exception as problem:
             log.error("replica %s could not be brought up: %s", each.name, problem)
             if each.client is client:
+                self._bury(each, client, str(problem))  # first, so that this is why
                 client.kill()
-                self._bury(each, client, str(problem))
 
     # -- what all have in common --------------------------------------------------------------------------------------
 
