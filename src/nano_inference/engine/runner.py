@@ -161,6 +161,9 @@ class ModelRunner:
         if copies:
             for storage in set(self.storages.values()):
                 storage.copy_blocks(copies)
+            for model in self.models.values():
+                if model.routes is not None:
+                    model.routes.copy_blocks(copies)
 
     def _compute(self, batches: Sequence[ForwardBatch], previous: Any) -> StepResult:
         """Compute batches of the device, and put their results together."""

@@ -3,13 +3,17 @@
 from collections.abc import Sequence as Listed
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from nano_inference.engine import generation
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.requests import checked_ids, is_text
 from nano_inference.errors import InvalidRequest, RequestAborted, RequestTooLarge, WeightUpdateError
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
+from nano_inference.models.routes import RouteRecord
 from nano_inference.scheduling.sequence import POLICY, Sequence
 from nano_inference.types import SamplingParams, TrainingSample
 
@@ -23,6 +27,19 @@ class ScoreRequest:
     token_ids: list[int]
     start: int
     temperature: float = 1.0  # above 0
+
+
+class Scores(NamedTuple):
+    """What scoring a request gave.
+
+    Attributes:
+        logprobs: of its tokens from `start` on.
+        routes: the experts of all its rows but the last, int16 [rows, layers of experts, K]; None: nothing was scored,
+            or nobody keeps a record of them.
+    """
+
+    logprobs: list[float]
+    routes: Tensor | None = None
 
 
 def checked_sequence(engine: InferenceEngine, sequence: Any, place: int) -> list[int]:
@@ -47,10 +64,9 @@ def checked_sequence(engine: InferenceEngine, sequence: Any, place: int) -> list
     return token_ids
 
 
-def score_tokens(
-    engine: InferenceEngine, requests: Listed[ScoreRequest], weight_set: str = POLICY
-) -> list[list[float]]:
-    """The logprobs of the tokens of each request, all under one version of a weight set.
+def score_tokens(engine: InferenceEngine, requests: Listed[ScoreRequest], weight_set: str = POLICY) -> list[Scores]:
+    """The logprobs of the tokens of each request, all under one version of a weight set; and the routes that the weight
+    set's decoder keeps a record of.
 
     Where the weights change meanwhile, all is scored again under the new ones. Any thread may call this. Raises
     `RequestAborted`, `EngineDead`, and `WeightUpdateError` where the weights change faster than this can score.
@@ -61,21 +77,30 @@ def score_tokens(
         version = versions[weight_set]
         scores = iter(_scores(engine, wanted, weight_set))
         if versions[weight_set] == version:
-            return [next(scores) if request.start < len(request.token_ids) else [] for request in requests]
+            return [next(scores) if request.start < len(request.token_ids) else Scores([]) for request in requests]
     raise WeightUpdateError(
         f"the weights changed in each of {ATTEMPTS} attempts to score; score less at once, or update less often."
     )
 
 
-def _scores(engine: InferenceEngine, requests: Listed[ScoreRequest], weight_set: str) -> list[list[float]]:
+def _scores(engine: InferenceEngine, requests: Listed[ScoreRequest], weight_set: str) -> list[Scores]:
     scorers = [_scorer(engine, request, weight_set) for request in requests]
+    record = engine.runner.models[weight_set].routes
+    routes: dict[int, Tensor] = {}
+    if record is not None:
+        for scorer in scorers:
+            scorer.at_end = partial(_take_routes, record, routes)
     by_id: dict[int, list[float]] = {}
     with closing(generation.run(engine.shared, scorers, progress=False)) as deltas:
         for sample in (delta.finished for delta in deltas if delta.finished is not None):
             if sample.ref_logprobs is None:
                 raise RequestAborted("a sequence was aborted before it was scored; nothing is returned for the others.")
             by_id[sample.request_id] = list(sample.ref_logprobs)
-    return [by_id[scorer.request_id] for scorer in scorers]
+    return [Scores(by_id[scorer.request_id], routes.get(scorer.request_id)) for scorer in scorers]
+
+
+def _take_routes(record: RouteRecord, routes: dict[int, Tensor], seq: Sequence) -> None:
+    routes[seq.request_id] = record.read(seq.block_ids, min(seq.num_computed_tokens, seq.num_to_compute))
 
 
 def _scorer(engine: InferenceEngine, request: ScoreRequest, weight_set: str) -> Sequence:

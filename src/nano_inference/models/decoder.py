@@ -11,6 +11,7 @@ from nano_inference.models.context import SharedContext
 from nano_inference.models.joints import AddBias, Joints
 from nano_inference.models.part import part_of
 from nano_inference.models.rope import rope_table
+from nano_inference.models.routes import RecordedMoe, RouteRecord
 from nano_inference.models.spec import ModelSpec, MoeSpec
 from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
 from nano_inference.ops.moe import Experts
@@ -74,6 +75,7 @@ class Decoder:
             self.ropes[False] if same else rope_table(spec.sliding_rope, spec.head_dim, num_positions, self.device)
         )
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))  # rounded as the model was trained
+        self.routes: RouteRecord | None = None  # where the experts of every row are noted, if anybody wants to know
         self.recorded: dict[object, Any] = {}  # by whom it serves: a KV storage (`Ops.compile`), or captured graphs
 
     @property
@@ -158,7 +160,7 @@ class Decoder:
         other = copy.copy(self)
         other.params = self.params if params is None else params
         other.ops = self.ops if ops is None else ops
-        other.recorded = {}
+        other.routes, other.recorded = None, {}
         other.context = other._shared_context()
         return other
 
@@ -257,7 +259,11 @@ class Decoder:
 
     def _mlp(self, ops: Operations, batch: ForwardBatch, normed: Tensor, name: str, layer: int) -> Tensor:
         if self.spec.moe is not None and self.spec.moe.layers[layer]:
-            return ops.moe(normed, self._experts(name, self.spec.moe), self.joints.exchange)
+            experts = self._experts(name, self.spec.moe)
+            if self.routes is None:
+                return ops.moe(normed, experts, self.joints.exchange)
+            noted = RecordedMoe(self.ops.moe, experts, self.joints.exchange, self.routes, layer)
+            return ops.call(batch, noted, (normed,), self.spec.hidden_size, torch.float32)
         gated = ops.gate(ops.linear(normed, self.params[name + "gate_up"], None), self.spec.activation)
         return self._row_parallel(ops, batch, gated, name + "down", self.part.inner_segments)
 

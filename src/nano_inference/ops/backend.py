@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
-from nano_inference.ops.moe import Exchange, Experts
+from nano_inference.ops.moe import Moe
 from nano_inference.parallel.context import SegmentRows
 from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
@@ -91,7 +91,8 @@ class Ops:
             each window that the model has (0: none). A row at position p sees the keys above p - window.
         attention: (q [N, heads, D], view, layer, plan, scale) -> [N, heads * D].
         gate: (gate and up [N, 2 * inner], activation) -> activation(gate) * up [N, inner].
-        moe: (x [N, H], experts, exchange or None) -> float32 [N, H]: a layer of experts, see `ops/moe.py`.
+        moe: (x [N, H], experts, exchange or None, note or None) -> float32 [N, H]: a layer of experts; see
+            `ops.moe.mixture`.
         logits: (hidden [L, H], weight [V, H], divisor) -> hidden @ weight.T / divisor, float32 [L, V].
         sample: (hidden [L, H], weight, divisor, batch) -> `Draw` from these logits.
         sample_logits: (logits [L, V], batch) -> the same `Draw`, from logits that are there already.
@@ -125,7 +126,7 @@ class Ops:
     plan_attention: Callable[[ForwardBatch, int, int], Any]
     attention: Callable[[Tensor, KvcacheView, int, Any, float], Tensor]
     gate: Callable[[Tensor, str], Tensor]
-    moe: Callable[[Tensor, Experts, Exchange | None], Tensor]
+    moe: Moe  # exchange and note may be left out
     logits: Callable[[Tensor, Any, float], Tensor]
     sample: Callable[[Tensor, Any, float, SamplingBatch], Draw]
     sample_logits: Callable[[Tensor, SamplingBatch], Draw]

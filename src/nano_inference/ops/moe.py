@@ -6,6 +6,7 @@ rank that holds it change a bit.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,11 +50,18 @@ class MoeSteps(NamedTuple):
     combine: Callable[[Tensor, Tensor], Tensor]
 
 
+# Is given the ids [n, K] of some rows, in the order of rows, as they are routed.
+Note = Callable[[Tensor], None]
+
 # Who brings rows to the ranks of their experts and back: (steps, x [N, H], experts) -> float32 [N, H].
 Exchange = Callable[[MoeSteps, Tensor, Experts], Tensor]
 
+Moe = Callable[..., Tensor]  # `Ops.moe`; exchange and note may be left out
 
-def mixture(steps: MoeSteps, x: Tensor, experts: Experts, exchange: Exchange | None, row_block: int) -> Tensor:
+
+def mixture(
+    steps: MoeSteps, x: Tensor, experts: Experts, exchange: Exchange | None, row_block: int, note: Note | None = None
+) -> Tensor:
     """`Ops.moe`: x [N, H] -> float32 [N, H].
 
     Args:
@@ -62,11 +70,22 @@ def mixture(steps: MoeSteps, x: Tensor, experts: Experts, exchange: Exchange | N
         experts: of the layer.
         exchange: who asks the other ranks; None: all experts are here.
         row_block: rows that are computed at once, each with K products of its width; no bit depends on it.
+        note: is told which experts the rows that are routed here go through; no bit depends on it.
     """
+    if note is not None:
+        steps = steps._replace(route=partial(_noted, steps.route, note))
     if exchange is not None:
         return exchange(steps, x, experts)
     blocks = [_all_here(steps, rows, experts) for rows in x.split(row_block)]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+def _noted(
+    route: Callable[[Tensor, Experts], tuple[Tensor, Tensor]], note: Note, x: Tensor, experts: Experts
+) -> tuple[Tensor, Tensor]:
+    ids, weights = route(x, experts)
+    note(ids)
+    return ids, weights
 
 
 def _all_here(steps: MoeSteps, x: Tensor, experts: Experts) -> Tensor:

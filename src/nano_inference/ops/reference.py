@@ -24,7 +24,7 @@ from nano_inference.ops.backend import (
     columns,
     embed_part,
 )
-from nano_inference.ops.moe import Exchange, Experts, mixture
+from nano_inference.ops.moe import Exchange, Experts, Note, mixture
 from nano_inference.ops.reference_attention import (
     attention,
     attention_states,
@@ -228,9 +228,9 @@ def _whole_vectors(weight: Tensor) -> Tensor:
 MOE = steps_of(linear, gate)
 
 
-def moe(x: Tensor, experts: Experts, exchange: Exchange | None = None) -> Tensor:
+def moe(x: Tensor, experts: Experts, exchange: Exchange | None = None, note: Note | None = None) -> Tensor:
     """A layer of experts: see `ops/moe.py`."""
-    return mixture(MOE, x, experts, exchange, EXPERT_TILE)
+    return mixture(MOE, x, experts, exchange, EXPERT_TILE, note)
 
 
 def reference_ops() -> Ops:

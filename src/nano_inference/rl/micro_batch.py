@@ -1,5 +1,6 @@
 """Sequences cut into fixed micro-batches of rows, in which a beginning that sequences have in common stands once."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 
@@ -14,6 +15,7 @@ class ScoredSequence:
     token_ids: list[int]
     start: int
     gradients: list[float]
+    routes: Tensor | None = None  # int16 [rows, layers of experts, K]: the experts of at least its rows with gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class MicroBatch:
     owners: Tensor  # [P] place of the target's row in `scored_rows`
     targets: Tensor  # [P] a token after that row; no row has one twice
     gradients: Tensor  # float32 [P] of its logprob
+    routes: Tensor | None = None  # [N, layers of experts, K]: the experts that each row goes through
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same with its tensors on another device."""
@@ -49,6 +52,8 @@ class MicroBatch:
 def micro_batches(sequences: Iterable[ScoredSequence], max_rows: int) -> Iterator[MicroBatch]:
     """Cut sequences, in their order, into micro-batches of at most `max_rows` rows; a longer sequence stands alone.
 
+    Where sequences have routes all of them have, and those of a row that they share agree; else `RuntimeError`.
+
     The cut depends on the arguments alone, as the order of additions in a gradient does. Rows that no gradient comes
     from are left out, and so are whole sequences.
     """
@@ -61,7 +66,7 @@ def micro_batches(sequences: Iterable[ScoredSequence], max_rows: int) -> Iterato
         if rows.num_rows and rows.num_rows + rows.num_new(sequence.token_ids[: last + 1]) > max_rows:
             yield rows.freeze()
             rows = _Rows()
-        path = rows.add(sequence.token_ids[: last + 1])
+        path = rows.add(sequence.token_ids[: last + 1], sequence.routes)
         for row, grad in wanted:
             target = (path[row], sequence.token_ids[row + 1])
             rows.targets[target] = rows.targets.get(target, 0.0) + grad
@@ -77,6 +82,7 @@ class _Rows:
     token_ids: list[int] = field(default_factory=list[int])
     positions: list[int] = field(default_factory=list[int])
     segments: list[Segment] = field(default_factory=list[Segment])
+    routes: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int16))  # one entry a row
     targets: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])  # (row, token) -> grad
 
     @property
@@ -92,7 +98,7 @@ class _Rows:
             parent = self.children[parent, token_id]
         return 0
 
-    def add(self, token_ids: list[int]) -> list[int]:
+    def add(self, token_ids: list[int], routes: Tensor | None = None) -> list[int]:
         """Add a sequence; returns the row of each of its tokens."""
         path: list[int] = []
         first, parent = self.num_rows, -1
@@ -105,7 +111,19 @@ class _Rows:
             parent = row
         if self.num_rows > first:
             self.segments.append(Segment(first, self.num_rows, torch.tensor(path)))
+        if routes is not None:
+            self._add_routes(path, first, routes[: len(path)])
         return path
+
+    def _add_routes(self, path: list[int], first: int, routes: Tensor) -> None:
+        """Note the experts of the rows from `first` on; the others of the path have theirs already."""
+        if len(routes) != len(path):
+            raise RuntimeError(f"the experts of {len(routes)} rows are known, of {len(path)} that need them.")
+        shared = bisect_left(path, first)  # rows of a path rise
+        here = torch.cat([self.routes, routes[shared:]]) if len(self.routes) else routes
+        if not torch.equal(here[path], routes):
+            raise RuntimeError("the engine chose other experts for a row than for the same row of another sequence.")
+        self.routes = here
 
     def freeze(self) -> MicroBatch:
         owners = {row: place for place, row in enumerate(dict.fromkeys(row for row, _ in self.targets))}
@@ -117,6 +135,7 @@ class _Rows:
             owners=torch.tensor([owners[row] for row, _ in self.targets]),
             targets=torch.tensor([token_id for _, token_id in self.targets]),
             gradients=torch.tensor(list(self.targets.values()), dtype=torch.float32),
+            routes=self.routes.long() if len(self.routes) else None,
         )
 
 

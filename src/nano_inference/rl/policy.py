@@ -18,9 +18,10 @@ from nano_inference.engine.launch import require_one_rank
 from nano_inference.engine.weight_sync import WeightUpdate
 from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.models.loading import load_params
+from nano_inference.models.routes import RouteRecord
 from nano_inference.models.weights import allocate, param_table, read, slots, write
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
-from nano_inference.rl.scoring import ScoreBatch, TokenIds, check_batch, score_batch
+from nano_inference.rl.scoring import BatchScores, ScoreBatch, TokenIds, check_batch, score_batch
 from nano_inference.rl.torch_decoder import TorchDecoder
 from nano_inference.scheduling.sequence import POLICY
 
@@ -33,8 +34,9 @@ class PolicyModel(nn.Module):
     Forward: the parameters, cast to the engine's dtype, score the sequences in the engine, as a weight set of their own
     (`"trainer"`). So logprobs equal to the bit what the engine reports under the same weights, and are computed from
     the parameters as they are. Backward: a forward in plain torch at the same cast weights is differentiated, sequence
-    by sequence in a fixed order; the cast passes gradients as they are. Gradients have the same bits whatever the
-    number of threads and the engine's options are.
+    by sequence in a fixed order, every row through the experts that the engine's forward chose for it; the cast passes
+    gradients as they are. Gradients have the same bits whatever the number of threads and the engine's options are, on
+    processors for which torch takes the same kernels.
 
     Args:
         engine: an engine, or the configuration to build one from (`model.engine`).
@@ -99,7 +101,7 @@ class PolicyModel(nn.Module):
             lengths = [len(ids) - start for ids, start in zip(batch.token_ids, batch.positions, strict=True)]
             ends = list(itertools.accumulate(lengths))
             return [flat[end - length : end] for length, end in zip(lengths, ends, strict=True)]
-        return self._score(batch)
+        return self._score(batch).logprobs
 
     def publish(self, *, blocking: bool = True, **options: Any) -> WeightUpdate:
         """Let the engine serve the parameters as a new version; options are those of `engine.update_weights`."""
@@ -110,24 +112,26 @@ class PolicyModel(nn.Module):
         """Give the engine's memory back that logprobs are computed in. The parameters and `publish` remain."""
         self._trainer.close()
 
-    def _score(self, batch: ScoreBatch) -> list[Tensor]:
+    def _score(self, batch: ScoreBatch) -> BatchScores:
         with self._trainer.lock:
             self._trainer.follow(dict(self.named_parameters()))
             return score_batch(self.engine, batch, self._trainer.name)
 
     @torch.no_grad()
-    def _gradients(self, batch: ScoreBatch, values: Mapping[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
-        """Gradients of the parameters in `values` that want one, float32; `grad` is that of all logprobs in a row."""
+    def _gradients(
+        self, scored: Iterable[ScoredSequence], values: Mapping[str, Tensor], temperature: float
+    ) -> dict[str, Tensor]:
+        """Gradients of the parameters in `values` that want one, float32, given those of the sequences' logprobs."""
         device = self.engine.model.device
         params = self._cast(values)
         wanted = {slot.param for name, slot in self._slots.items() if values[name].requires_grad}
         head = params[self._decoder.head].float()
 
         def compute(part: MicroBatch) -> dict[str, Tensor]:
-            return self._decoder.gradients(params, head, part.to(device), batch.temperature, wanted)
+            return self._decoder.gradients(params, head, part.to(device), temperature, wanted)
 
         workers = (self.num_workers or torch.get_num_threads()) if device.type == "cpu" else 1
-        parts = micro_batches(_scored(batch, grad), self.micro_batch_tokens)
+        parts = micro_batches(scored, self.micro_batch_tokens)
         totals: dict[str, Tensor] = {}
         with _single_threaded(workers) as pool:
             running: deque[Future[dict[str, Tensor]]] = deque()
@@ -163,8 +167,8 @@ class _Logprobs(torch.autograd.Function):
         ctx.model, ctx.batch = model, batch
         ctx.save_for_backward(*params)
         scores = model._score(batch)
-        ctx.states = _states(params)
-        return torch.cat([torch.empty(0), *scores])
+        ctx.states, ctx.routes = _states(params), scores.routes
+        return torch.cat([torch.empty(0), *scores.logprobs])
 
     @staticmethod
     @once_differentiable
@@ -175,7 +179,8 @@ class _Logprobs(torch.autograd.Function):
             raise RuntimeError(
                 "a parameter was modified between logprobs and backward; call backward before it changes."
             )
-        found = ctx.model._gradients(ctx.batch, values, grads[0])
+        scored = _scored(ctx.batch, grads[0], ctx.routes)
+        found = ctx.model._gradients(scored, values, ctx.batch.temperature)
         return (
             None,
             None,
@@ -194,6 +199,9 @@ class _TrainerWeights:
         policy = engine.model
         params = allocate(param_table(policy.spec), policy.dtype, policy.device, policy.ops.allocate)
         self._decoder = policy.twin(params)
+        if policy.spec.moe is not None:  # the backward pass goes through the experts of the forward pass
+            storage = engine.runner.storages[POLICY]
+            self._decoder.routes = RouteRecord(policy.spec.moe, storage.num_blocks, storage.block_size, policy.device)
         self.name = WEIGHT_SET
         self.closed = False
         engine.shared.between_steps(POLICY, self._register)
@@ -278,12 +286,15 @@ def _place(module: nn.Module, name: str, param: nn.Parameter) -> None:
     module.register_parameter(last, param)
 
 
-def _scored(batch: ScoreBatch, grad: Tensor) -> Iterator[ScoredSequence]:
-    """Each sequence with its part of the gradient. The entry of a first token is constant."""
+def _scored(batch: ScoreBatch, grad: Tensor, routes: Iterable[Tensor | None]) -> Iterator[ScoredSequence]:
+    """Each sequence with its routes and its part of the gradient, which is of all logprobs in a row.
+
+    The entry of a first token is constant.
+    """
     values, at = grad.float().tolist(), 0
-    for token_ids, position in zip(batch.token_ids, batch.positions, strict=True):
+    for token_ids, position, routed in zip(batch.token_ids, batch.positions, routes, strict=True):
         start, end = max(position, 1), at + len(token_ids) - position
-        yield ScoredSequence(token_ids, start, values[at + start - position : end])
+        yield ScoredSequence(token_ids, start, values[at + start - position : end], routed)
         at = end
 
 

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Iterable
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ def score(
         RequestAborted: a sequence was aborted.
         EngineDead: the engine was shut down or failed.
     """
-    return score_batch(engine, check_batch(engine, sequences, from_position, temperature), POLICY)
+    return score_batch(engine, check_batch(engine, sequences, from_position, temperature), POLICY).logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +69,39 @@ def check_batch(
     return ScoreBatch(token_ids, _positions(from_position, token_ids), _temperature(temperature))
 
 
-def score_batch(engine: InferenceEngine, batch: ScoreBatch, weight_set: str) -> list[Tensor]:
-    """Logprobs of a batch under a weight set; the results of `score`."""
+class BatchScores(NamedTuple):
+    """What scoring a batch gave, one entry a sequence.
+
+    Attributes:
+        logprobs: the results of `score`.
+        routes: the experts of all rows but the last, int16 [rows, layers of experts, K]; None where no logprob was
+            wanted, or the weight set's decoder keeps no record.
+    """
+
+    logprobs: list[Tensor]
+    routes: list[Tensor | None]
+
+
+def score_batch(engine: InferenceEngine, batch: ScoreBatch, weight_set: str) -> BatchScores:
+    """Score a batch under a weight set."""
     starts = [max(position, 1) for position in batch.positions]
     plan = _share(batch.token_ids, starts)
     requests = [ScoreRequest(batch.token_ids[own.index], own.start, batch.temperature) for own in plan]
     known: dict[int, list[float]] = {}  # logprobs from `starts` on
-    for own, scores in zip(plan, score_tokens(engine, requests, weight_set), strict=True):
+    routes: dict[int, Tensor | None] = {}
+    for own, (scores, routed) in zip(plan, score_tokens(engine, requests, weight_set), strict=True):
         first = starts[own.index]
         copied = known[own.source][first - starts[own.source] : own.start - starts[own.source]] if own.shared else []
         known[own.index] = copied + scores
-    return [
+        if routed is None and own.shared:  # the whole sequence is a beginning of the source
+            source = routes[own.source]
+            routed = None if source is None else source[: len(batch.token_ids[own.index]) - 1]
+        routes[own.index] = routed
+    logprobs = [
         torch.tensor([math.nan] * (position == 0) + known[index], dtype=torch.float32)
         for index, position in enumerate(batch.positions)
     ]
+    return BatchScores(logprobs, [routes[index] for index in range(len(logprobs))])
 
 
 @dataclass(frozen=True, slots=True)

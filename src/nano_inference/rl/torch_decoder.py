@@ -66,6 +66,7 @@ class TorchDecoder:
         """Rows after the last norm, in `dtype`: embedded float32 [N, H] -> [N, H]."""
         spec = self.spec
         masks = {window: [self._mask(each, window) for each in batch.segments] for window in set(spec.windows)}
+        routes = self._routes(batch)
         residual = embedded
         for layer, window in enumerate(spec.windows):
             name = f"layers.{layer}."
@@ -73,7 +74,7 @@ class TorchDecoder:
             x = self._attention(normed, params, name, batch, masks[window], self.ropes[window > 0])
             residual = residual + self._after(x, params.get(name + "attn_out_norm"))
             normed = self._norm(residual, params.get(name + "mlp_norm"))
-            x = self._mlp(normed, params, name)
+            x = self._mlp(normed, params, name, routes.get(layer))
             residual = residual + self._after(x, params.get(name + "mlp_out_norm"))
         return self._norm(residual, params["norm"])
 
@@ -106,14 +107,33 @@ class TorchDecoder:
             parts.append(self._attend(own_q, own_k, own_v, mask))
         return functional.linear(torch.cat(parts), params[name + "o"], params.get(name + "o_bias"))
 
-    def _mlp(self, normed: Tensor, params: Mapping[str, Tensor], name: str) -> Tensor:
+    def _mlp(self, normed: Tensor, params: Mapping[str, Tensor], name: str, ids: Tensor | None) -> Tensor:
+        if ids is not None:
+            return self._experts(normed, params, name, ids)
+        gated = self._gate(functional.linear(normed, params[name + "gate_up"]))
+        return functional.linear(gated, params[name + "down"])
+
+    def _routes(self, batch: MicroBatch) -> dict[int, Tensor]:
+        """The engine's choice of experts by layer: [N, K], rising in each row. Raises `RuntimeError`."""
         moe = self.spec.moe
-        if moe is None or name + "router" not in params:
-            gated = self._gate(functional.linear(normed, params[name + "gate_up"]))
-            return functional.linear(gated, params[name + "down"])
+        if moe is None:
+            return {}
+        shape = (len(batch.token_ids), sum(moe.layers), moe.experts_per_token)
+        routes = batch.routes
+        if routes is None or tuple(routes.shape) != shape:
+            found = None if routes is None else tuple(routes.shape)
+            raise RuntimeError(f"the engine's choice of experts is {found} for rows that need {shape}.")
+        rising = bool((routes.diff(dim=-1) > 0).all()) and bool(((routes >= 0) & (routes < moe.num_experts)).all())
+        if not rising:
+            raise RuntimeError("a row has no choice of experts by the engine.")
+        mixed = [layer for layer, has_experts in enumerate(moe.layers) if has_experts]
+        return dict(zip(mixed, routes.unbind(1), strict=True))
+
+    def _experts(self, normed: Tensor, params: Mapping[str, Tensor], name: str, ids: Tensor) -> Tensor:
+        """The engine's experts of each row [N, K], added up in the order of their ids."""
+        moe = self.spec.moe
+        assert moe is not None
         shares = functional.linear(normed.float(), params[name + "router"].float()).softmax(dim=-1)
-        order = shares.detach().sort(dim=-1, descending=True, stable=True).indices
-        ids = order[:, : moe.experts_per_token].sort(dim=-1).values  # the order in which they are added up
         weights = shares.gather(1, ids)
         if moe.renormalized:
             weights = weights / weights.sum(dim=-1, keepdim=True)

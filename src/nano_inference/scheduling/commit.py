@@ -162,6 +162,8 @@ def preempt(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
 
 def retire(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
     """Remove a sequence for good. Its blocks are free at once: on one in-order stream an overrun cannot hurt."""
+    if seq.at_end is not None:
+        seq.at_end(seq)
     sequences.remove(seq)
     cache.deallocate(seq.block_ids, _num_slid(seq.num_computed_tokens, cache))
     seq.block_ids = []

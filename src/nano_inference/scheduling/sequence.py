@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -115,6 +115,7 @@ class Sequence:
     output_text: GrowingText | None = None  # where text is wanted
     stop_string: str | None = None  # the one that the newest token completed
     streaming: bool = False  # every token is handed out as it is sampled
+    at_end: Callable[["Sequence"], None] | None = None  # called once, while it still holds its blocks
     judged: TrainingSample | None = None  # the sample that this one scores under another weight set
     output_logprobs: list[float] = field(default_factory=list[float])
     output_raw_logprobs: list[float] = field(default_factory=list[float])

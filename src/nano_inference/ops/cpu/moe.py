@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.ops.cpu.weights import LANES, as_packed
-from nano_inference.ops.moe import Exchange, Experts, MoeSteps, mixture
+from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 
 ROW_BLOCK = 512
 PROBLEMS = {1: "a row does not exist.", 2: "an expert does not exist."}
@@ -20,9 +20,11 @@ class CpuMoe:
         self.num_threads = num_threads
         self.steps = MoeSteps(self.route, self.products, self.combine)
 
-    def __call__(self, x: Tensor, experts: Experts, exchange: Exchange | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, experts: Experts, exchange: Exchange | None = None, note: Note | None = None
+    ) -> Tensor:
         """See `Ops.moe`."""
-        return mixture(self.steps, x.contiguous(), experts, exchange, ROW_BLOCK)
+        return mixture(self.steps, x.contiguous(), experts, exchange, ROW_BLOCK, note)
 
     def route(self, x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
         """See `MoeSteps`."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nano_inference.ops.cuda.matmul import invariant_product
 from nano_inference.ops.cuda.rows import aligned, gated
-from nano_inference.ops.moe import Exchange, Experts, MoeSteps, mixture
+from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 
 ROWS = 16  # of a tile: few, since in a decode step an expert gets about one
 COLUMNS = 64
@@ -35,9 +35,9 @@ class Tiles(NamedTuple):
     ends: Tensor  # int64 [T]: the end of its expert's places
 
 
-def moe(x: Tensor, experts: Experts, exchange: Exchange | None = None) -> Tensor:
+def moe(x: Tensor, experts: Experts, exchange: Exchange | None = None, note: Note | None = None) -> Tensor:
     """See `Ops.moe`."""
-    return mixture(STEPS, x, experts, exchange, ROW_BLOCK)
+    return mixture(STEPS, x, experts, exchange, ROW_BLOCK, note)
 
 
 def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:

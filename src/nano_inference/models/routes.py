@@ -1,0 +1,66 @@
+"""`RouteRecord`: the experts that every row went through, kept by the slot of the row's keys and values.
+
+A row that comes from the prefix cache was routed when its block was computed. A record by slots has those rows too, and
+follows blocks where they are copied.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nano_inference.batch import ForwardBatch
+from nano_inference.models.spec import MoeSpec
+from nano_inference.ops.moe import Exchange, Experts, Moe
+
+
+class RouteRecord:
+    """Expert ids int16 [layers of experts, slots + 1, K], rising in each row; -1 where nothing was computed yet.
+
+    The last slot takes the rows that fill up a captured batch.
+    """
+
+    def __init__(self, moe: MoeSpec, num_blocks: int, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        counts = [sum(moe.layers[:layer]) for layer in range(len(moe.layers))]
+        self._places = {layer: counts[layer] for layer, mixed in enumerate(moe.layers) if mixed}
+        shape = (len(self._places), num_blocks * block_size + 1, moe.experts_per_token)
+        self._ids = torch.full(shape, -1, dtype=torch.int16, device=device)
+
+    def write(self, layer: int, slots: Tensor, ids: Tensor) -> None:
+        """Note the experts [N, K] of rows whose keys lie in slots [N]; a slot below 0 is that of no row."""
+        own = self._ids[self._places[layer]]
+        own.index_copy_(0, torch.where(slots < 0, len(own) - 1, slots), ids.to(torch.int16))
+
+    def read(self, block_ids: Sequence[int], num_rows: int) -> Tensor:
+        """The experts of the first rows of a sequence with these blocks: int16 [rows, layers of experts, K], on the
+        host.
+        """
+        blocks = torch.tensor(block_ids, dtype=torch.int64)
+        slots = (blocks[:, None] * self.block_size + torch.arange(self.block_size)).flatten()[:num_rows]
+        return self._ids[:, slots.to(self._ids.device)].transpose(0, 1).cpu().contiguous()
+
+    def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """Copy whole blocks (source, target), as `KVStorage.copy_blocks` does."""
+        pairs = torch.tensor(copies, device=self._ids.device)
+        blocks = self._ids[:, :-1].unflatten(1, (-1, self.block_size))
+        blocks[:, pairs[:, 1]] = blocks[:, pairs[:, 0]]
+
+
+class RecordedMoe:
+    """A layer of experts in the middle of a trunk (`Ops.call`) whose choices are noted."""
+
+    def __init__(self, moe: Moe, experts: Experts, exchange: Exchange | None, record: RouteRecord, layer: int) -> None:
+        self._moe, self._experts, self._exchange = moe, experts, exchange
+        self._record, self._layer = record, layer
+
+    def __call__(self, batch: ForwardBatch, out: Tensor, x: Tensor) -> None:
+        """Rows x [N, H] -> `out` [N, H]."""
+        found: list[Tensor] = []
+        out.copy_(self._moe(x, self._experts, self._exchange, found.append))
+        ids = torch.cat(found)
+        if len(ids) != len(batch.slot_mapping):
+            raise RuntimeError(
+                f"{len(ids)} rows were routed here of {len(batch.slot_mapping)}; other ranks route some."
+            )
+        self._record.write(self._layer, batch.slot_mapping, ids)

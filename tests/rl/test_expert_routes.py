@@ -1,0 +1,173 @@
+"""Gradients of experts belong to the forward that ran: the backward pass goes through the engine's own choices."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference import InferenceEngine, SamplingParams
+from nano_inference.ops import reference
+from nano_inference.ops.cpu import moe as cpu_moe
+from nano_inference.rl import PolicyModel, score
+from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
+from nano_inference.rl.torch_decoder import TorchDecoder
+from tests.models.tiny import tiny_model
+from tests.rl.test_gradients import TOLERANCE, oracle_gradients
+from tests.rl.training import SEQUENCES, bits, build, gradients
+
+Routes = dict[tuple[int, ...], list[list[int]]]  # tokens up to a row -> the experts of each layer that has some
+MIXED: dict[str, Any] = {"enable_prefix_caching": False, "max_chunk_tokens": 128, "max_tokens_per_batch": 256}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """32 experts, 4 of them a token, in bfloat16: float32 chooses others for some rows."""
+    folder = tmp_path_factory.mktemp("experts")
+    changes = {"num_experts": 32, "num_experts_per_tok": 4, "torch_dtype": "bfloat16", "num_hidden_layers": 4}
+    return tiny_model(folder, "qwen3-moe", std=0.15, **changes)
+
+
+@pytest.fixture
+def routed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The experts of every call of a layer of experts from now on, asked of the backends' own `route`."""
+    calls: list[Tensor] = []
+
+    for module in (reference, cpu_moe):
+        mixture = module.mixture
+
+        def spy(steps: Any, x: Tensor, experts: Any, *rest: Any, _mixture: Any = mixture) -> Tensor:
+            calls.append(steps.route(x, experts)[0])
+            return _mixture(steps, x, experts, *rest)
+
+        monkeypatch.setattr(module, "mixture", spy)
+    return calls
+
+
+def engine_routes(engine: InferenceEngine, routed: list[Tensor], sequences: list[list[int]]) -> Routes:
+    """What the engine chooses where each sequence runs by itself in one piece."""
+    assert engine.spec.moe is not None
+    found: Routes = {}
+    for ids in sequences:
+        routed.clear()
+        score(engine, [ids])
+        layers = torch.stack(routed).view(sum(engine.spec.moe.layers), len(ids) - 1, -1).transpose(0, 1).tolist()
+        found |= {tuple(ids[: row + 1]): layers[row] for row in range(len(ids) - 1)}
+    return found
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], list[list[int]]]]:
+    """The rows of all backward passes from now on, and the experts that they went through."""
+    rows: list[tuple[tuple[int, ...], list[list[int]]]] = []
+    hidden, experts = TorchDecoder.hidden, TorchDecoder._experts
+    of_layers: list[Tensor] = []
+
+    def spied_experts(self: Any, normed: Tensor, params: Any, name: str, ids: Tensor) -> Tensor:
+        of_layers.append(ids)
+        return experts(self, normed, params, name, ids)
+
+    def spied_hidden(self: Any, params: Any, embedded: Tensor, batch: MicroBatch) -> Tensor:
+        of_layers.clear()
+        out = hidden(self, params, embedded, batch)
+        layers = torch.stack(of_layers[: sum(self.spec.moe.layers)], dim=1).tolist()
+        for segment in batch.segments:
+            path = segment.path.tolist()
+            tokens = batch.token_ids[segment.path].tolist()
+            rows.extend((tuple(tokens[: place + 1]), layers[row]) for place, row in enumerate(path))
+        return out
+
+    monkeypatch.setattr(TorchDecoder, "_experts", spied_experts)
+    monkeypatch.setattr(TorchDecoder, "hidden", spied_hidden)
+    return rows
+
+
+SCHEDULES: list[dict[str, Any]] = [
+    {"backend": "cpu"},
+    {"backend": "cpu", "cache_type": "radix", "block_size": 4, "max_chunk_tokens": 7, "lookahead": 1},
+    {"backend": "reference", "block_size": 4, "max_chunk_tokens": 5, "max_batch_size": 2},
+]
+
+
+@pytest.mark.parametrize("options", SCHEDULES)
+def test_the_backward_goes_through_the_engines_experts_in_every_row_and_layer(
+    folder: Path, routed: list[Tensor], used: list[Any], options: dict[str, Any]
+) -> None:
+    with build(folder, dtype="bfloat16", **(MIXED | {"backend": options["backend"]})) as engine:
+        expected = engine_routes(engine, routed, SEQUENCES)
+    with build(folder, dtype="bfloat16", **options) as engine:
+        model = PolicyModel(engine, micro_batch_tokens=64, num_workers=1)
+        samples = engine.generate([SEQUENCES[0]], SamplingParams(max_tokens=6, ignore_eos=True, seed=1), 2)
+        whole = [[*sample.prompt_tokens, *sample.completion_tokens] for sample in samples]
+        own = model.logprobs(whole, from_position=len(SEQUENCES[0]))
+        assert [bits(each) for each in own] == [bits(torch.tensor(sample.logprobs)) for sample in samples]
+        gradients(model)
+        gradients(model, from_position=[len(each) // 2 for each in SEQUENCES])  # the beginnings are in the cache
+        engine.loop.check()
+    assert len(used) > 2 * len(expected)
+    assert all(experts == expected[tokens] for tokens, experts in used)
+
+
+def test_gradients_are_those_of_transformers_made_to_choose_the_engines_experts(
+    folder: Path, routed: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 at the rounded weights; by its own choices its gradients are others."""
+    from transformers import AutoModelForCausalLM
+
+    with build(folder, dtype="bfloat16", **MIXED) as engine:
+        expected = engine_routes(engine, routed, SEQUENCES)
+        own = gradients(PolicyModel(engine, micro_batch_tokens=64, gradient_dtype=torch.float32), temperature=0.8)
+    oracle: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    freely = oracle_gradients(oracle, own, SEQUENCES, 0.8)
+    oracle.zero_grad()
+
+    def forced() -> Iterator[Tensor]:
+        for ids in SEQUENCES:
+            rows = [expected[tuple(ids[: row + 1])] for row in [*range(len(ids) - 1), len(ids) - 2]]
+            yield from torch.tensor(rows).unbind(1)
+
+    choices = forced()
+
+    def topk(shares: Tensor, _k: int, dim: int) -> tuple[Tensor, Tensor]:
+        ids = next(choices)
+        return shares.gather(dim, ids), ids
+
+    monkeypatch.setattr(torch, "topk", topk)
+    theirs = oracle_gradients(oracle, own, SEQUENCES, 0.8)
+    assert not list(choices)
+    assert difference(own, theirs) <= TOLERANCE
+    assert difference(own, freely) > 0.01
+
+
+def difference(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Relative norm of the difference of all gradients; an expert that no row chose has one of zero."""
+    assert set(own) == set(theirs)
+    squares = [(float((own[name] - grad).square().sum()), float(grad.square().sum())) for name, grad in theirs.items()]
+    return (sum(each for each, _ in squares) / sum(each for _, each in squares)) ** 0.5
+
+
+def test_rows_without_the_engines_choice_are_an_error() -> None:
+    chosen = torch.tensor([[[0, 1]], [[1, 3]]], dtype=torch.int16)
+    first = ScoredSequence([5, 6, 7], 1, [1.0, 1.0], chosen)
+    with pytest.raises(RuntimeError, match="other experts"):
+        list(micro_batches([first, ScoredSequence([5, 6, 8], 1, [1.0, 1.0], chosen.flip(0))], 64))
+    with pytest.raises(RuntimeError, match="experts of 1 rows are known, of 2"):
+        list(micro_batches([ScoredSequence([5, 6, 7], 1, [1.0, 1.0], chosen[:1])], 64))
+    (batch,) = micro_batches([first, ScoredSequence([5, 9, 8], 1, [1.0, 1.0], chosen)], 64)
+    assert batch.routes is not None
+    assert batch.routes[:, 0].tolist() == [[0, 1], [1, 3], [1, 3]]
+
+
+@pytest.mark.parametrize("fault", [lambda ids: ids.fill_(-1), lambda ids: ids.zero_(), lambda ids: ids[:, :, :1]])
+def test_a_record_that_holds_no_choice_is_an_error(folder: Path, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with build(folder, dtype="bfloat16", backend="reference") as engine:
+        model = PolicyModel(engine)
+        record = engine.runner.models["trainer"].routes
+        assert record is not None
+        read = record.read
+        monkeypatch.setattr(record, "read", lambda *where: fault(read(*where)))
+        logprobs = model.logprobs([SEQUENCES[2]])[0]
+        with pytest.raises(RuntimeError, match="choice of experts"):
+            logprobs[1:].sum().backward()
