@@ -16,14 +16,17 @@ from nano_inference.serving.app import build_routes
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.dialects.paths import CONTROL
 from nano_inference.serving.edge.access import LEVELS, Level
-from nano_inference.serving.edge.json_limits import MAX_CONTAINERS, check_json
+from nano_inference.serving.edge.json_limits import MAX_CONTAINERS, MAX_KEYS, check_json
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.main import PROTOCOLS, ROUTES, running_server
+from nano_inference.serving.protocols import reading
+from nano_inference.serving.protocols.openai_requests import CompletionRequest
 from nano_inference.serving.server import Server
 from tests.serving.scripted import ScriptedClient
 
 KEY, OTHER, ADMIN = "key-one", "key-two", "admin-key"
 BODY = {"prompt": "Hi", "max_tokens": 3}
+MOST = 1 << 30
 
 
 @pytest.fixture(scope="module")
@@ -171,27 +174,82 @@ def depth(value: object) -> int:
 @settings(max_examples=200)
 def test_depth_is_found_without_parsing(value: object, ascii_: bool) -> None:
     body, found = json.dumps(value, ensure_ascii=ascii_).encode("utf-8", "surrogatepass"), depth(value)
-    check_json(body, max(found, 1))
+    check_json(body, max(found, 1), MOST)
     if found > 1:
         with pytest.raises(ApiError, match="nests deeper"):
-            check_json(body, found - 1)
+            check_json(body, found - 1, MOST)
 
 
 @given(body=st.binary() | st.text('"\\[]{}a').map(str.encode))
 @settings(max_examples=200)
 def test_depth_of_what_is_not_json(body: bytes) -> None:
     with suppress(ApiError):  # and nothing else
-        check_json(body, 1)
+        check_json(body, 1, 2)
 
 
 @pytest.mark.parametrize("bomb", [b'"' + b'\\"' * 2_000_000 + b"[[", b"[[" + b'\\"' * 2_000_000, b'""' * 500_000])
 def test_depth_takes_linear_time(bomb: bytes) -> None:
-    check_json(bomb + b"[" * 3, 64)
+    check_json(bomb + b"[" * 3, 64, MOST)
 
 
 def test_many_containers_are_refused() -> None:
     with pytest.raises(ApiError, match="lists and objects"):
-        check_json(b"[" + b"[]," * (MAX_CONTAINERS + 1), 64)
+        check_json(b"[" + b"[]," * (MAX_CONTAINERS + 1), 64, MOST)
+
+
+def commas(value: object) -> int:
+    """Between values, as many as the limit counts."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max(len(inner) - 1, 0) + sum(map(commas, inner))
+
+
+@given(value=VALUES, ascii_=st.booleans())
+@settings(max_examples=200)
+def test_values_are_counted_without_parsing(value: object, ascii_: bool) -> None:
+    """Commas and brackets in texts count nothing, whatever stands around them."""
+    whole = [value, '",[{:\\"', "x," * 3]
+    body = json.dumps(whole, ensure_ascii=ascii_).encode("utf-8", "surrogatepass")
+    check_json(body, 64, commas(whole))
+    with pytest.raises(ApiError, match="values"):
+        check_json(body, 64, commas(whole) - 1)
+
+
+@pytest.mark.parametrize(
+    ("bomb", "what"),
+    [
+        (b'{"prompt": [' + b"1," * 3_000 + b"1]}", "values"),
+        (b'{"prompt": [' + b'"a,a",' * 3_000 + b'"a"]}', "values"),
+        (b'{"logit_bias": {' + b'"1":1,' * (MAX_KEYS + 1) + b'"2":2}}', "keys"),
+        (b'{"prompt": ["' + b"\\" * 100_000 + b'", ' + b"1," * 3_000 + b"1]}", "values"),
+        (b'{"prompt": [["' + b"x," * 100_000 + b'"], ' + b"1," * 3_000 + b"1]}", "values"),
+    ],
+    ids=["numbers", "texts", "keys", "behind escapes", "behind a text"],
+)
+def test_values_and_keys_are_refused_before_they_are_parsed(
+    monkeypatch: pytest.MonkeyPatch, bomb: bytes, what: str
+) -> None:
+    parsed: list[bytes] = []
+    monkeypatch.setattr(reading.msgspec.json, "decode", parsed.append)
+    config = ServerConfig(max_values=2_000 if what == "values" else 10 * MAX_KEYS)
+    with pytest.raises(ApiError, match=f"has more than .* {what}"):
+        reading.decode(bomb, config)
+    assert not parsed
+
+
+def test_what_a_request_may_hold_is_let_through() -> None:
+    prompts = json.dumps({"prompt": [[7] * 8192] * 127}).encode()
+    check_json(prompts, 64, ServerConfig().max_values)
+    text = json.dumps({"prompt": "a, b: c; [d] {e} " * 100_000}).encode()
+    check_json(text, 64, 10)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_long_logit_bias_is_refused_before_it_is_validated(nested: bool) -> None:
+    """Its values are no numbers: validating would say so first."""
+    bias = {"logit_bias": dict.fromkeys(map(str, range(2000)), "x")}
+    body = json.dumps({"prompt": "Hi", "sampling_params": bias} if nested else {"prompt": "Hi"} | bias).encode()
+    with pytest.raises(ApiError, match="logit_bias has 2000 entries"):
+        reading.read_body(body, CompletionRequest, ServerConfig(), {})
 
 
 def raw(url: str, *pieces: bytes) -> bytes:

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.text.tokenizer import load_tokenizer
+from nano_inference.text.tokenizer import LONG, load_tokenizer
 
 CONFIG = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "model_max_length": 100}
 
@@ -105,3 +107,32 @@ def test_end_of_sequence_token_outside_the_vocabulary(tmp_path: Path) -> None:
 def test_transformers_is_not_imported() -> None:
     code = "import sys, nano_inference.text.chat; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_long_texts_are_the_same_ids(tmp_path: Path, add: bool) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path))
+    for text in ("naïve café 🙂 中文</s>" * LONG, "x" * LONG, "x" * (LONG + 1)):
+        assert tokenizer.encode(text, add) == tokenizer.backend.encode(text, add_special_tokens=add).ids
+
+
+def test_others_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path))
+    turns, ended = 0, threading.Event()
+
+    def take_turns() -> None:
+        nonlocal turns
+        while not ended.is_set():
+            turns += 1
+            time.sleep(0)
+
+    beside = threading.Thread(target=take_turns)
+    beside.start()
+    try:
+        before = turns
+        tokenizer.backend.encode_batch_fast(["warm up"])
+        tokenizer.encode("👨‍👩‍👧‍👦" * 40_000)
+        assert turns - before > 500
+    finally:
+        ended.set()
+        beside.join()

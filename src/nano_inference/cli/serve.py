@@ -112,6 +112,10 @@ def serve(
         int, option(_LIMITS, "--max-header-bytes", parser=parse_size, metavar="SIZE", help="Of all its headers.")
     ] = 64 << 10,
     max_depth: Annotated[int, option(_LIMITS, "--max-depth", help="How deep its JSON may nest.")] = 64,
+    max_values: Annotated[
+        int | None,
+        option(_LIMITS, "--max-values", help="Numbers, texts and the like in it. Default: 2^20, or 2^24 with --rl."),
+    ] = None,
     request_timeout: Annotated[
         float | None,
         option(
@@ -279,6 +283,7 @@ def serve(
         max_body_bytes=max_body_bytes,
         max_header_bytes=max_header_bytes,
         max_depth=max_depth,
+        max_values=cast(int, max_values),
         request_timeout=cast(float, request_timeout),
         drain_timeout=drain_timeout,
         max_backlog=max_backlog,

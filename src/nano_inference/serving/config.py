@@ -33,8 +33,8 @@ class ServerConfig:
         share_prefixes: a replica that does not have a prompt's prefix fetches it from one that does, where that takes
             less time than computing it.
         stall_timeout: seconds after which one of several replicas that has something to do and gets nowhere is killed.
-        max_queued_samples: samples that may wait beyond those that fit into a batch; more are refused with 429. Of
-            this and the next two, and of `request_timeout`, None is a default that is larger with `rl`.
+        max_queued_samples: samples that may wait beyond those that fit into a batch; more are refused with 429. Here
+            and wherever the type says so None is a default that is larger with `rl`.
         max_samples: samples of one request: `n` times its prompts.
         max_logprobs: `top_logprobs` and `logprobs` of one request; -1: as many as there are tokens.
         max_stop: stop strings of one request.
@@ -45,6 +45,7 @@ class ServerConfig:
         max_body_bytes: size of a request's body.
         max_header_bytes: size of all its headers.
         max_depth: how deep its JSON may nest.
+        max_values: values that it may hold: numbers, texts and the like; prompts of token ids need the most.
         request_timeout: seconds after which a request is aborted.
         drain_timeout: seconds that running requests get to end when the server is told to stop.
         max_backlog: tokens that a stream may hold, a choice, for a client that does not read; then it is aborted.
@@ -92,6 +93,7 @@ class ServerConfig:
     max_body_bytes: int = 32 * MIB
     max_header_bytes: int = 64 * 1024
     max_depth: int = 64
+    max_values: int = cast(int, None)
     request_timeout: float = cast(float, None)
     drain_timeout: float = 30.0
     max_backlog: int = 4096
@@ -215,6 +217,7 @@ _DEFAULTS: Mapping[str, tuple[float, float]] = {
     "max_queued_samples": (1024, 65536),
     "max_samples": (128, 4096),
     "max_logprobs": (20, -1),
+    "max_values": (1 << 20, 1 << 24),  # 128 prompts of 8,192 token ids; 4,096 of 4,096
     "request_timeout": (600.0, 6 * 3600.0),
 }
 
@@ -229,6 +232,7 @@ _COUNTS = (
     "max_body_bytes",
     "max_header_bytes",
     "max_depth",
+    "max_values",
     "max_backlog",
     "rl_max_body_bytes",
 )

@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.text.tokenizer import LONG, Tokenizer, encode_ids
 
 # Digits pass unchanged through what templates do to text: JSON, upper and lower case, trimming, splitting at spaces.
 _DIGITS = 40
@@ -58,7 +58,9 @@ class _Finder:
 
 
 def _spans(finder: tokenizers.Tokenizer, text: str) -> list[tuple[int, int]]:
-    return finder.encode(text, add_special_tokens=False).offsets
+    if len(text) <= LONG:
+        return finder.encode(text, add_special_tokens=False).offsets
+    return finder.encode_batch([text], add_special_tokens=False)[0].offsets
 
 
 @lru_cache(maxsize=8)
@@ -146,7 +148,7 @@ class _SecretTokenizer:
     mark_id: int
 
     def encode(self, text: str) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return encode_ids(self.backend, text)
 
 
 @lru_cache(maxsize=8)

@@ -10,6 +10,10 @@ import tokenizers
 
 from nano_inference.errors import ModelLoadError
 
+# Characters. `encode` holds the interpreter's lock, seconds for a text of megabytes. `encode_batch` does not, but costs
+# a short text more.
+LONG = 4096
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Tokenizer:
@@ -31,11 +35,18 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`. Special tokens written out in `text` always become their ids."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return encode_ids(self.backend, text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Bytes that are not valid UTF-8 come out as U+FFFD."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+
+def encode_ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """Token ids of `text`. Other threads run while a long one is encoded."""
+    if len(text) <= LONG:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

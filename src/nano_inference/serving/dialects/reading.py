@@ -171,7 +171,7 @@ async def fields_of(request: Request, server: Server) -> Fields:
     Raises `ApiError`: 400 where the body is no JSON object, 503 while the server drains or has no engine.
     """
     server.lifecycle.require_open()
-    depth = server.config.max_depth
-    body = await read_request(request, server, lambda data, _: decode(data, depth) if data.strip() else {})
+    config = server.config
+    body = await read_request(request, server, lambda data, _: decode(data, config) if data.strip() else {})
     query = {name: request.query_params.getlist(name) for name in request.query_params}
     return Fields(body, query)

@@ -1,28 +1,75 @@
-"""How deep and how branched a body of JSON may be, checked before it is parsed."""
+"""How deep, how branched and how long a body of JSON may be, checked before it is parsed.
+
+A parser holds the interpreter's lock for as long as it runs, and every stream waits. So what would take it long is
+refused by a scan that stops at the first limit, and lets others run.
+"""
 
 import re
+from collections.abc import Iterator
 
 from nano_inference.serving.errors import bad_request
 
-# A string (also one without an end: no second try starts within it, so that the scan is linear), or a bracket.
-_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[{\]}]', re.DOTALL)
-
 MAX_CONTAINERS = 200_000  # `[],[],[]...` takes thirty times its length as Python objects
+MAX_KEYS = 200_000  # of all objects together
+
+# Every pattern takes about a megabyte at most: between two matches others run.
+# Numbers, words, commas, colons and strings that are not long.
+_RUN = re.compile(rb'(?:[^"\[\]{}]{1,1024}+|"(?:[^"\\]{1,256}+|\\.){0,64}+"){1,64}+', re.DOTALL)
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+# A piece of a longer string, and its end if the piece reaches it.
+_PIECE = re.compile(rb'(?:[^"\\]{1,1024}+|\\.){1,1024}+("?)|"', re.DOTALL)
 
 
-def check_json(body: bytes, max_depth: int) -> None:
-    """Refuse what nests deeper than `max_depth`, or has too many lists and objects. Raises `ApiError` 400."""
-    if body.count(b"[") + body.count(b"{") <= max_depth:  # nearly always, and at once
-        return
-    depth = containers = 0
-    for token in _TOKEN.finditer(body):
-        first = body[token.start()]
-        if first in b"[{":
+def check_json(body: bytes, max_depth: int, max_values: int) -> None:
+    """Refuse what nests deeper than `max_depth`, or has too many values, keys, or lists and objects.
+
+    Raises `ApiError` 400.
+    """
+    containers = body.count(b"[") + body.count(b"{")
+    if containers <= max_depth and body.count(b",") < max_values and body.count(b":") <= MAX_KEYS:
+        return  # nearly always, and at once: what stands in strings is counted as well
+    depth = containers = values = keys = 0
+    for token in _tokens(body):
+        if token in b"]}":
+            depth -= 1
+        elif token in b"[{":
             depth += 1
             containers += 1
-            if depth > max_depth:
-                raise bad_request(f"the body nests deeper than {max_depth} levels.")
-            if containers > MAX_CONTAINERS:
-                raise bad_request(f"the body has more than {MAX_CONTAINERS} lists and objects.")
-        elif first in b"]}":
-            depth -= 1
+            _require(depth, max_depth, "nests deeper than {} levels")
+            _require(containers, MAX_CONTAINERS, "has more than {} lists and objects")
+        else:
+            values += token.count(b",")
+            keys += token.count(b":")
+            _require(keys, MAX_KEYS, "has more than {} keys")
+            _require(values, max_values, "has more than {} values (max_values)")
+
+
+def _require(number: int, most: int, what: str) -> None:
+    if number > most:
+        raise bad_request(f"the body {what.format(most)}.")
+
+
+def _tokens(body: bytes) -> Iterator[bytes]:
+    """Brackets, and runs of what stands between them, without the strings."""
+    place = 0
+    while place < len(body):
+        if run := _RUN.match(body, place):
+            place = run.end()
+            if rest := _STRING.sub(b"", run[0]):
+                yield rest
+        elif body[place] != _QUOTE:
+            yield body[place : place + 1]
+            place += 1
+        else:
+            place = _end_of_string(body, place + 1)
+
+
+def _end_of_string(body: bytes, place: int) -> int:
+    while piece := _PIECE.match(body, place):
+        place = piece.end()
+        if piece[1] or piece[0] == b'"':
+            return place
+    return len(body)  # it has none
+
+
+_QUOTE = ord('"')

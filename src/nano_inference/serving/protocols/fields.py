@@ -236,14 +236,14 @@ def sampling_params(fields: SamplingFields, served: Served, *, max_tokens: int, 
         ApiError: 400, a value is beyond the limits.
         InvalidRequest: values that contradict each other.
     """
-    config, vocab_size = served.config, served.engine.vocab_size
+    vocab_size = served.engine.vocab_size
     given = fields.model_dump(include=_NAMES, exclude_none=True)
     if (top_k := given.get("top_k")) is not None:
         given["top_k"] = 0 if top_k < 0 else min(top_k, vocab_size)
     if "seed" in given:
         given["seed"] %= 2**64  # a signed one is the unsigned one of the same bits
     if "logit_bias" in given:
-        given["logit_bias"] = _bias(given["logit_bias"], config.max_logit_bias, vocab_size)
+        given["logit_bias"] = _bias(given["logit_bias"], vocab_size)
     for name in ("stop_token_ids", "allowed_token_ids"):
         if name in given:
             given[name] = _token_ids(given[name], name, vocab_size)
@@ -253,9 +253,7 @@ def sampling_params(fields: SamplingFields, served: Served, *, max_tokens: int, 
 _NAMES = set(SamplingFields.model_fields)
 
 
-def _bias(bias: Mapping[str, float], most: int, vocab_size: int) -> dict[int, float]:
-    if len(bias) > most:
-        raise bad_request(f"logit_bias has {len(bias)} entries; this server takes {most}.", "logit_bias")
+def _bias(bias: Mapping[str, float], vocab_size: int) -> dict[int, float]:
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
             raise bad_request(
@@ -303,7 +301,7 @@ def arguments_of(arguments: object, served: Served, where: str) -> dict[str, Any
     value: object = arguments or {}
     if isinstance(arguments, str) and arguments:
         try:
-            value = decode(arguments.encode(), served.config.max_depth)
+            value = decode(arguments.encode(), served.config)
         except ApiError:
             value = None
     if not isinstance(value, dict):

@@ -44,8 +44,9 @@ def read_body(body: bytes, model: type[Model], config: ServerConfig, unsupported
     Raises:
         ApiError: 400, naming the field.
     """
-    given = decode(body, config.max_depth)
+    given = decode(body, config)
     refuse_unsupported(given, unsupported)
+    _require_bias(given, config.max_logit_bias)
     try:
         request = model.model_validate(given)
     except ValidationError as problem:
@@ -70,9 +71,9 @@ def refuse_unsupported(
             raise bad_request(f"{where} is not supported by this server; leave it out.", where, "unsupported_parameter")
 
 
-def decode(body: bytes, max_depth: int) -> dict[str, Any]:
-    """The JSON object that a body holds, at most `max_depth` containers deep. Raises `ApiError`, 400."""
-    check_json(body, max_depth)
+def decode(body: bytes, config: ServerConfig) -> dict[str, Any]:
+    """The JSON object that a body holds, within the server's limits. Raises `ApiError`, 400."""
+    check_json(body, config.max_depth, config.max_values)
     try:
         given = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
@@ -80,6 +81,15 @@ def decode(body: bytes, max_depth: int) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise bad_request("the body must be a JSON object.")
     return given
+
+
+def _require_bias(given: Mapping[str, Any], most: int) -> None:
+    """Refuse too long a `logit_bias` before each entry is validated, in which others would wait."""
+    nested = given.get("sampling_params")  # of vLLM's and SGLang's own routes
+    for fields in (given, nested) if isinstance(nested, dict) else (given,):
+        bias = fields.get("logit_bias")
+        if isinstance(bias, dict) and len(bias) > most:
+            raise bad_request(f"logit_bias has {len(bias)} entries; this server takes {most}.", "logit_bias")
 
 
 def shown(value: object) -> str:
