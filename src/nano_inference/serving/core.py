@@ -131,6 +131,7 @@ class EngineCore:
             weight_version=engine.get_weight_version(),
             pid=os.getpid(),
             block_size=engine.config.block_size,
+            max_request_entries=engine.config.max_request_entries,
         )
 
     def prepare(self) -> None:
@@ -232,6 +233,7 @@ class EngineCore:
                 min_version=message.min_version,
                 max_staleness=message.max_staleness,
                 exact_version=message.exact_version,
+                max_entries=message.max_entries,
             )
         except Exception as problem:
             self._emit(Refused(message.request_id, *_told(problem, "a request was not taken")))
