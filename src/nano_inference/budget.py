@@ -1,7 +1,8 @@
 """What a request may cost, in entries, computed before any of it is begun.
 
 An entry is one number that the engine has to hold or an answer has to carry: the logprob of a token, an id that a
-filter kept, a bias. Each limit holds alone (samples, tokens, logprobs a token, ids of a bias); here they are multiplied.
+filter kept, a bias. Other limits hold each alone (samples, tokens, logprobs a token, ids of a bias); here they are
+multiplied.
 """
 
 from typing import NamedTuple

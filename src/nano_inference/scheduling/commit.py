@@ -13,6 +13,8 @@ from nano_inference.scheduling.sequence import REFERENCE, Sequence, Sequences, S
 from nano_inference.scheduling.stopping import MASK_FULL, NOT_FINITE, Finish, ends_by_id, finish_of, may_stop
 from nano_inference.types import ContextVersions, TopLogprobs, TrainingSample, VersionSpan
 
+_NOTHING = TopLogprobs((), ())  # in the place of the first token of every prompt
+
 
 @dataclass(frozen=True, slots=True)
 class Applied:
@@ -223,7 +225,7 @@ def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str)
             kv_versions=context_versions(seq),
             loss_mask=loss_mask,
             sampling_params=seq.params,
-            prompt_top_logprobs=(TopLogprobs((), ()), *seq.score_best) if seq.params.prompt_top_logprobs else None,
+            prompt_top_logprobs=(_NOTHING, *seq.score_best) if seq.params.prompt_top_logprobs else None,
         )
         for index in range(seq.sample_index, seq.sample_index + seq.num_samples)
     ]

@@ -51,7 +51,7 @@ class CompletionBuilder(OpenAIBuilder):
     """One request."""
 
     around_text = (b'"text":', b',"logprobs":null,"finish_reason":null}')
-    names = OpenAIBuilder.names | {  # noqa: RUF012 - as `Builder` has it
+    names = OpenAIBuilder.names | {
         "top_logprobs": "logprobs",
         "prompt_top_logprobs": "prompt_logprobs (with echo also logprobs)",
     }
