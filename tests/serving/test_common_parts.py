@@ -69,7 +69,7 @@ def samples_of(outputs: list[Outputs], message: Any) -> list[TrainingSample]:
 
 
 def core_of(samples: list[TrainingSample]) -> str:
-    return repr([replace(sample, request_id=0, cached_tokens=0) for sample in samples])
+    return repr([replace(sample, request_id=0, cached_tokens=0, kv_versions=()) for sample in samples])
 
 
 def test_samples_come_whole_and_what_they_share_once(engine: InferenceEngine) -> None:
