@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nano_inference.budget import DEFAULT_ENTRIES
 from nano_inference.errors import ConfigError
 from nano_inference.options import is_number, is_whole, strict_options
 
@@ -83,6 +84,9 @@ class EngineConfig:
             `attention="flashinfer"`). False: launch every kernel from Python, to measure or to debug.
         num_threads: threads of the CPU kernels and of torch's CPU operations; None: the physical cores. For torch's
             it holds for the whole process.
+        max_request_entries: numbers that one request may make the engine hold and its answer carry, all its samples
+            together: a logprob, an id of a sampling mask, a bias … (docs/sampling.md). More is refused; a sample whose
+            mask grows beyond its part of this ends.
         seed: where fresh request seeds come from; None: the operating system's entropy.
         tensor_parallel: ranks that share every layer, a process each (the engine's own is the first): 1, 2, 4, 8 ….
         pipeline_parallel: stages, each with layers of its own. As many groups of sequences take turns in them, so fewer
@@ -116,6 +120,7 @@ class EngineConfig:
     batch_invariant: bool | None = None
     cuda_graphs: bool = True
     num_threads: int | None = None
+    max_request_entries: int = DEFAULT_ENTRIES
     seed: int | None = None
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -173,7 +178,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "cuda_graphs": (True, False),
 }
 _PARALLEL = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
-_COUNTS = ("block_size", "max_batch_size", "max_tokens_per_batch", *_PARALLEL)
+_COUNTS = ("block_size", "max_batch_size", "max_tokens_per_batch", "max_request_entries", *_PARALLEL)
 _OPTIONAL_COUNTS = ("max_chunk_tokens", "max_model_len", "kv_cache_memory", "num_threads")
 
 

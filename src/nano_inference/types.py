@@ -27,12 +27,13 @@ Memory = Literal["weights", "kv_cache"]
 
 
 class Limits(TypedDict, total=False):
-    """What a request asks of its group and of weight versions; see `InferenceEngine.add_request`."""
+    """What a request asks of its group, of weight versions and of the cost; see `InferenceEngine.add_request`."""
 
     num_wanted: int | None
     min_version: int | None
     max_staleness: int | None
     exact_version: int | None
+    max_entries: int | None
 
 
 @strict_options(InvalidRequest)

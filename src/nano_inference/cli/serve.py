@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
+from nano_inference.budget import DEFAULT_ENTRIES, RL_ENTRIES
 from nano_inference.cli import options
 from nano_inference.cli.options import option, parse_size, read_keys
 from nano_inference.config import Attention, Backend, EngineConfig
@@ -99,6 +100,14 @@ def serve(
     max_logprobs: Annotated[
         int | None,
         option(_LIMITS, "--max-logprobs", help="top_logprobs of one request; -1: all. Default: 20, or -1 with --rl."),
+    ] = None,
+    max_request_entries: Annotated[
+        int | None,
+        option(
+            _LIMITS,
+            "--max-request-entries",
+            help="Numbers that a request may ask for in all. Default: 5 million, or 40 million with --rl.",
+        ),
     ] = None,
     max_stop: Annotated[int, option(_LIMITS, "--max-stop", help="Stop strings of one request.")] = 16,
     max_stop_length: Annotated[int, option(_LIMITS, "--max-stop-length", help="Characters of each.")] = 256,
@@ -258,6 +267,7 @@ def serve(
         context_parallel=context_parallel,
         expert_parallel=expert_parallel,
         rank_timeout=rank_timeout,
+        max_request_entries=_entries(max_request_entries, rl),
         seed=seed,
     )
     config = ServerConfig(
@@ -322,6 +332,11 @@ def _serve_on_ray(engine: EngineConfig, config: "ServerConfig", address: str | N
     from nano_inference.ray.serving import serve_on_ray
 
     serve_on_ray(engine, config, address)
+
+
+def _entries(given: int | None, rl: bool) -> int:
+    """A trainer may ask for a whole batch in one request."""
+    return given if given is not None else RL_ENTRIES if rl else DEFAULT_ENTRIES
 
 
 def _one_key(key: str | None, file: Path | None) -> str | None:

@@ -27,6 +27,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine.backends import captures_graphs
 from nano_inference.engine.device import DeviceQueue, Event, queue_of
 from nano_inference.engine.graphs import DecodeGraphs, DrawResults, is_plain
+from nano_inference.engine.kept_ids import KeptIds
 from nano_inference.engine.runner import ModelRunner, StepResult
 from nano_inference.engine.step_buffers import Downloads, Uploads
 from nano_inference.engine.storage import KVStorage
@@ -75,7 +76,7 @@ class Arriving:
             logprobs=columns.logprobs.tolist(),
             raw_logprobs=columns.raw_logprobs.tolist(),
             log_kept_mass=columns.log_kept_mass.tolist(),
-            masks=None if columns.kept is None else [tuple(row.nonzero()[0].tolist()) for row in columns.kept],
+            masks=None if columns.kept is None else KeptIds(columns.kept.copy()),
             top=None if columns.top is None else _pairs(*columns.top),
             scores=columns.scores.tolist(),
             score_best=[pair for each in columns.best for pair in _pairs(*each)],

@@ -11,6 +11,7 @@ from nano_inference.engine.requests import Params, RequestChecks, checked_ids, i
 from nano_inference.errors import InvalidRequest, VersionGone
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.options import is_whole
+from nano_inference.scheduling.growing_mask import GrowingMask
 from nano_inference.scheduling.sequence import POLICY, Group, Sequence, Sequences
 from nano_inference.text.output_text import OutputText
 from nano_inference.types import Limits, SamplingParams, TopLogprobs, TrainingSample
@@ -72,7 +73,7 @@ class Intake:
         checks = self.checks
         self.request_ids(request_id)
         token_ids = checks.token_ids(prompt)
-        checks.require(len(token_ids), params, num_samples)
+        most_mask_ids = checks.require(len(token_ids), params, num_samples, limits.get("max_entries"))
         for name in ("min_version", "max_staleness", "exact_version"):
             _require_version(name, limits.get(name))
         self._require_not_gone(limits.get("exact_version"))
@@ -100,6 +101,7 @@ class Intake:
             exact_version=limits.get("exact_version"),
             max_staleness=limits.get("max_staleness"),
             group=Group(num_wanted) if num_wanted is not None else None,
+            mask=GrowingMask(most_mask_ids),
         )
 
     def resumed(
@@ -109,7 +111,7 @@ class Intake:
         appended = checked_ids(append, self.checks.spec.vocab_size)
         params = self._params_to_go_on(sample, len(appended), max_new_tokens)
         prompt_len, drawn = len(sample.prompt_tokens), len(sample.completion_tokens)
-        self.checks.require(prompt_len, params, 1)
+        most_mask_ids = self.checks.require(prompt_len, params, 1)
         seq = Sequence(
             seq_id=self._sequences.new_id(),
             request_id=self.new_request_id(),
@@ -130,6 +132,7 @@ class Intake:
             num_best=params.prompt_top_logprobs,
             score_best=list((sample.prompt_top_logprobs or ())[1:]) if drawn else [],
             streaming=stream,
+            mask=GrowingMask(most_mask_ids),
         )
         if appended and not seq.version_starts:
             seq.version_starts = [(sample.weight_version, 0)]
@@ -195,6 +198,6 @@ def _fill(seq: Sequence, sample: TrainingSample, num_appended: int) -> None:
     if sample.raw_logprobs is not None:
         seq.output_raw_logprobs = [*sample.raw_logprobs, *zeros]
     if sample.sampling_mask is not None:
-        seq.output_masks = sample.sampling_mask.rows() + [()] * num_appended
+        seq.mask = GrowingMask(seq.mask.most, sample.sampling_mask.rows() + [()] * num_appended)
     if sample.top_logprobs is not None:
         seq.output_top = [*sample.top_logprobs, *[TopLogprobs((), ())] * num_appended]

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nano_inference.budget import demand_of, most_mask_ids, require_affordable
 from nano_inference.config import EngineConfig
 from nano_inference.errors import InvalidRequest, ModelLoadError, RequestTooLarge
 from nano_inference.models.loading import resolve_model
@@ -51,14 +52,27 @@ class RequestChecks:
         except ModelLoadError as problem:
             raise InvalidRequest(f"{what} needs a tokenizer: {problem}; set tokenizer_path, or pass ids.") from problem
 
-    def require(self, prompt_len: int, params: Any, num_samples: Any) -> None:
-        """Raise `InvalidRequest` or `RequestTooLarge` for what this engine cannot serve."""
+    def require(self, prompt_len: int, params: Any, num_samples: Any, max_entries: int | None = None) -> int:
+        """Raise `InvalidRequest` or `RequestTooLarge` for what this engine cannot serve.
+
+        Args:
+            prompt_len: tokens of the prompt.
+            params: of the request.
+            num_samples: of the request.
+            max_entries: what it may cost, if that is less than any request may; see `nano_inference.budget`.
+
+        Returns:
+            ids that the mask of each sample may have in all.
+        """
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params must be SamplingParams, not {type(params).__name__}.")
         if not is_whole(num_samples, 1):
             raise InvalidRequest(f"num_samples={num_samples!r} must be a positive integer.")
         self._require_vocabulary(params)
         self._require_fit(prompt_len, params.max_tokens)
+        budget, demand = self._budget(max_entries), demand_of(prompt_len, params, num_samples)
+        require_affordable(demand, budget)
+        return most_mask_ids(demand, budget)
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Ids that end a sample: the request's and, unless ignored, the model's. Raises `InvalidRequest`."""
@@ -71,6 +85,14 @@ class RequestChecks:
                 "sample, so min_tokens leaves nothing to draw."
             )
         return every
+
+    def _budget(self, max_entries: int | None) -> int:
+        most = self.config.max_request_entries
+        if max_entries is None:
+            return most
+        if not is_whole(max_entries, 1):
+            raise InvalidRequest(f"max_entries={max_entries!r} must be a positive integer, or None.")
+        return min(max_entries, most)
 
     def _nonempty(self, ids: list[int]) -> list[int]:
         if not ids:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
+from nano_inference.engine.kept_ids import KeptIds
 from nano_inference.engine.lockstep import Lockstep
 from nano_inference.engine.loop import Pending
 from nano_inference.engine.sleeping import Sleep, give_back
@@ -39,7 +40,7 @@ class Sampled:
         if draw.top_ids.shape[1]:
             top = _pairs(draw.top_ids, draw.top_logprobs)
         if draw.kept is not None:
-            masks = [tuple(row.nonzero()[:, 0].tolist()) for row in draw.kept.cpu()]
+            masks = KeptIds(draw.kept.cpu().numpy())
         return SampledTokens(
             token_ids=draw.token_ids.tolist(),
             logprobs=draw.logprobs.tolist(),

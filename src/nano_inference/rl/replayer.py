@@ -254,7 +254,7 @@ class _Run:
                 sampled.logprobs[i],
                 sampled.raw_logprobs[i],
                 sampled.log_kept_mass[i],
-                sampled.masks[i] if sampled.masks is not None else (),
+                tuple(sampled.masks[i]) if sampled.masks is not None else (),
                 _best(*sampled.top[i]) if sampled.top is not None else TopLogprobs((), ()),
             )
             for i in rows

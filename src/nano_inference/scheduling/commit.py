@@ -10,8 +10,10 @@ from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.failure import copied_text, failure, whole_text
 from nano_inference.scheduling.sequence import REFERENCE, Sequence, Sequences, SequenceStatus
-from nano_inference.scheduling.stopping import NOT_FINITE, Finish, ends_by_id, finish_of, may_stop
-from nano_inference.types import ContextVersions, SamplingMask, TopLogprobs, TrainingSample, VersionSpan
+from nano_inference.scheduling.stopping import MASK_FULL, NOT_FINITE, Finish, ends_by_id, finish_of, may_stop
+from nano_inference.types import ContextVersions, TopLogprobs, TrainingSample, VersionSpan
+
+_NOTHING = TopLogprobs((), ())  # in the place of the first token of every prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class SampledTokens:
     logprobs: Listed[float]
     raw_logprobs: Listed[float]
     log_kept_mass: Listed[float]
-    masks: Listed[tuple[int, ...]] | None = None
+    masks: Listed[Listed[int]] | None = None
     top: Listed[tuple[Listed[int], Listed[float]]] | None = None  # best tokens and their logprobs
     scores: Listed[float] = ()
     score_best: Listed[tuple[Listed[int], Listed[float]]] = ()  # as `top`, of the rows whose sequences want it
@@ -84,16 +86,16 @@ def commit(
 ) -> list[tuple[Sequence, Finish]]:
     """Take in a step's tokens; returns the sequences that ended. Tokens of sequences that are gone are dropped.
 
-    A sequence whose text cannot be made ends with the tokens that it has; the others go on.
+    A sequence whose text cannot be made ends with the tokens that it has, and one whose mask is full without the new
+    token; the others go on.
     """
     finished: list[tuple[Sequence, Finish]] = []
     gone, size = SequenceStatus.FINISHED, cache.block_size
     for row, seq in enumerate(owners):
         if seq.status is gone:
             continue  # it ended or was aborted while this step was in flight
-        if not math.isfinite(sampled.logprobs[row]):
-            finish: Finish | None = NOT_FINITE
-        else:
+        finish = NOT_FINITE if not math.isfinite(sampled.logprobs[row]) else _take_mask(seq, row, sampled)
+        if finish is None:
             _append(seq, row, sampled, sequences.versions[seq.weight_set])
             finish = _grow_text(seq) if seq.output_text is not None else None
             if len(seq.token_ids) % size == 0:  # another block has a name
@@ -214,7 +216,7 @@ def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str)
             prompt_logprobs=(math.nan, *seq.scores) if seq.params.prompt_logprobs else None,
             raw_logprobs=tuple(seq.output_raw_logprobs) if seq.params.raw_logprobs else None,
             log_kept_mass=tuple(seq.output_log_kept_mass),
-            sampling_mask=SamplingMask.of(seq.output_masks) if seq.params.sampling_mask else None,
+            sampling_mask=seq.mask.whole() if seq.params.sampling_mask else None,
             top_logprobs=tuple(seq.output_top) if seq.params.top_logprobs else None,
             text=text,
             numerics=numerics,
@@ -225,7 +227,7 @@ def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str)
             kv_versions=context_versions(seq),
             loss_mask=loss_mask,
             sampling_params=seq.params,
-            prompt_top_logprobs=(TopLogprobs((), ()), *seq.score_best) if seq.params.prompt_top_logprobs else None,
+            prompt_top_logprobs=(_NOTHING, *seq.score_best) if seq.params.prompt_top_logprobs else None,
         )
         for index in range(seq.sample_index, seq.sample_index + seq.num_samples)
     ]
@@ -252,10 +254,19 @@ def _append(seq: Sequence, row: int, sampled: SampledTokens, version: int) -> No
     seq.append_token(sampled.token_ids[row], sampled.logprobs[row], sampled.log_kept_mass[row])
     if params.raw_logprobs:
         seq.output_raw_logprobs.append(sampled.raw_logprobs[row])
-    if sampled.masks is not None and params.sampling_mask:
-        seq.output_masks.append(sampled.masks[row])
     if sampled.top is not None and params.top_logprobs:
         seq.output_top.append(_top(*sampled.top[row], params.top_logprobs))
+
+
+def _take_mask(seq: Sequence, row: int, sampled: SampledTokens) -> Finish | None:
+    """Note which ids the filters kept for the newest token. Where they are too many: how the sequence ends."""
+    if sampled.masks is None or not seq.params.sampling_mask:
+        return None
+    ids = sampled.masks[row]
+    if not seq.mask.has_room(ids):
+        return MASK_FULL
+    seq.mask.append(ids)
+    return None
 
 
 def _grow_text(seq: Sequence) -> Finish | None:

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
+from nano_inference.scheduling.growing_mask import GrowingMask
 from nano_inference.types import ContextVersions, SamplingParams, TopLogprobs, TrainingSample, VersionSpan
 
 POLICY = "policy"  # the weight set that samples are drawn from
@@ -120,7 +121,7 @@ class Sequence:
     output_logprobs: list[float] = field(default_factory=list[float])
     output_raw_logprobs: list[float] = field(default_factory=list[float])
     output_log_kept_mass: list[float] = field(default_factory=list[float])
-    output_masks: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    mask: GrowingMask = field(default_factory=GrowingMask)
     output_top: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
 
     def __post_init__(self) -> None:
@@ -246,6 +247,7 @@ class Sequence:
             score_best=self.score_best,
             output_text=output_text,
             streaming=self.streaming,
+            mask=self.mask.fork(),
         )
 
 

@@ -14,6 +14,7 @@ class Finish(NamedTuple):
 
 
 NOT_FINITE = Finish("abort", "error: the model's logits are not finite")
+MASK_FULL = Finish("abort", "sampling_mask has grown beyond what max_request_entries leaves each sample")
 
 
 def may_stop(seq: Sequence) -> bool:

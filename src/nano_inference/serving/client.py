@@ -11,6 +11,7 @@ import msgspec
 
 from nano_inference import errors
 from nano_inference.errors import EngineDead, NanoInferenceError
+from nano_inference.serving.common_parts import AskedParts
 from nano_inference.serving.errors import ApiError, EngineReplaced
 from nano_inference.serving.messages import (
     RESULTS,
@@ -137,6 +138,7 @@ class EngineClient(ABC):
         self._ids = itertools.count()
         self._streams: dict[int, Receiver] = {}
         self._widths: dict[int, int] = {}  # samples of each stream
+        self._asked: dict[int, AskedParts] = {}  # of each stream
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._dead: str | None = None
         self._public = ""
@@ -208,7 +210,7 @@ class EngineClient(ABC):
     def give_up(self, request_id: int) -> None:
         """Nobody wants any more of a request."""
         if self._streams.pop(request_id, None) is not None:
-            del self._widths[request_id]
+            del self._widths[request_id], self._asked[request_id]
             if self._dead is None:
                 self._send(Abort([request_id]))
 
@@ -282,10 +284,11 @@ class EngineClient(ABC):
             self._progress = time.monotonic()
         self._streams[message.request_id] = receiver
         self._widths[message.request_id] = num_samples
+        self._asked[message.request_id] = AskedParts(message)
         try:
             hand_over()
         except Exception:
-            del self._streams[message.request_id], self._widths[message.request_id]
+            del self._streams[message.request_id], self._widths[message.request_id], self._asked[message.request_id]
             raise
 
     def _receive(self, message: FromEngine) -> None:
@@ -342,14 +345,16 @@ class EngineClient(ABC):
         if request is None:
             return
         if delta.finished is not None:
+            delta = self._asked[request_id].complete(delta)
             self._widths[request_id] -= 1
             if not self._widths[request_id]:
-                del self._streams[request_id], self._widths[request_id]
+                del self._streams[request_id], self._widths[request_id], self._asked[request_id]
         request.put(delta)
 
     def _end(self, request_id: int, problem: Exception) -> None:
         request = self._streams.pop(request_id, None)
         self._widths.pop(request_id, None)
+        self._asked.pop(request_id, None)
         if request is not None:
             request.fail(problem)
 

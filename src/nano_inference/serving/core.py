@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from inspect import signature
 
 from nano_inference.engine.continuation import go_on
@@ -13,6 +13,7 @@ from nano_inference.engine.delivery import deltas_since
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
 from nano_inference.models.loading import resolve_model
+from nano_inference.serving.common_parts import CommonParts, messages_of
 from nano_inference.serving.fleet.block_link import BlockLink
 from nano_inference.serving.messages import (
     Abort,
@@ -89,6 +90,7 @@ class _Request:
     samples_left: int
     wanted: bool = True  # False: aborted, and what still comes of it is told to nobody
     told: dict[int, int] | None = None  # tokens that were told, sample by sample; None: it streams, or nobody asks
+    common: CommonParts = field(default_factory=CommonParts)
 
 
 class EngineCore:
@@ -131,6 +133,7 @@ class EngineCore:
             weight_version=engine.get_weight_version(),
             pid=os.getpid(),
             block_size=engine.config.block_size,
+            max_request_entries=engine.config.max_request_entries,
         )
 
     def prepare(self) -> None:
@@ -232,6 +235,7 @@ class EngineCore:
                 min_version=message.min_version,
                 max_staleness=message.max_staleness,
                 exact_version=message.exact_version,
+                max_entries=message.max_entries,
             )
         except Exception as problem:
             self._emit(Refused(message.request_id, *_told(problem, "a request was not taken")))
@@ -309,6 +313,8 @@ class EngineCore:
                     if inner is not None:
                         self._telling.pop(inner, None)
             if request.wanted:
+                if delta.finished is not None:
+                    delta = replace(delta, finished=request.common.leave_out(delta.finished))
                 self._deltas.append(delta)
                 self._delta_ids.append(request.request_id)
 
@@ -317,7 +323,8 @@ class EngineCore:
             if self._deltas:
                 deltas, self._deltas = self._deltas, []
                 ids, self._delta_ids = self._delta_ids, []
-                self._emit(Outputs(deltas, ids))
+                for portion in messages_of(deltas, ids):
+                    self._emit(Outputs(*portion))
 
     # -- calls --------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ log = logging.getLogger("nano_inference.serving")
 STOP_PATIENCE = 5.0  # seconds that it gets to end by itself
 HANG_UP_PATIENCE = 2.0  # and when its stdin has ended, which it obeys also amid a step
 AT_ONCE = 64  # messages taken in before others get their turn on the event loop
+BYTES_AT_ONCE = 1 << 20  # or so many bytes of them
 
 _DECODER = msgspec.msgpack.Decoder(FromEngine)
 _ENCODER = msgspec.msgpack.Encoder()
@@ -165,11 +166,15 @@ class EngineChild:
 
     def _read_some(self) -> bool:
         """Take in a number of messages; whether there may be more."""
+        size = 0
         for _ in range(AT_ONCE):
+            if size > BYTES_AT_ONCE:
+                break
             try:
                 data = self._inbox.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return False
+            size += len(data)
             try:
                 message = _DECODER.decode(data)
             except Exception as problem:

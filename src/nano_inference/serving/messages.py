@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from nano_inference.budget import DEFAULT_ENTRIES
 from nano_inference.config import EngineConfig
 from nano_inference.serving.log_lines import LogFormat
 from nano_inference.types import Delta, EngineStats, Memory, SamplingParams, TrainingSample
@@ -52,6 +53,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         weight_version: that served when it started.
         pid: its process.
         block_size: tokens of a block of its KV cache.
+        max_request_entries: as in its configuration.
     """
 
     model_path: str
@@ -64,6 +66,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     weight_version: int
     pid: int
     block_size: int = 16
+    max_request_entries: int = DEFAULT_ENTRIES
 
 
 # -- to the engine ------------------------------------------------------------------------------------------------
@@ -84,6 +87,7 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     min_version: int | None = None
     max_staleness: int | None = None
     exact_version: int | None = None
+    max_entries: int | None = None
     tell: bool = False
 
 

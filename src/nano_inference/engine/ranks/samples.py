@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import numpy as np
 
+from nano_inference.engine.kept_ids import PackedIds, PackedRow, pack
 from nano_inference.errors import RankLost
 from nano_inference.scheduling.commit import SampledTokens
 
@@ -21,13 +22,14 @@ class Samples(msgspec.Struct, tag="samples", frozen=True):
         token_ids: int64 [R].
         reals: float64 [3, R]: logprobs, raw logprobs, log_kept_mass. A float32 is one of them, bit for bit.
         scores: float64 [P].
-        masks, top, score_best: as in `SampledTokens`.
+        masks: see `PackedRow`.
+        top, score_best: as in `SampledTokens`.
     """
 
     token_ids: bytes
     reals: bytes
     scores: bytes = b""
-    masks: list[list[int]] | None = None
+    masks: list[PackedRow] | None = None
     top: list[TopRow] | None = None
     score_best: list[TopRow] = []
 
@@ -38,7 +40,7 @@ def to_message(tokens: SampledTokens) -> Samples:
         np.array(tokens.token_ids, dtype=np.int64).tobytes(),
         np.array((tokens.logprobs, tokens.raw_logprobs, tokens.log_kept_mass), dtype=np.float64).tobytes(),
         np.array(tokens.scores, dtype=np.float64).tobytes(),
-        None if tokens.masks is None else [list(row) for row in tokens.masks],
+        None if tokens.masks is None else [pack(row) for row in tokens.masks],
         None if tokens.top is None else [_row(row) for row in tokens.top],
         [_row(row) for row in tokens.score_best],
     )
@@ -52,7 +54,7 @@ def from_message(message: Samples) -> SampledTokens:
         logprobs=logprobs,
         raw_logprobs=raw_logprobs,
         log_kept_mass=log_kept_mass,
-        masks=None if message.masks is None else [tuple(row) for row in message.masks],
+        masks=None if message.masks is None else PackedIds(message.masks),
         top=message.top,
         scores=np.frombuffer(message.scores, dtype=np.float64).tolist(),
         score_best=message.score_best,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nano_inference.budget import Names
 from nano_inference.serving.choices import Choice, Piece, TextStyle
 from nano_inference.serving.dialects.sglang_answers import Form, Wanted, full_logprobs, meta_info, rows, top_rows
 from nano_inference.serving.dialects.sglang_requests import (
@@ -31,6 +32,7 @@ from nano_inference.serving.dialects.sglang_requests import (
 )
 from nano_inference.serving.errors import ApiError, bad_request, openai_error
 from nano_inference.serving.parsing import OutputParser
+from nano_inference.serving.protocols.cost import affordable
 from nano_inference.serving.protocols.fields import (
     checked_prompt,
     checked_stop,
@@ -88,6 +90,12 @@ class GenerateBuilder:
     """One request. See `Builder`."""
 
     make_parser: Callable[[], OutputParser] | None = None
+    names: Names = {  # noqa: RUF012 - as `Builder` has it
+        "num_samples": "sampling_params.n",
+        "max_tokens": "sampling_params.max_new_tokens",
+        "top_logprobs": "top_logprobs_num",
+        "prompt_top_logprobs": "top_logprobs_num",
+    }
 
     def __init__(self, request: GenerateRequest, served: Served, request_id: str) -> None:
         self.served = served
@@ -118,9 +126,8 @@ class GenerateBuilder:
         self._prompts = [
             self._prompt(prompt, samplings[place], place, len(given), request_id) for place, prompt in enumerate(given)
         ]
-        self.asks: Sequence[Ask] = [
-            self._ask(prompt, samplings[place], place) for place, prompt in enumerate(self._prompts)
-        ]
+        asks = (self._ask(prompt, samplings[place], place) for place, prompt in enumerate(self._prompts))
+        self.asks: Sequence[Ask] = affordable(asks, served, self.names)
         self._grown: dict[int, _Grown] = {}
 
     # -- the request --------------------------------------------------------------------------------------------------
@@ -180,6 +187,7 @@ class GenerateBuilder:
             min_version=self._min_version,
             exact_version=self._exact_version,
             text=TextStyle(special_tokens=sampling.skip_special_tokens is False, stop=bool(sampling.no_stop_trim)),
+            repeats_prompt=wanted.scored_from is not None or bool(self.request.return_prompt_token_ids),
         )
 
     def _params(self, prompt: _Prompt, sampling: Sampling, place: int) -> SamplingParams:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nano_inference.budget import Names
 from nano_inference.serving.choices import Choice, Piece, TextStyle
 from nano_inference.serving.dialects.vllm_requests import (
     SAMPLING_UNSUPPORTED,
@@ -66,6 +67,12 @@ class GenerateBuilder:
     """One request."""
 
     make_parser: Callable[[], OutputParser] | None = None
+    names: Names = {  # noqa: RUF012 - as `Builder` has it
+        "num_samples": "sampling_params.n",
+        "max_tokens": "sampling_params.max_tokens",
+        "top_logprobs": "sampling_params.logprobs",
+        "prompt_top_logprobs": "sampling_params.prompt_logprobs",
+    }
 
     def __init__(self, request: GenerateRequest, served: Served, request_id: str) -> None:
         require_model(request.model, served)

@@ -18,6 +18,7 @@ from nano_inference.serving.edge.record import RequestRecord, record_of
 from nano_inference.serving.edge.replies import error_reply, json_reply
 from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of
 from nano_inference.serving.handler import Generation, answer, events
+from nano_inference.serving.protocols.cost import affordable
 from nano_inference.serving.protocols.interface import Builder, Protocol_, Served
 from nano_inference.serving.server import Server
 
@@ -39,6 +40,7 @@ def generation_route(server: Server, protocol: Protocol_) -> Callable[[Request],
             builder = await read_request(
                 request, server, lambda body, served: protocol.prepare(body, served, record.request_id)
             )
+            builder.asks = affordable(builder.asks, server.require_served(), builder.names)
             num_samples = sum(ask.num_samples for ask in builder.asks)
             server.lifecycle.require_open()  # it may have changed while the body came
             server.admission.require_room(num_samples)

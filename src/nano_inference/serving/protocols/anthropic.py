@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
+from nano_inference.budget import Names
 from nano_inference.serving.choices import Choice, Piece
 from nano_inference.serving.edge.exchange import read_request
 from nano_inference.serving.edge.replies import json_reply
@@ -76,6 +77,8 @@ def count_tokens(body: bytes, served: Served) -> dict[str, int]:
 
 class MessageBuilder:
     """One request. See `Builder`."""
+
+    names: Names = {}  # noqa: RUF012 - as `Builder` has it
 
     def __init__(self, request: MessagesRequest, prompt: list[int], served: Served, request_id: str) -> None:
         room = served.engine.max_model_len - len(prompt)

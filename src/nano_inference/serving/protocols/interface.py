@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+from nano_inference.budget import Names
 from nano_inference.serving.choices import PLAIN, Choice, Piece, TextStyle
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError
@@ -28,6 +29,8 @@ class Ask:
             engine's integers. An `exact_version` that is gone is answered with 409.
         detokenize: False: its choices have no text but what the engine makes for stop strings.
         text: what the text shows.
+        repeats_prompt: the answer tells of the prompt with each sample, not once.
+        max_entries: what it may cost; None: all that any request may. See `protocols/cost.py`.
     """
 
     prompt: list[int]
@@ -41,15 +44,18 @@ class Ask:
     min_version: int | None = None
     max_staleness: int | None = None
     exact_version: int | None = None
+    repeats_prompt: bool = False
+    max_entries: int | None = None
 
     @property
     def limits(self) -> Limits:
-        """What it asks of its group and of weight versions."""
+        """What it asks of its group, of weight versions and of the cost."""
         return Limits(
             num_wanted=self.num_wanted,
             min_version=self.min_version,
             max_staleness=self.max_staleness,
             exact_version=self.exact_version,
+            max_entries=self.max_entries,
         )
 
 
@@ -109,11 +115,13 @@ class Builder(Protocol):
     Attributes:
         asks: what the engine is to do.
         stream: whether the answer is a stream of events.
+        names: what its clients call the numbers that its cost follows from.
         make_parser: of each choice's text; None: it is all content.
     """
 
     asks: Sequence[Ask]
     stream: bool
+    names: Names
     make_parser: Callable[[], OutputParser] | None
 
     def start(self, usage: Usage) -> bytes:

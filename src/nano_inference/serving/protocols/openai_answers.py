@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nano_inference.budget import Names
 from nano_inference.serving.choices import Choice, TextStyle
 from nano_inference.serving.errors import ApiError, bad_request, openai_error
 from nano_inference.serving.parsing import OutputParser
@@ -71,6 +72,7 @@ class OpenAIBuilder:
     around_text: tuple[bytes, bytes]  # what stands around a new text in its choice, behind the index
     make_parser: Callable[[], OutputParser] | None = None
     asks: Sequence[Ask] = ()
+    names: Names = {"num_samples": "n", "prompt_top_logprobs": "prompt_logprobs"}  # noqa: RUF012 - as `Builder` has it
 
     def __init__(
         self, request: OpenAIFields, served: Served, request_id: str, *, kind: str, chunk_kind: str, prefix: str
@@ -112,7 +114,7 @@ class OpenAIBuilder:
             more["temperature"] = request.temperature
         return sampling_params(request, self.served, max_tokens=max_tokens, stop=self.stop, **more)
 
-    def ask(self, prompt: list[int], params: SamplingParams, *, stream: bool) -> Ask:
+    def ask(self, prompt: list[int], params: SamplingParams, *, stream: bool, repeats_prompt: bool = False) -> Ask:
         """One prompt for the engine."""
         request = self.request
         return Ask(
@@ -123,6 +125,7 @@ class OpenAIBuilder:
             text=TextStyle(request.skip_special_tokens is False, bool(request.include_stop_str_in_output)),
             num_wanted=request.n_wanted,
             min_version=version_number(request.min_weight_version, self.served, "min_weight_version"),
+            repeats_prompt=repeats_prompt,
         )
 
     # -- answers ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 from nano_inference.serving.choices import Choice, Piece
 from nano_inference.serving.errors import bad_request
+from nano_inference.serving.protocols.cost import affordable
 from nano_inference.serving.protocols.fields import (
     checked_prompt,
     need_tokenizer,
@@ -50,6 +51,10 @@ class CompletionBuilder(OpenAIBuilder):
     """One request."""
 
     around_text = (b'"text":', b',"logprobs":null,"finish_reason":null}')
+    names = OpenAIBuilder.names | {
+        "top_logprobs": "logprobs",
+        "prompt_top_logprobs": "prompt_logprobs (with echo also logprobs)",
+    }
 
     def __init__(self, request: CompletionRequest, served: Served, request_id: str) -> None:
         super().__init__(
@@ -67,7 +72,8 @@ class CompletionBuilder(OpenAIBuilder):
         if self.echo and self.logprobs is not None:
             scored = max(scored or 0, self.logprobs)
         self._prompts = self._read_prompts(request.prompt)
-        self.asks: Sequence[Ask] = [self._ask(prompt, scored) for prompt in self._prompts]
+        asks = (self._ask(prompt, scored) for prompt in self._prompts)
+        self.asks: Sequence[Ask] = affordable(asks, served, self.names)
         self._plain = not (
             self.logprobs is not None
             or request.flat_logprobs is not None
@@ -114,7 +120,8 @@ class CompletionBuilder(OpenAIBuilder):
         max_tokens = room(prompt.token_ids, asked, self.served, DEFAULT_MAX_TOKENS, "max_tokens")
         params = self.params(max_tokens, self.logprobs or 0, scored_prompt=scored)
         # Scores of a prompt come with the whole sample, and stand before the completion's.
-        return self.ask(prompt.token_ids, params, stream=scored is None and not self._hides)
+        repeats = self.echo or bool(self.request.return_token_ids) or scored is not None
+        return self.ask(prompt.token_ids, params, stream=scored is None and not self._hides, repeats_prompt=repeats)
 
     # -- a stream -----------------------------------------------------------------------------------------------------
 
