@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_order_of_a_chat_s_stream(url: str, engine: ScriptedClient) -> None:
     assert all(set(each) >= {"index", "delta", "logprobs", "finish_reason"} for each in news)
     assert chunks[-1]["choices"] == []
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts[:2] == [0, 1]  # nothing is said by the role
     assert counts == sorted(counts)
     assert counts[-1] == 3  # the end's token too
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
@@ -92,9 +94,14 @@ def test_order_of_a_completion_s_stream(url: str, engine: ScriptedClient) -> Non
     ids = events(f"{url}/v1/completions", PROMPT | {"return_token_ids": True, "n": 2})
     said = {0: list[int](), 1: list[int]()}
     for chunk in ids:
-        said[chunk["choices"][0]["index"]] += chunk["choices"][0]["token_ids"]
+        said[chunk["choices"][0]["index"]] += chunk["choices"][0]["token_ids"] or []
     assert said[0] == said[1] == [*engine.tokenizer.encode("One two"), engine.tokenizer.eos_token_id]
-    assert ids[-1]["choices"][0]["prompt_token_ids"] == engine.tokenizer.encode("Hello")
+    told = [chunk["choices"][0] for chunk in ids]
+    first = [next(each for each in told if each["index"] == index) for index in range(2)]
+    assert [each["prompt_token_ids"] for each in first] == [engine.tokenizer.encode("Hello")] * 2
+    assert sum(each["prompt_token_ids"] is not None for each in told) == 2
+    echoed = events(f"{url}/v1/completions", PROMPT | {"return_token_ids": True, "echo": True})
+    assert [chunk["choices"][0]["prompt_token_ids"] is None for chunk in echoed] == [False, *[True] * (len(echoed) - 1)]
 
 
 def test_names_of_tokens(url: str, engine: ScriptedClient) -> None:
@@ -174,7 +181,7 @@ def test_what_is_left_out(url: str, engine: ScriptedClient) -> None:
     change = {"parallel_tool_calls": False, "include_reasoning": False}
     one = post(f"{url}/v1/chat/completions", tools | change)["choices"][0]["message"]
     assert len(one["tool_calls"]) == 1
-    assert "reasoning" not in one
+    assert (one["reasoning"], one["reasoning_content"]) == (None, None)
     deltas = [chunk["choices"][0]["delta"] for chunk in events(f"{url}/v1/chat/completions", tools | change | {"n": 1})]
     assert {call["index"] for delta in deltas for call in delta.get("tool_calls", ())} == {0}
     assert not any("reasoning" in delta for delta in deltas)
@@ -285,3 +292,131 @@ def test_only_the_template_and_completions_write_special_tokens(url: str, engine
     chat = post(f"{url}/tokenize", {"messages": [{"role": "user", "content": said}]})["tokens"]
     assert chat.count(end) == plain.count(end)
     assert post(f"{url}/tokenize", {"prompt": said})["tokens"].count(end) == 1
+
+
+def test_what_is_not_asked_for_is_null(url: str, engine: ScriptedClient) -> None:
+    """SDKs make attributes of what is there, and of nothing else."""
+    engine.script = Script("One two")
+    chat, text = f"{url}/v1/chat/completions", f"{url}/v1/completions"
+    whole = post(chat, HELLO)
+    nothing = ("prompt_logprobs", "prompt_token_ids", "kv_transfer_params")
+    assert [whole[name] for name in nothing] == [None] * 3
+    (choice,) = whole["choices"]
+    assert [choice[name] for name in ("logprobs", "stop_reason", "token_ids", "routed_experts")] == [None] * 4
+    assert [choice["message"][name] for name in ("refusal", "reasoning", "reasoning_content")] == [None] * 3
+    (choice,) = post(text, PROMPT)["choices"]
+    names = ("logprobs", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs", "routed_experts")
+    assert [choice[name] for name in names] == [None] * 6
+    for path, body, more in ((chat, HELLO, ()), (text, PROMPT, ("stop_reason", "prompt_token_ids"))):
+        for options in ({}, {"logprobs": 1 if path == text else True}):
+            for chunk in events(path, body | options):
+                (news,) = chunk["choices"]
+                assert {"index", "logprobs", "finish_reason", "token_ids", *more} <= set(news)
+        assert {"seed", "weight_version"} <= set(news)
+    assert events(chat, HELLO)[0]["prompt_token_ids"] is None
+
+
+def test_the_token_itself_is_the_first_of_a_row(url: str, engine: ScriptedClient) -> None:
+    engine.script = Script("One two")
+    body = {"prompt": "One two", "echo": True, "max_tokens": 2, "logprobs": 2, "prompt_logprobs": 1}
+    (choice,) = post(f"{url}/v1/completions", body)["choices"]
+    rows = choice["logprobs"]
+    for name, row in zip(rows["tokens"][1:], rows["top_logprobs"][1:], strict=True):
+        assert next(iter(row)) == name
+    ids = engine.tokenizer.encode("One two")
+    for token_id, row in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True):
+        own, *others = row
+        assert int(own) == token_id
+        assert [row[each]["rank"] for each in others] == [1][: len(others)]  # one was asked for, though two are told
+        assert row[own]["rank"] in ((1,) if not others else (None,))
+        assert row[own]["decoded_token"] == engine.tokenizer.decode([token_id])
+
+
+def test_an_id_prompt_is_echoed_with_its_special_tokens(url: str, engine: ScriptedClient) -> None:
+    engine.script = Script("One")
+    text = "<|im_start|>user\nHi<|im_end|>"
+    ids = engine.tokenizer.encode(text)
+    (choice,) = post(f"{url}/v1/completions", {"prompt": ids, "echo": True, "logprobs": 0})["choices"]
+    assert choice["text"] == text + "One"
+    offsets = [*choice["logprobs"]["text_offset"], len(choice["text"])]
+    names = [choice["text"][begin:end] for begin, end in pairwise(offsets)]
+    assert names[: len(ids) + 1] == choice["logprobs"]["tokens"][: len(ids) + 1]
+
+
+def test_a_prompt_is_cut_where_that_is_asked_for(url: str, engine: ScriptedClient) -> None:
+    ids = list(range(100, 140))
+    for more, kept in (
+        ({"truncate_prompt_tokens": 5}, ids[-5:]),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, ids[:5]),
+        ({"truncate_prompt_tokens": 50}, ids),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 2040}, ids[-8:]),
+    ):
+        post(f"{url}/v1/completions", {"prompt": ids, "max_tokens": 1} | more)
+        assert engine.requests[-1].prompt == kept
+    whole = post(f"{url}/tokenize", HELLO)["tokens"]
+    post(f"{url}/v1/chat/completions", HELLO | {"truncate_prompt_tokens": 4})
+    assert engine.requests[-1].prompt == whole[-4:]
+    post(f"{url}/v1/completions", {"prompt": ids, "truncate_prompt_tokens": 0}, 400)
+
+
+def test_the_request_s_own_id(url: str, engine: ScriptedClient) -> None:
+    engine.script = Script()
+    assert post(f"{url}/v1/completions", PROMPT | {"request_id": "mine"})["id"] == "cmpl-mine"
+    assert post(f"{url}/v1/chat/completions", HELLO | {"request_id": "mine"})["id"] == "chatcmpl-mine"
+
+
+def test_newer_names_and_values(url: str, engine: ScriptedClient) -> None:
+    engine.script = Script("One two three four", ends=False)
+    reply = post(f"{url}/v1/completions", PROMPT | {"max_completion_tokens": 3})
+    assert reply["usage"]["completion_tokens"] == 3
+    post(f"{url}/v1/completions", PROMPT | {"max_completion_tokens": 9999}, 400)
+    for path, body in (("completions", PROMPT), ("chat/completions", HELLO | {"max_tokens": 2, "store": True})):
+        post(f"{url}/v1/{path}", body | {"top_p": 0, "temperature": 1.0})
+        params = engine.requests[-1].params
+        assert (params.top_k, params.top_p) == (1, 1.0)
+        post(f"{url}/v1/{path}", body | {"prompt_logprobs": -1}, 400)  # this server tells 20
+    plain, around = (post(f"{url}/tokenize", HELLO | {"add_special_tokens": add})["tokens"] for add in (False, True))
+    own = engine.tokenizer.encode("x", add_special_tokens=True) == engine.tokenizer.encode("x")
+    assert (plain == around) is own
+
+
+def test_all_logprobs_where_the_server_tells_them(engine: ScriptedClient) -> None:
+    served = Served("scripted", engine._engine_info(), engine.tokenizer, ChatFormat(), ServerConfig(max_logprobs=-1))
+    body = PROMPT | {"logprobs": -1, "prompt_logprobs": -1}
+    (ask,) = Completions().prepare(json.dumps(body).encode(), served, "id").asks
+    assert ask.params.top_logprobs == ask.params.prompt_top_logprobs == engine.info.vocab_size
+
+
+def test_documents_and_roles_that_a_template_renders(tmp_path: Path) -> None:
+    template = (
+        "{% for d in documents or [] %}[{{ d.title }}: {{ d.text }}]{% endfor %}"
+        "{% for m in messages %}{% if m.role != 'ghost' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    )
+    engine = ScriptedClient(tokenizer_folder=with_template(tmp_path / "documents", template))
+    with running_server(engine, ServerConfig(port=0, in_process=True)) as url:
+        body = {"messages": [{"role": "critic", "content": "Hm"}], "documents": [{"title": "a", "text": "b"}]}
+        post(f"{url}/v1/chat/completions", body)
+        assert engine.tokenizer.decode(engine.requests[-1].prompt) == "[a: b]<critic>Hm"
+        unseen = {"messages": [{"role": "ghost", "content": "Boo"}, {"role": "user", "content": "Hi"}]}
+        error = post(f"{url}/v1/chat/completions", unseen, 400)["error"]
+        assert "does not render messages of the role 'ghost'" in error["message"]
+    client = ScriptedClient()
+    with running_server(client, ServerConfig(port=0, in_process=True)) as url:
+        assert "no documents" in post(f"{url}/v1/chat/completions", body, 400)["error"]["message"]
+        post(f"{url}/v1/chat/completions", body | {"documents": []})
+
+
+def test_tools_that_a_choice_allows(url: str, engine: ScriptedClient) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]
+    named = [{"type": "function", "function": {"name": "time"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": named}}
+    ask = HELLO | {"tools": tools, "tool_choice": choice}
+    assert post(f"{url}/tokenize", ask)["tokens"] == post(f"{url}/tokenize", HELLO | {"tools": tools[1:]})["tokens"]
+    for allowed in (
+        {"mode": "required", "tools": named},
+        {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]},
+        {"mode": "auto", "tools": []},
+        {},
+    ):
+        change = {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+        assert post(f"{url}/tokenize", ask | change, 400)["error"]["param"] == "tool_choice"

@@ -85,12 +85,18 @@ def test_scored_prompts_of_both_routes(server: str) -> None:
     assert rows[0] is None
     mine = [row[str(token_id)]["logprob"] for row, token_id in zip(rows[1:], ids[1:], strict=True)]
     assert mine == pytest.approx(scores(CONTEXT), abs=0.1)
-    assert all([each["rank"] for each in row.values()][:2] == [1, 2] for row in rows[1:])
+    for row, token_id in zip(rows[1:], ids[1:], strict=True):  # the token itself, then the best of the others
+        own, *others = row
+        assert own == str(token_id)
+        assert [row[each]["rank"] for each in others] == [rank for rank in (1, 2) if rank != row[own]["rank"]]
+        assert row[own]["decoded_token"] == tokenizer().decode([token_id]) or "\\x" in row[own]["decoded_token"]
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "prompt_logprobs": True}
     reply = post(f"{server}/v1/chat/completions", chat | {"return_token_ids": True})
     assert len(reply["prompt_logprobs"]) == len(reply["prompt_token_ids"])
     streamed = events(f"{server}/v1/chat/completions", chat)
-    assert [event["prompt_logprobs"] for event in streamed if "prompt_logprobs" in event] == [reply["prompt_logprobs"]]
+    assert [event["prompt_logprobs"] for event in streamed if event.get("prompt_logprobs")] == [
+        reply["prompt_logprobs"]
+    ]
 
 
 def joined(chunks: list[dict[str, Any]], num_choices: int) -> list[dict[str, Any]]:
@@ -102,7 +108,7 @@ def joined(chunks: list[dict[str, Any]], num_choices: int) -> list[dict[str, Any
         for news in chunk["choices"]:
             choice = choices[news["index"]]
             choice["text"] += news["delta"].get("content", "") if "delta" in news else news["text"]
-            choice["token_ids"] += news.get("token_ids", [])
+            choice["token_ids"] += news.get("token_ids") or []
             choice["raw_logprobs"] += news.get("raw_logprobs", [])
             for name, column in (news["logprobs"] or {}).items():
                 choice["logprobs"][name] = choice["logprobs"].get(name, []) + (column or [])

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nano_inference.errors import VersionGone
 from nano_inference.serving.choices import Choice, Piece, new_choice
@@ -145,11 +145,11 @@ async def events(generation: Generation) -> AsyncGenerator[bytes]:
     try:
         async with aclosing(generation.pieces()) as all_pieces:
             async for pieces in all_pieces:
-                data = (
+                head = b"" if started else builder.start(replace(usage, completion_tokens=0))
+                data = head + (
                     chunk(pieces[0], usage) if len(pieces) == 1 else b"".join([chunk(each, usage) for each in pieces])
                 )
-                if not started:
-                    data, started = builder.start(usage) + data, True
+                started = True
                 if data:
                     yield data
         yield builder.end(generation.choices, usage)

@@ -11,6 +11,7 @@ from nano_inference.text.messages import Messages, checked_kwargs, plain, prepar
 from nano_inference.text.tokenizer import Tokenizer
 
 Tools = Sequence[Mapping[str, object]]
+Documents = Sequence[Mapping[str, object]]
 
 
 def render_chat(
@@ -22,6 +23,7 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, object] | None = None,
+    documents: Documents | None = None,
 ) -> str:
     """The conversation as text, equal to what transformers' `apply_chat_template` renders.
 
@@ -34,13 +36,14 @@ def render_chat(
         add_generation_prompt: end with the opening of the assistant's turn.
         continue_final_message: end within the last message, right behind its content, for the model to go on.
         template_kwargs: further variables of the template, as `enable_thinking`.
+        documents: texts beside the conversation, for templates that render some.
 
     Raises:
         InvalidRequest: there is no message, the template is broken, refuses the messages, leaves the sandbox or takes
             more than its time or size (`template_budget`), a message holds something else than plain data, or a
             template variable may not be set.
     """
-    variables = _variables(template, messages, tools, template_kwargs, special_tokens)
+    variables = _variables(template, messages, tools, documents, template_kwargs, special_tokens)
     return _render(template, variables, special_tokens, add_generation_prompt, continue_final_message)
 
 
@@ -52,6 +55,7 @@ def encode_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, object] | None = None,
+    documents: Documents | None = None,
 ) -> list[int]:
     """Token ids of the conversation, by default up to and including the opening of the assistant's turn.
 
@@ -65,6 +69,7 @@ def encode_chat(
         add_generation_prompt: end with the opening of the assistant's turn.
         continue_final_message: end within the last message.
         template_kwargs: further variables of the template.
+        documents: texts beside the conversation.
 
     Raises:
         InvalidRequest: the tokenizer has no chat template, or `render_chat` refuses.
@@ -72,7 +77,7 @@ def encode_chat(
     template, special_tokens = tokenizer.chat_template, tokenizer.special_tokens
     if template is None:
         raise InvalidRequest("the model's tokenizer has no chat template; pass plain text or token ids instead")
-    variables = _variables(template, messages, tools, template_kwargs, special_tokens)
+    variables = _variables(template, messages, tools, documents, template_kwargs, special_tokens)
     variables, marked = control_tokens.mark(tokenizer, variables)
     text = _render(template, variables, special_tokens, add_generation_prompt, continue_final_message)
     return control_tokens.encode_marked(tokenizer, text) if marked else tokenizer.encode(text)
@@ -96,16 +101,20 @@ def _variables(
     template: str,
     messages: Messages,
     tools: Tools | None,
+    documents: Documents | None,
     kwargs: Mapping[str, object] | None,
     special_tokens: Mapping[str, str],
 ) -> dict[str, Any]:
     """What the caller says, as plain data."""
     if not messages:
         raise InvalidRequest("the conversation is empty; give at least one message")
+    if documents and "documents" not in template:
+        raise InvalidRequest("the model's chat template renders no documents; put their text into a message")
     return {
         **checked_kwargs(kwargs or {}, special_tokens),
         "messages": prepare(template, messages, special_tokens),
         "tools": plain(tools) if tools else None,
+        "documents": plain(documents) if documents else None,
     }
 
 
@@ -128,7 +137,6 @@ def _render(
             template,
             {
                 **variables,
-                "documents": None,
                 "add_generation_prompt": add_generation_prompt,
                 **special_tokens,
             },

@@ -26,6 +26,7 @@ _RESERVED = frozenset(
         *("self", "context", "environment", "loop", "caller", "varargs", "kwargs"),
     }
 )
+_ROLES = frozenset(("developer", "system", "user", "assistant", "tool"))  # which any template is sent
 _REASONING = ("reasoning_content", "reasoning")  # one thing by two names
 
 
@@ -87,11 +88,16 @@ def prepare(template: str, messages: Messages, special_tokens: Mapping[str, str]
     JSON text; the absence of content becomes what the template can stand; calls and answers that it does not render
     become text (`tool_history`); a tool's answer gets the tool's name; a developer is the system where the template
     knows no other; reasoning goes by both of its names.
+
+    Raises:
+        InvalidRequest: a message is not plain data, or has a role of its own that the template does not render.
     """
-    shapes = _shapes(template, tuple(sorted(special_tokens.items())))
+    known = tuple(sorted(special_tokens.items()))
+    shapes = _shapes(template, known)
     conversation = [_without_nulls(plain(message)) for message in messages]
     names: dict[object, object] = {}  # of tools, by the ids of their calls
     for message in conversation:
+        _check_role(message.get("role"), template, known)
         if message.get("role") == "developer" and "developer" not in template:
             message["role"] = "system"
         for call in calls_of(message):
@@ -103,6 +109,13 @@ def prepare(template: str, messages: Messages, special_tokens: Mapping[str, str]
                 message.setdefault(other, message[name])
     conversation = tool_history.reshaped(conversation, shapes.calls)
     return _shaped(conversation, shapes)
+
+
+def _check_role(role: object, template: str, special_tokens: tuple[tuple[str, str], ...]) -> None:
+    if isinstance(role, str) and role not in _ROLES and not _renders_role(role, template, special_tokens):
+        raise InvalidRequest(
+            f"the chat template does not render messages of the role {role[:64]!r}; use {', '.join(sorted(_ROLES))}"
+        )
 
 
 def _without_nulls(message: Any) -> dict[str, Any]:
@@ -151,8 +164,21 @@ def _is_text_part(part: object) -> bool:
 
 @lru_cache(maxsize=16)
 def _shapes(template: str, special_tokens: tuple[tuple[str, str], ...]) -> _Shapes:
-    word = "w" + secrets.token_hex(8)
+    word, probe = _new_word(), _probe_of(template, special_tokens)
+    try:
+        string_content, list_content = _content_shapes(word, probe)
+        contents = _Shapes(string_content, list_content)
+        calls = tool_history.ask(word, lambda messages, tools=None: probe(_shaped(messages, contents), tools))
+    except OverBudget:  # it will be so with real messages too
+        return _Shapes()
+    return _Shapes(string_content, list_content, calls)
 
+
+def _new_word() -> str:
+    return "w" + secrets.token_hex(8)
+
+
+def _probe_of(template: str, special_tokens: tuple[tuple[str, str], ...]) -> Render:
     def probe(messages: Messages, tools: object = None) -> str:
         """What the template makes of it, or nothing."""
         variables = {"tools": tools, "documents": None, "add_generation_prompt": False, **dict(special_tokens)}
@@ -163,13 +189,21 @@ def _shapes(template: str, special_tokens: tuple[tuple[str, str], ...]) -> _Shap
         except Exception:  # a template's code raises anything
             return ""
 
+    return probe
+
+
+@lru_cache(maxsize=64)
+def _renders_role(role: str, template: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
+    """Whether what a message of that role says is there, or the template says itself that it is not."""
+    word, probe = _new_word(), _probe_of(template, special_tokens)
+    shapes = _shapes(template, special_tokens)
+    own, other = {"role": role, "content": word}, {"role": "user", "content": "x"}
+    places = [own], [own, other], [other, own], [other, {"role": "assistant", "content": "x"}, own]
     try:
-        string_content, list_content = _content_shapes(word, probe)
-        contents = _Shapes(string_content, list_content)
-        calls = tool_history.ask(word, lambda messages, tools=None: probe(_shaped(messages, contents), tools))
-    except OverBudget:  # it will be so with real messages too
-        return _Shapes()
-    return _Shapes(string_content, list_content, calls)
+        texts = [probe(_shaped([dict(each) for each in place], shapes)) for place in places]
+        return any(word in text for text in texts) or not any(texts)
+    except OverBudget:
+        return False
 
 
 def _content_shapes(word: str, probe: Render) -> tuple[bool, bool]:

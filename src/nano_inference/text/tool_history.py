@@ -195,7 +195,7 @@ def _json_of(call: object) -> str:
 
 
 def _answers_of_users(messages: Iterable[Message]) -> list[Message]:
-    """Answers as the user's text, in one message with what the user says beside them, as turns may have to alternate."""
+    """Answers as text of the user, in one message with what else is said, as turns may have to alternate."""
     told: list[Message] = []
     answers = False  # whether the last of them holds some
     for message in messages:

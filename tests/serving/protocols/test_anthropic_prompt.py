@@ -125,3 +125,14 @@ def test_no_conversation(turns: list[tuple[str, Any]]):
     with pytest.raises(ApiError) as caught:
         converse(*turns)
     assert caught.value.status == 400
+
+
+def test_documents_of_text_are_what_the_user_says() -> None:
+    parts = [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]
+    blocks = [
+        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a"}, "title": "T"},
+        {"type": "document", "source": {"type": "content", "content": parts}, "context": "C"},
+        {"type": "text", "text": "Which?"},
+    ]
+    request = CountRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": blocks}]})
+    assert conversation(request).messages == [{"role": "user", "content": "T\na\nC\nc\nd\nWhich?"}]

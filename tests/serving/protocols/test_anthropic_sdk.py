@@ -24,6 +24,8 @@ CALLS = (
     'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Lima", "days": [1, 2]}}\n</tool_call>'
 )
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": ""}}
+CITED = {"type": "document", "source": {"type": "text", "data": "x"}, "citations": {"enabled": True}}
 
 
 @pytest.fixture(params=[False, True], ids=["lenient", "strict"])
@@ -217,7 +219,9 @@ def body_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> dict[str,
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role must be"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 'type "image"'),
-        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, 'type "document"'),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, r"source\.type is missing"),
+        ({"messages": [{"role": "user", "content": [PDF]}]}, 'source type "base64"'),
+        ({"messages": [{"role": "user", "content": [CITED]}]}, "citations of a document are not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text is missing"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "Well, "}]}, "cannot end with trailing whitespace"),
         (
@@ -317,10 +321,9 @@ def test_keys():
                     sdk.messages.count_tokens(model="scripted", messages=HELLO)
 
 
-def test_tools_need_a_model_that_can_call_them():
+def test_a_model_that_cannot_call_tools_answers_with_text():
     with running_server(ScriptedClient()) as url, Anthropic(base_url=url, api_key="k", max_retries=0) as sdk:
         asked: dict[str, Any] = {"model": "scripted", "messages": HELLO, "tools": [WEATHER]}
-        with pytest.raises(anthropic.BadRequestError, match="cannot be given tools"):
-            sdk.messages.create(**asked, max_tokens=20)
-        with pytest.raises(anthropic.BadRequestError, match="cannot be given tools"):
-            sdk.messages.count_tokens(**asked)
+        (block,) = sdk.messages.create(**asked, max_tokens=20).content
+        assert (block.type, block.text) == ("text", "Hello there.")
+        assert sdk.messages.count_tokens(**asked).input_tokens > 1

@@ -100,14 +100,11 @@ def check_choice(choice: dict[str, Any], sampling: dict[str, Any], text: bool) -
             assert set(entry) == {"token", "token_id", "logprob", "bytes", "top_logprobs"}
             continue
         assert entry["token"] == f"token_id:{entry['token_id']}"
-        assert (len(tops) <= 300) if count == -1 else (len(tops) <= (count if count > 1 else 0))
-        if tops:  # as in vLLM the token itself is the first
-            assert {key: tops[0][key] for key in ("token", "token_id", "logprob", "rank")} == {
-                key: entry[key] for key in ("token", "token_id", "logprob", "rank")
-            }
-            assert [each["logprob"] for each in tops[1:]] == sorted(
-                (each["logprob"] for each in tops[1:]), reverse=True
-            )
+        assert 1 <= len(tops) <= (300 if count == -1 else max(count, 1))
+        assert {key: tops[0][key] for key in ("token", "token_id", "logprob", "rank")} == {
+            key: entry[key] for key in ("token", "token_id", "logprob", "rank")
+        }  # as in vLLM the token itself is the first
+        assert [each["logprob"] for each in tops[1:]] == sorted((each["logprob"] for each in tops[1:]), reverse=True)
 
 
 def test_all_that_the_context_leaves_is_the_default(rl_server: str) -> None:
@@ -227,15 +224,16 @@ def test_a_batch_of_trls_goes_in_one_request(rl_server: str) -> None:
         assert choice["logprobs"]["tokens"] == [f"token_id:{each}" for each in choice["token_ids"]]
 
 
-def test_scores_have_a_rank_to_sort_by(rl_server: str) -> None:
+def test_a_scored_token_is_the_first_of_its_row_and_has_its_rank_or_none(rl_server: str) -> None:
     body = {"prompt": [PROMPT * 3], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 5}
     rows = ask(rl_server, COMPLETIONS, body)["choices"][0]["prompt_logprobs"]
     assert rows[0] is None
     for token_id, row in zip((PROMPT * 3)[1:], rows[1:], strict=True):
-        ranks = sorted(entry["rank"] for entry in row.values())
-        assert ranks == list(range(1, len(row) + 1))
-        assert len(row) in (5, 6)
-        assert str(token_id) in row
+        own, *others = row
+        assert own == str(token_id)
+        told = [row[each]["rank"] for each in others]
+        assert told == [rank for rank in range(1, 6) if rank != row[own]["rank"]]
+        assert row[own]["rank"] is None or row[own]["rank"] <= 5
     all_of_them = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, "prompt_logprobs": -1}}
     assert [len(row or ()) for row in ask(rl_server, GENERATE, all_of_them)["prompt_logprobs"]] == [0, 300, 300]
 

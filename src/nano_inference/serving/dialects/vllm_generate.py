@@ -39,7 +39,6 @@ from nano_inference.serving.protocols.per_token import (
     entries,
     flat,
     prompt_rows,
-    token_name,
     version_spans,
 )
 from nano_inference.serving.protocols.reading import log_unknown, read_body, refuse_unsupported, shown
@@ -188,7 +187,7 @@ class GenerateBuilder:
         return {"request_id": self._request_id, "output_mode": "text" if self._tells_text else "tokens"}
 
     def _prompt_logprobs(self, sample: TrainingSample) -> list[dict[str, Any] | None]:
-        return prompt_rows(sample, self._name if self._tells_text else token_name)
+        return prompt_rows(sample, self._name, self._num_prompt_logprobs)
 
     def _choice(self, piece: Piece, text: str) -> dict[str, Any]:
         told: dict[str, Any] = {"index": piece.index}
@@ -241,6 +240,6 @@ class GenerateBuilder:
         data = b"" if texts is None else texts.bytes_of(token_id)
         return {"token": data.decode("utf-8", "replace"), "logprob": at_least(logprob), "bytes": list(data)}
 
-    def _name(self, token_id: int) -> str:
+    def _name(self, token_id: int) -> str | None:
         texts = self._served.token_texts
-        return token_name(token_id) if texts is None else texts.text(token_id)
+        return None if texts is None else texts.text(token_id)

@@ -9,10 +9,13 @@ from nano_inference.serving.protocols import chats
 from nano_inference.serving.protocols.anthropic_schema import (
     Block,
     CountRequest,
+    DocumentBlock,
     Message,
+    PartsSource,
     RedactedThinkingBlock,
     TextBlock,
     TextOrOther,
+    TextSource,
     ThinkingBlock,
     Tool,
     ToolResultBlock,
@@ -128,6 +131,8 @@ def _user(blocks: Sequence[Block], known: Mapping[str, str]) -> list[dict[str, A
         match block:
             case TextBlock(text=text):
                 said.append(text)
+            case DocumentBlock():
+                said.append(_document(block))
             case ToolResultBlock():
                 say()
                 messages.append(_result(block, known))
@@ -135,6 +140,22 @@ def _user(blocks: Sequence[Block], known: Mapping[str, str]) -> list[dict[str, A
                 raise _unsupported(block.type, "a user message")
     say()
     return messages or [{"role": "user", "content": ""}]
+
+
+def _document(block: DocumentBlock) -> str:
+    """Title and context, then the text."""
+    if block.citations is not None and block.citations.enabled:
+        raise bad_request("citations of a document are not supported; leave them out.", "messages")
+    match block.source:
+        case TextSource(data=text):
+            pass
+        case PartsSource(content=parts):
+            text = _joined(_texts(parts, "a document"))
+        case source:
+            raise bad_request(
+                f"a document of source type {shown(source.type)} is not supported: this server is for text.", "messages"
+            )
+    return _joined([block.title or "", block.context or "", text])
 
 
 def _result(block: ToolResultBlock, known: Mapping[str, str]) -> dict[str, Any]:

@@ -42,6 +42,33 @@ class RedactedThinkingBlock(Strict):
     type: Literal["redacted_thinking"]
 
 
+class TextSource(Strict):
+    """A document's text."""
+
+    type: Literal["text"]
+    media_type: Literal["text/plain"] | None = None
+    data: str
+
+
+class PartsSource(Strict):
+    """A document's text in parts."""
+
+    type: Literal["content"]
+    content: "Texts"
+
+
+class OtherSource(Strict):
+    """A document that is no text; whoever meets it refuses it."""
+
+    type: str
+
+
+class Citations(Strict):
+    """Whether the answer is to cite."""
+
+    enabled: bool | None = None
+
+
 class OtherBlock(Strict):
     """A block of a kind that is not served; whoever meets it refuses it."""
 
@@ -72,7 +99,27 @@ class ToolResultBlock(Strict):
     is_error: bool | None = None
 
 
-_KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+def _source_tag(source: object) -> str:
+    kind = source.get("type") if isinstance(source, dict) else None
+    return f"<{kind}>" if kind in ("text", "content") else "<other>"
+
+
+class DocumentBlock(Strict):
+    """A text that the user shows."""
+
+    type: Literal["document"]
+    source: Annotated[
+        Annotated[TextSource, Tag("<text>")]
+        | Annotated[PartsSource, Tag("<content>")]
+        | Annotated[OtherSource, Tag("<other>")],
+        Discriminator(_source_tag),
+    ]
+    title: str | None = None
+    context: str | None = None
+    citations: Citations | None = None
+
+
+_KINDS = ("text", "document", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
 def _tag(block: object) -> str:
@@ -82,6 +129,7 @@ def _tag(block: object) -> str:
 
 Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
+    | Annotated[DocumentBlock, Tag("<document>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]

@@ -37,19 +37,19 @@ def _count_of_flag(value: object) -> object:
     return value if not isinstance(value, bool) else 0 if value else None
 
 
-# How many of the most probable tokens to tell for each prompt token; `true` is 0: the prompt's own tokens alone.
+# How many of the most probable tokens to tell for each prompt token; `true` is 0: the prompt's own alone; -1: all.
 PromptLogprobs = Annotated[
     int | None,
-    Field(ge=0, le=MOST),
+    Field(ge=-1, le=MOST),
     BeforeValidator(_count_of_flag),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "boolean"}, {"type": "null"}]}),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": -1}, {"type": "boolean"}, {"type": "null"}]}),
 ]
 
 
 class SamplingFields(Strict):
     """The engine's own sampling parameters, which every protocol takes beside its own. Null: the default."""
 
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="0: the most probable token alone")
     top_k: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(None, description="0 and -1: all")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -206,6 +206,13 @@ def require_logprobs(count: int, served: Served, name: str) -> None:
     require_at_most(count, served.engine.vocab_size if most < 0 else most, name)
 
 
+def num_logprobs(asked: int | None, served: Served, name: str) -> int | None:
+    """How many logprobs a token are asked for; -1: of the whole vocabulary. Raises `ApiError`, 400, for too many."""
+    count = served.engine.vocab_size if asked == -1 else asked
+    require_logprobs(count or 0, served, name)
+    return count
+
+
 def version_number(name: object, served: Served, field: str) -> int | None:
     """The engine's number of a weight version that a client names, by a string or a number; None: it names none.
 
@@ -240,6 +247,9 @@ def sampling_params(fields: SamplingFields, served: Served, *, max_tokens: int, 
     given = fields.model_dump(include=_NAMES, exclude_none=True)
     if (top_k := given.get("top_k")) is not None:
         given["top_k"] = 0 if top_k < 0 else min(top_k, vocab_size)
+    if given.get("top_p") == 0:  # OpenAI's range begins there; the engine's is of prefixes that hold something
+        del given["top_p"]
+        given["top_k"] = 1
     if "seed" in given:
         given["seed"] %= 2**64  # a signed one is the unsigned one of the same bits
     if "logit_bias" in given:

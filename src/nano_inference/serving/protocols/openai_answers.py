@@ -11,8 +11,8 @@ from nano_inference.serving.errors import ApiError, bad_request, openai_error
 from nano_inference.serving.parsing import OutputParser
 from nano_inference.serving.protocols.fields import (
     checked_stop,
+    num_logprobs,
     require_at_most,
-    require_logprobs,
     require_model,
     sampling_params,
     version_number,
@@ -57,6 +57,9 @@ def stop_reason(sample: TrainingSample, served: Served, own: Sequence[int] | Non
     return None if reason in served.engine.eos_token_ids and reason not in (own or ()) else reason
 
 
+_CUT = "truncate_prompt_tokens"
+
+
 class OpenAIBuilder:
     """What builders of both routes have in common.
 
@@ -79,11 +82,13 @@ class OpenAIBuilder:
     ) -> None:
         require_model(request.model, served)
         self.served = served
+        self.client_id = request.request_id
+        request_id = request.request_id or request_id
         self.num_samples = request.n or 1
         if request.best_of is not None and request.best_of != self.num_samples:
             raise bad_request("best_of must equal n: this server returns all samples that it draws.", "best_of")
         require_at_most(self.num_samples, served.config.max_samples, "n")
-        require_logprobs(request.prompt_logprobs or 0, served, "prompt_logprobs")
+        self.num_prompt_logprobs = num_logprobs(request.prompt_logprobs, served, "prompt_logprobs")
         self.stream = bool(request.stream)
         self.include_usage, self.continuous_usage = usage_wanted(request.stream_options, stream=self.stream)
         self.stop = checked_stop(request.stop, served)
@@ -122,11 +127,23 @@ class OpenAIBuilder:
             params,
             self.num_samples,
             stream=stream,
+            client_id=self.client_id,
             text=TextStyle(request.skip_special_tokens is False, bool(request.include_stop_str_in_output)),
             num_wanted=request.n_wanted,
             min_version=version_number(request.min_weight_version, self.served, "min_weight_version"),
             repeats_prompt=repeats_prompt,
         )
+
+    def cut(self, prompt: list[int], max_tokens: int | None) -> list[int]:
+        """The prompt as short as the request wants it. `max_tokens`: of the completion; None: one at least."""
+        most = self.request.truncate_prompt_tokens
+        if most is None or len(prompt) <= most:
+            return prompt
+        if most == -1:
+            most = max(1, self.served.engine.max_model_len - max(1, max_tokens or 1))
+        if most == 0:
+            raise bad_request("truncate_prompt_tokens is 0, which leaves no prompt; give -1, or 1 or more.", _CUT)
+        return prompt[:most] if self.request.truncation_side == "right" else prompt[-most:]
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -205,4 +222,7 @@ class OpenAIBuilder:
 
     def prompt_logprobs(self, sample: TrainingSample) -> list[dict[str, Any] | None]:
         """One entry a prompt token."""
-        return prompt_rows(sample, self.token_text)
+        return prompt_rows(sample, self._decoded, self.num_prompt_logprobs)
+
+    def _decoded(self, token_id: int) -> str | None:
+        return None if self.texts is None else self.texts.text(token_id)

@@ -10,8 +10,8 @@ from nano_inference.serving.protocols import chats
 from nano_inference.serving.protocols.fields import (
     arguments_of,
     checked_prompt,
+    num_logprobs,
     require_at_most,
-    require_logprobs,
     room,
     text_of,
 )
@@ -52,15 +52,40 @@ def chat_prompt(request: ChatTemplateFields, given: Sequence[Message], served: S
         template_kwargs=kwargs,
         add_generation_prompt=not goes_on if request.add_generation_prompt is None else request.add_generation_prompt,
         continue_final_message=goes_on,
+        documents=request.documents,
+        add_special_tokens=bool(request.add_special_tokens),
     )
 
 
 def _tools(request: ChatTemplateFields) -> list[dict[str, Any]] | None:
     """The tools as templates see them; None: there are none, or none may be used."""
-    _check_tool_choice(request.tool_choice, bool(request.tools))
-    if not request.tools or request.tool_choice == "none":
+    choice, tools = request.tool_choice, request.tools or []
+    names = _allowed(choice)
+    _check_tool_choice("auto" if names is not None else choice, bool(tools))
+    if not tools or choice == "none":
         return None
-    return [tool.model_dump(exclude_none=True) for tool in request.tools]
+    if names is not None and (unknown := names - {tool.function.name for tool in tools}):
+        raise bad_request(f"tool_choice allows {shown(min(unknown))}, which is not among the tools.", "tool_choice")
+    kept = [tool for tool in tools if names is None or tool.function.name in names]
+    return [tool.model_dump(exclude_none=True) for tool in kept] or None
+
+
+def _allowed(choice: object) -> set[str] | None:
+    """The names that a choice of `allowed_tools` leaves, where it forces no call; None: it is another choice."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return None
+    allowed = choice.get("allowed_tools")
+    mode, tools = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+    if mode == "required":
+        return None
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    names = {str(function.get("name")) for function in functions if isinstance(function, dict)}
+    if mode != "auto" or not names:
+        raise bad_request(
+            "tool_choice.allowed_tools must hold a mode, auto, and tools: a list of functions with their names.",
+            "tool_choice",
+        )
+    return names
 
 
 def _check_tool_choice(choice: object, has_tools: bool) -> None:
@@ -114,7 +139,7 @@ def _plain(message: Message, place: int, served: Served) -> dict[str, Any]:
 class ChatBuilder(OpenAIBuilder):
     """One request."""
 
-    around_text = (b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}')
+    around_text = (b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null,"token_ids":null}')
 
     def __init__(self, request: ChatRequest, served: Served, request_id: str) -> None:
         super().__init__(
@@ -126,14 +151,16 @@ class ChatBuilder(OpenAIBuilder):
             prefix="chatcmpl-",
         )
         self.request: ChatRequest = request
-        top_logprobs = request.top_logprobs or 0
-        if top_logprobs and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
-        require_logprobs(top_logprobs, served, "top_logprobs")
-        self._prompt = checked_prompt(chat_prompt(request, request.messages, served), served, "messages")
+        top_logprobs = num_logprobs(request.top_logprobs, served, "top_logprobs") or 0
         name = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
-        max_tokens = room(self._prompt, getattr(request, name), served, None, name)
-        scored = request.prompt_logprobs
+        asked = getattr(request, name)
+        self._prompt = checked_prompt(
+            self.cut(chat_prompt(request, request.messages, served), asked), served, "messages"
+        )
+        max_tokens = room(self._prompt, asked, served, None, name)
+        scored = self.num_prompt_logprobs
         params = self.params(max_tokens, top_logprobs, scored_prompt=scored)
         self.asks: Sequence[Ask] = [self.ask(self._prompt, params, stream=scored is None)]
         tools = bool(request.tools) and request.tool_choice != "none"
@@ -147,7 +174,7 @@ class ChatBuilder(OpenAIBuilder):
 
     def start(self, usage: Usage) -> bytes:
         """The role, of every choice."""
-        more = {"prompt_token_ids": self._prompt} if self.request.return_token_ids else None
+        more = {"prompt_token_ids": self._prompt if self.request.return_token_ids else None}
         return b"".join(
             self.event(_choice(index, {"role": "assistant", "content": ""}), usage, None if index else more)
             for index in range(self.num_samples)
@@ -199,12 +226,12 @@ class ChatBuilder(OpenAIBuilder):
             "choices": [self._finished(choice) for choice in choices],
             "usage": self.usage_of(usage, choices),
         }
-        first = choices[0].finished
-        if self.request.return_token_ids:
-            told["prompt_token_ids"] = self._prompt
-        if self.request.prompt_logprobs is not None and first is not None:
-            told["prompt_logprobs"] = self.prompt_logprobs(first)
-        return told
+        first, scored = choices[0].finished, self.request.prompt_logprobs is not None
+        return told | {
+            "prompt_logprobs": self.prompt_logprobs(first) if scored and first is not None else None,
+            "prompt_token_ids": self._prompt if self.request.return_token_ids else None,
+            "kv_transfer_params": None,
+        }
 
     def _finished(self, choice: Choice) -> dict[str, Any]:
         sample = choice.finished
@@ -215,12 +242,13 @@ class ChatBuilder(OpenAIBuilder):
             "content": choice.content or (None if calls else ""),
             "refusal": None,
         }
-        if choice.reasoning and self._shows_reasoning:
-            message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
+        message["reasoning_content"] = message["reasoning"] = (
+            (choice.reasoning or None) if self._shows_reasoning else None
+        )
         if calls:
             message["tool_calls"] = [_tool_call(call) for call in calls]
         told: dict[str, Any] = {"index": choice.index, "message": message, "logprobs": None}
-        told["finish_reason"] = self._reason(sample, bool(calls))
+        told |= {"finish_reason": self._reason(sample, bool(calls)), "token_ids": None, "routed_experts": None}
         told |= self.ending(sample)
         if self._extras:
             told |= self._extras_of(choice.whole)
@@ -254,7 +282,7 @@ class ChatBuilder(OpenAIBuilder):
 
 
 def _choice(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason, "token_ids": None}
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

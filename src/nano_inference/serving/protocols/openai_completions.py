@@ -1,6 +1,5 @@
 """`POST /v1/completions`: text or token ids go on. A prompt's text may write out special tokens, which become such."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,8 @@ from nano_inference.serving.protocols.cost import affordable
 from nano_inference.serving.protocols.fields import (
     checked_prompt,
     need_tokenizer,
+    num_logprobs,
     require_at_most,
-    require_logprobs,
     require_possible_length,
     room,
 )
@@ -21,7 +20,7 @@ from nano_inference.serving.protocols.openai_answers import OpenAIBuilder
 from nano_inference.serving.protocols.openai_requests import COMPLETION_UNSUPPORTED, CompletionRequest
 from nano_inference.serving.protocols.openai_schemas import COMPLETION
 from nano_inference.serving.protocols.openapi import operation
-from nano_inference.serving.protocols.per_token import at_least, flat
+from nano_inference.serving.protocols.per_token import at_least, flat, own_first
 from nano_inference.serving.protocols.reading import read_body, shown
 from nano_inference.text.token_texts import Offsets
 from nano_inference.types import TopLogprobs
@@ -50,7 +49,10 @@ class _Prompt:
 class CompletionBuilder(OpenAIBuilder):
     """One request."""
 
-    around_text = (b'"text":', b',"logprobs":null,"finish_reason":null}')
+    around_text = (
+        b'"text":',
+        b',"logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}',
+    )
     names = OpenAIBuilder.names | {
         "top_logprobs": "logprobs",
         "prompt_top_logprobs": "prompt_logprobs (with echo also logprobs)",
@@ -62,13 +64,15 @@ class CompletionBuilder(OpenAIBuilder):
         )
         self.request: CompletionRequest = request
         self.echo = bool(request.echo)
-        self.logprobs = request.logprobs
-        require_logprobs(request.logprobs or 0, served, "logprobs")
+        self.logprobs = num_logprobs(request.logprobs, served, "logprobs")
         if self.logprobs is not None and self.texts is None:
             raise bad_request("logprobs name tokens, and the model has no tokenizer.", "logprobs")
         # The engine draws at least one token; it is not shown where none is wanted.
-        self._hides = request.max_tokens == 0
-        scored = request.prompt_logprobs
+        newer = request.max_completion_tokens is not None
+        self._max_tokens_name = "max_completion_tokens" if newer else "max_tokens"
+        self._max_tokens = request.max_completion_tokens if newer else request.max_tokens
+        self._hides = self._max_tokens == 0
+        scored = self.num_prompt_logprobs
         if self.echo and self.logprobs is not None:
             scored = max(scored or 0, self.logprobs)
         self._prompts = self._read_prompts(request.prompt)
@@ -82,6 +86,7 @@ class CompletionBuilder(OpenAIBuilder):
             or self.continuous_usage
         )
         self._offsets: dict[int, Offsets] = {}  # of each choice
+        self._told_prompts: set[int] = set()  # choices whose stream has told the prompt's ids
 
     # -- the request --------------------------------------------------------------------------------------------------
 
@@ -109,15 +114,20 @@ class CompletionBuilder(OpenAIBuilder):
 
     def _read_prompt(self, prompt: str | list[int]) -> _Prompt:
         if isinstance(prompt, list):
-            return _Prompt(checked_prompt(prompt, self.served), None)
+            return _Prompt(checked_prompt(self._cut(prompt), self.served), None)
         tokenizer = need_tokenizer(self.served)
         require_possible_length(prompt, self.served, "prompt")
         add = self.request.add_special_tokens is not False
-        return _Prompt(checked_prompt(tokenizer.encode(prompt, add_special_tokens=add), self.served), prompt)
+        whole = tokenizer.encode(prompt, add_special_tokens=add)
+        token_ids = self._cut(whole)
+        return _Prompt(checked_prompt(token_ids, self.served), prompt if len(token_ids) == len(whole) else None)
+
+    def _cut(self, token_ids: list[int]) -> list[int]:
+        return self.cut(token_ids, DEFAULT_MAX_TOKENS if self._max_tokens is None else self._max_tokens)
 
     def _ask(self, prompt: _Prompt, scored: int | None) -> Ask:
-        asked = 1 if self._hides else self.request.max_tokens
-        max_tokens = room(prompt.token_ids, asked, self.served, DEFAULT_MAX_TOKENS, "max_tokens")
+        asked = 1 if self._hides else self._max_tokens
+        max_tokens = room(prompt.token_ids, asked, self.served, DEFAULT_MAX_TOKENS, self._max_tokens_name)
         params = self.params(max_tokens, self.logprobs or 0, scored_prompt=scored)
         # Scores of a prompt come with the whole sample, and stand before the completion's.
         repeats = self.echo or bool(self.request.return_token_ids) or scored is not None
@@ -130,7 +140,7 @@ class CompletionBuilder(OpenAIBuilder):
         if not self.echo or self.logprobs is not None or self._hides:
             return b""
         return b"".join(
-            self.event(self._choice(index, self._echo_of(index), None, None), usage)
+            self.event(self._choice(index, self._echo_of(index), None), usage)
             for index in range(len(self.asks) * self.num_samples)
         )
 
@@ -158,7 +168,8 @@ class CompletionBuilder(OpenAIBuilder):
     def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
         """The answer."""
         self._correct(usage)
-        return self.head | {"choices": [self._finished(choice) for choice in choices], "usage": self.usage_of(usage)}
+        told = [self._finished(choice) for choice in choices]
+        return self.head | {"choices": told, "usage": self.usage_of(usage), "kv_transfer_params": None}
 
     def _finished(self, choice: Choice) -> dict[str, Any]:
         text = "" if self._hides else choice.content
@@ -179,17 +190,26 @@ class CompletionBuilder(OpenAIBuilder):
         if prompt.text is not None:
             return prompt.text
         tokenizer = self.served.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(prompt.token_ids)
+        return "" if tokenizer is None else tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
-    @staticmethod
-    def _choice(index: int, text: str, logprobs: object, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def _choice(self, index: int, text: str, logprobs: object) -> dict[str, Any]:
+        tells = self.request.return_token_ids and index not in self._told_prompts
+        self._told_prompts.add(index)
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": None,
+            "stop_reason": None,
+            "prompt_token_ids": self._prompt_of(index).token_ids if tells else None,
+            "token_ids": None,
+        }
 
     def _whole(self, piece: Piece, text: str) -> dict[str, Any]:
         """A choice with all that is asked for."""
         sample, request = piece.finished, self.request
         shows = 0 if self._hides else len(piece.token_ids)
-        told = self._choice(piece.index, text, None if request.flat_logprobs else self._logprobs(piece), None)
+        told = self._choice(piece.index, text, None if request.flat_logprobs else self._logprobs(piece))
         if request.return_token_ids or request.flat_logprobs:
             told["token_ids"] = piece.token_ids[:shows]
         if request.flat_logprobs:
@@ -201,10 +221,8 @@ class CompletionBuilder(OpenAIBuilder):
             told |= self.ending(sample)
             if self._hides:
                 told["stop_reason"] = None
-            if request.return_token_ids:
-                told["prompt_token_ids"] = sample.prompt_tokens
-            if request.prompt_logprobs is not None:
-                told["prompt_logprobs"] = self.prompt_logprobs(sample)
+            told["prompt_logprobs"] = None if request.prompt_logprobs is None else self.prompt_logprobs(sample)
+            told["routed_experts"] = None
         return told
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
@@ -237,7 +255,7 @@ class CompletionBuilder(OpenAIBuilder):
         self._add(rows, sample.prompt_tokens, sample.prompt_logprobs, tops)
         rows.token_logprobs[0] = rows.top_logprobs[0] = None
         text = self._prompt_of(piece.index).text
-        offsets = Offsets(self.texts, shown=text)
+        offsets = Offsets(self.texts, shown=text, special_tokens=text is None)
         rows.text_offset += offsets.push(sample.prompt_tokens)
         return self._new_offsets(len(self._echo_of(piece.index)))
 
@@ -250,11 +268,11 @@ class CompletionBuilder(OpenAIBuilder):
             name = self.token_text(token_id)
             rows.tokens.append(name)
             rows.token_logprobs.append(at_least(logprob))
-            best: dict[str, float] = {}
-            for each, score in itertools.islice(zip(top.token_ids, top.logprobs, strict=True), self.logprobs):
-                best.setdefault(self.token_text(each), at_least(score))
-            best.setdefault(name, at_least(logprob))
-            rows.top_logprobs.append(best)
+            best = TopLogprobs(top.token_ids[: self.logprobs], top.logprobs[: self.logprobs])
+            row: dict[str, float] = {}
+            for each, score, _ in own_first(token_id, logprob, best):
+                row.setdefault(self.token_text(each), at_least(score))
+            rows.top_logprobs.append(row)
 
 
 class _Rows:

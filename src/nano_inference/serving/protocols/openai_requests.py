@@ -86,6 +86,13 @@ class OpenAIFields(SamplingFields):
         None, description="the text ends with the stop string that ended it"
     )
     skip_special_tokens: bool | None = Field(None, description="false: the text names special tokens")
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="the answer's id, behind its prefix; by it the request can be aborted"
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(
+        None, description="cut the prompt to so many tokens; -1: to what the context leaves beside the completion"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(None, description="what is cut off; left by default")
     n_wanted: Wanted = None
     min_weight_version: VersionName = None
     best_of: Annotated[int, Field(ge=1, le=MOST)] | None = Field(None, description="must equal n")
@@ -103,8 +110,9 @@ class CompletionRequest(OpenAIFields):
 
     prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = Field(None, description="16 by default")
+    max_completion_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = Field(None, description="max_tokens, newer")
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
+    logprobs: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(None, description="-1: all")
     flat_logprobs: Flat | None = Field(None, description="token_logprobs alone, in each choice, and token_ids")
     add_special_tokens: bool | None = Field(None, description="what the tokenizer puts around a text; true by default")
 
@@ -127,7 +135,7 @@ class ToolCallMessage(Strict):
 class Message(Strict):
     """One message of a chat."""
 
-    role: Literal["developer", "system", "user", "assistant", "tool"]
+    role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Content = None
     name: str | None = None
     tool_calls: list[ToolCallMessage] | None = None
@@ -155,10 +163,14 @@ class ChatTemplateFields(Strict):
     """How a chat becomes a prompt."""
 
     tools: list[Tool] | None = None
-    tool_choice: Annotated[Any, WithJsonSchema({"enum": ["auto", "none", None]})] = None
+    tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"enum": ["auto", "none", None]}, {"type": "object"}]})] = (
+        None
+    )
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = Field(None, description="what the tokenizer puts around a text, too")
+    documents: list[dict[str, Any]] | None = Field(None, description="for templates that render some")
     continue_final_message: bool | None = None
 
 
@@ -169,23 +181,23 @@ class ChatRequest(OpenAIFields, ChatTemplateFields):
     max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = Field(None, description="by default all that is left")
     max_completion_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
     logprobs: Flag = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(None, description="-1: all")
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = Field(None, description="false: reasoning is left out of the answer")
     verbosity: Hint = None
+    store: Hint = None  # nothing is kept
 
 
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
-    **fields.UNSUPPORTED,
+    **{name: harmless for name, harmless in fields.UNSUPPORTED.items() if name != "truncate_prompt_tokens"},
     "response_format": ({"type": "text"},),
-    "store": (False,),
     "moderation": (),
 }
 COMPLETION_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     **UNSUPPORTED,
     "suffix": ("",),
-    "max_completion_tokens": (),  # these two are a chat's: without them the answer would be another than was meant
-    "top_logprobs": (0,),
+    "store": (False,),
+    "top_logprobs": (0,),  # a chat's: without it the answer would be another than was meant
 }
 CHAT_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     **UNSUPPORTED,
@@ -197,5 +209,4 @@ CHAT_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "function_call": ("none", "auto"),
     **chats.UNSUPPORTED,
     "echo": (False,),
-    "add_special_tokens": (False,),
 }

@@ -38,10 +38,13 @@ _MESSAGE = thing(
     "role",
     "content",
     "refusal",
+    "reasoning_content",
+    "reasoning",
     role={"const": "assistant"},
     content=nullable(STRING),
     refusal={"type": "null"},
-    reasoning_content=STRING,
+    reasoning_content=nullable(STRING),
+    reasoning=nullable(STRING),
     tool_calls=list_of(_TOOL_CALL),
 )
 _ENDING = {
@@ -49,8 +52,12 @@ _ENDING = {
     "stop_reason": {"type": ["string", "integer", "null"]},
     "seed": INTEGER,
     "weight_version": INTEGER,
-    "token_ids": list_of(INTEGER),
+    "token_ids": nullable(list_of(INTEGER)),
+    "routed_experts": {"type": "null"},
 }
+_IDS = nullable(list_of(INTEGER))
+_RANKED = thing("logprob", "rank", logprob=NUMBER, rank=nullable(INTEGER), decoded_token=nullable(STRING))
+_PROMPT_LOGPROBS = nullable(list_of(nullable({"type": "object", "additionalProperties": _RANKED})))
 
 
 def _answer(kind: str, *required: str, **properties: Any) -> dict[str, Any]:
@@ -65,6 +72,9 @@ def _answer(kind: str, *required: str, **properties: Any) -> dict[str, Any]:
         system_fingerprint=STRING,
         choices=list_of(choice),
         usage=_USAGE,
+        prompt_logprobs=_PROMPT_LOGPROBS,
+        prompt_token_ids=_IDS,
+        kv_transfer_params={"type": "null"},
     )
 
 
@@ -78,6 +88,8 @@ COMPLETION = _answer(
     "text_completion",
     "text",
     text=STRING,
+    prompt_logprobs=_PROMPT_LOGPROBS,
+    prompt_token_ids=_IDS,
     logprobs=nullable(
         thing(
             *("tokens", "token_logprobs", "top_logprobs", "text_offset"),

@@ -4,7 +4,7 @@ import base64
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -85,7 +85,7 @@ def entries(
     """
     if tops is None or count < 2:
         return [
-            Entry(token_name(token_id), token_id, at_least(logprob))
+            _alone(token_name(token_id), token_id, at_least(logprob))
             for token_id, logprob in zip(token_ids, logprobs, strict=True)
         ]
     return [
@@ -94,38 +94,55 @@ def entries(
     ]
 
 
+def _alone(name: str, token_id: int, logprob: float) -> Entry:
+    return Entry(name, token_id, logprob, None, (Candidate(name, token_id, logprob),))
+
+
 def _entry(token_id: int, logprob: float, top: TopLogprobs, count: int) -> Entry:
-    name = token_name(token_id)
-    others = [
-        Candidate(token_name(each), each, at_least(score), rank)
-        for rank, (each, score) in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1)
+    own, *others = own_first(token_id, logprob, top)
+    told = [
+        Candidate(token_name(each), each, at_least(score), rank) for each, score, rank in (own, *others[: count - 1])
     ]
-    rank = next((each.rank for each in others if each.token_id == token_id), None)
-    first = Candidate(name, token_id, logprob, rank)
-    rest = [each for each in others if each.token_id != token_id]
-    return Entry(name, token_id, logprob, rank, (first, *rest[: count - 1]))
+    return Entry(token_name(token_id), token_id, logprob, own.rank, tuple(told))
 
 
-def prompt_rows(sample: TrainingSample, name: Callable[[int], str]) -> list[dict[str, Any] | None]:
-    """One row a prompt token: id -> logprob, rank and text, of the token and of the most probable ones. The first is
-    None: nothing stands before it.
+class Ranked(NamedTuple):
+    """A token in a row."""
 
-    A token that is not among these has the rank behind the last of them: a lower bound, by which clients may sort.
+    token_id: int
+    logprob: float
+    rank: int | None  # by falling logprob, ties by lower id; None: beyond those that were computed
+
+
+def own_first(token_id: int, logprob: float, top: TopLogprobs) -> list[Ranked]:
+    """A row as readers by position want it: the token itself, then the most probable of the others, best first."""
+    best = [Ranked(*each, rank) for rank, each in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1)]
+    own = next((each for each in best if each.token_id == token_id), Ranked(token_id, logprob, None))
+    return [own, *(each for each in best if each.token_id != token_id)]
+
+
+def prompt_rows(
+    sample: TrainingSample, text: Callable[[int], str | None], count: int | None
+) -> list[dict[str, Any] | None]:
+    """One row a prompt token: id -> logprob, rank and text, of the token, then of the `count` most probable ones.
+
+    The first row is None: nothing stands before it. A token that is not among these has the rank None.
     """
     assert sample.prompt_logprobs is not None
     tops = sample.prompt_top_logprobs or (TopLogprobs((), ()),) * len(sample.prompt_tokens)
     rows = zip(sample.prompt_tokens, sample.prompt_logprobs, tops, strict=True)
     return [
-        _prompt_row(token_id, logprob, top, name) if place else None
+        _prompt_row(token_id, logprob, TopLogprobs(top.token_ids[:count], top.logprobs[:count]), text)
+        if place
+        else None
         for place, (token_id, logprob, top) in enumerate(rows)
     ]
 
 
-def _prompt_row(token_id: int, logprob: float, top: TopLogprobs, name: Callable[[int], str]) -> dict[str, Any]:
-    row = {
-        each: {"logprob": at_least(score), "rank": rank, "decoded_token": name(each)}
-        for rank, (each, score) in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1)
+def _prompt_row(
+    token_id: int, logprob: float, top: TopLogprobs, text: Callable[[int], str | None]
+) -> dict[str, dict[str, Any]]:
+    return {
+        str(each): {"logprob": at_least(score), "rank": rank, "decoded_token": text(each)}
+        for each, score, rank in own_first(token_id, logprob, top)
     }
-    rank = len(top.token_ids) + 1 if top.token_ids else None
-    row.setdefault(token_id, {"logprob": at_least(logprob), "rank": rank, "decoded_token": name(token_id)})
-    return {str(each): what for each, what in row.items()}
