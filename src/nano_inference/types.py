@@ -160,6 +160,14 @@ class SamplingParams:
         """Whether some filter can cut the distribution. Greedy choice never does."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
+    @property
+    def cuts(self) -> bool:
+        """Whether a mask or a filter can cut the distribution, so that `log_kept_mass` can be below 0. At temperature
+        0 that is 0 whatever is cut, as logprobs are the raw ones.
+        """
+        masks = self.allowed_token_ids is not None or self.min_tokens > 0
+        return self.filters or (masks and self.temperature > 0)
+
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
