@@ -41,8 +41,8 @@ class Limits(TypedDict, total=False):
 class SamplingParams:
     """How tokens are drawn and when a sample ends. Checked at construction: `InvalidRequest`.
 
-    The distribution is made in this order: bias and masks, penalties, temperature, top_k, top_p, min_p
-    (`docs/sampling.md`).
+    The distribution is made in this order: bias, penalties, masks (`allowed_token_ids`, `min_tokens`), temperature,
+    top_k, top_p, min_p (`docs/sampling.md`).
 
     Attributes:
         temperature: 0 is greedy: the most likely token, the lower id where two are equal.
@@ -160,6 +160,14 @@ class SamplingParams:
         """Whether some filter can cut the distribution. Greedy choice never does."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
+    @property
+    def cuts(self) -> bool:
+        """Whether a mask or a filter can cut the distribution, so that `log_kept_mass` can be below 0. At temperature
+        0 that is 0 whatever is cut, as logprobs are the raw ones.
+        """
+        masks = self.allowed_token_ids is not None or self.min_tokens > 0
+        return self.filters or (masks and self.temperature > 0)
+
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
@@ -227,8 +235,9 @@ class TrainingSample:
             that changed: at an update, or where the context was computed again. Appended tokens have none.
         loss_mask: False at tokens that were appended (a tool's, an environment's), not sampled; their logprob is 0.
         raw_logprobs: the model's own log-probabilities (temperature 1, nothing applied), if asked for.
-        log_kept_mass: log of the mass that the filters kept, after temperature (0 where nothing was cut):
-            `logprobs + log_kept_mass` is what a trainer over the full vocabulary computes at that temperature.
+        log_kept_mass: log of the mass that masks and filters left of the distribution over the full vocabulary, after
+            bias, penalties and temperature (0 where nothing was cut): `logprobs + log_kept_mass` is what a trainer
+            over the full vocabulary computes at that temperature. At temperature 0 it is 0, as `logprobs` are raw.
         sampling_mask: the ids that the filters kept, if asked for.
         top_logprobs: the most probable tokens at each position, if asked for, under the distribution that `logprobs` is
             of. Tokens that filters or masks cut are not among them.
@@ -288,7 +297,7 @@ class Delta:
         top_logprobs, raw_logprobs: of `token_ids`, as in `TrainingSample`; None unless asked for.
         cached_tokens: prompt tokens that the prefix cache provided.
         queued: seconds from when the request was handed in until its first chunk was planned, or until it ended.
-        log_kept_mass: of `token_ids`, as in `TrainingSample`; None where no filter can cut.
+        log_kept_mass: of `token_ids`, as in `TrainingSample`; None where neither masks nor filters can cut.
         weight_version: of the weights that sampled `token_ids`; 0 where there are none.
         past_versions: positions of the context that earlier weights computed (`kv_policy="keep"`); the weights of
             `weight_version` computed the rest. See `TrainingSample.kv_versions`.

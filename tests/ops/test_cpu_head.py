@@ -54,7 +54,9 @@ def random_requests(rng: random.Random, num: int, num_rows: int, vocab: int, **f
             "raw_logprobs": rng.choice([True, False]),
         }
         draw = (rng.randrange(2**64), rng.randrange(9), rng.randrange(4096))
-        return DrawRequest(SamplingParams(**(options | fixed)), rng.randrange(num_rows), draw, ids(20), ids(20))
+        params = SamplingParams(**(options | fixed))
+        banned = {*ids(3)} - {min(params.allowed_token_ids or {0})} if rng.random() < 0.3 else ()
+        return DrawRequest(params, rng.randrange(num_rows), draw, ids(20), ids(20), banned)
 
     return [one() for _ in range(num)]
 
@@ -323,6 +325,23 @@ def test_the_only_token_left_is_drawn_with_certainty(
     drawn = head.draw_logits(kernels, logits, batch, num_threads=2)
     assert drawn.token_ids.tolist() == [777]
     assert drawn.logprobs.tolist() == drawn.log_kept_mass.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("temperature", [0.02, 0.7, 1.0])
+@pytest.mark.parametrize("options", [{}, {"top_k": 1}])
+def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(
+    kernels: ctypes.CDLL, temperature: float, options: dict[str, Any]
+) -> None:
+    logits = torch.randn(1, 900, generator=torch.Generator().manual_seed(0)) * 3
+    allowed = [3, 100, 831]
+    logits[0, allowed] = torch.tensor([-300.0, -301.0, -299.5])
+    params = SamplingParams(temperature=temperature, allowed_token_ids=frozenset(allowed), **options)
+    batch = sampling_batch([DrawRequest(params, 0, (1, 0, i), banned=[100]) for i in range(8)])
+    drawn = head.draw_logits(kernels, logits, batch, num_threads=2)
+    full = torch.log_softmax(logits[0].double() / temperature, dim=-1)[drawn.token_ids]
+    torch.testing.assert_close((drawn.logprobs + drawn.log_kept_mass).double(), full, rtol=1e-6, atol=1e-4)
+    logits[0, 5] = math.nan  # what cannot be right is reported, although nobody could draw it
+    assert bool(head.draw_logits(kernels, logits, batch, num_threads=2).logprobs.isnan().all())
 
 
 def test_nothing_outside_the_allowed_tokens_is_drawn(kernels: ctypes.CDLL) -> None:

@@ -144,6 +144,21 @@ def test_more_samples_than_are_ranked_at_once() -> None:
     assert_agree(sampling.draw(logits, raw(requests)), reference.sample(logits, raw(requests)))
 
 
+@pytest.mark.parametrize("temperature", [0.02, 0.7, 1.0])
+@pytest.mark.parametrize("options", [{}, {"top_k": 1}])
+def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(temperature: float, options: dict[str, Any]) -> None:
+    logits = rows(1, 900)
+    allowed = [3, 100, 831]
+    logits[0, allowed] = torch.tensor([-300.0, -301.0, -299.5])
+    params = SamplingParams(temperature=temperature, allowed_token_ids=frozenset(allowed), **options)
+    batch = sampling_batch([DrawRequest(params, 0, (1, 0, i), banned=[100]) for i in range(8)])
+    drawn = sampling.draw(logits, batch)
+    full = torch.log_softmax(logits[0].double() / temperature, dim=-1)[drawn.token_ids]
+    torch.testing.assert_close((drawn.logprobs + drawn.log_kept_mass).double(), full, rtol=1e-6, atol=1e-4)
+    logits[0, 5] = math.nan  # what cannot be right is reported, although nobody could draw it
+    assert bool(sampling.draw(logits, batch).logprobs.isnan().all())
+
+
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from nano_inference.sampling import pipeline
 from nano_inference.sampling import sample as reference
 from nano_inference.sampling.logprobs import best_tokens
 from nano_inference.sampling.noise import noise_keys
-from nano_inference.sampling.pipeline import STANDARD, Bias, MinP, Penalties, Temperature, TopK, TopP
+from nano_inference.sampling.pipeline import STANDARD, Bias, Masks, MinP, Penalties, Temperature, TopK, TopP
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, Entries, SamplingBatch, sampling_batch
 from tests.ops import cpu_kernels
@@ -69,23 +69,25 @@ def logits_of(seed: int, rows: int = 3, vocab: int = VOCAB) -> Tensor:
 
 def written_down(
     logits: Tensor, draw: DrawRequest, clear: Callable[[bool], object] = assume
-) -> tuple[list[float], set[int]]:
-    """Logits after bias, masks, penalties and temperature; and the ids that the filters keep. Plain Python floats."""
+) -> tuple[list[float], list[float], set[int]]:
+    """Logits after bias, penalties and temperature; the same after masks; and the ids that are kept. Python floats."""
     params = draw.params
     row = [float(x) for x in logits[draw.row].double()]
     counts, seen = Counter(draw.completion), set(draw.prompt) | set(draw.completion)
     for i in range(len(row)):
         row[i] += params.logit_bias.get(i, 0.0)
-        allowed = params.allowed_token_ids is None or i in params.allowed_token_ids
-        if i in draw.banned or not allowed:
-            row[i] = -math.inf
         if i in seen:
             row[i] = row[i] / params.repetition_penalty if row[i] > 0 else row[i] * params.repetition_penalty
         row[i] -= params.frequency_penalty * counts[i] + (params.presence_penalty if counts[i] else 0.0)
         row[i] /= params.temperature or 1.0
+    full = list(row)
+    for i in range(len(row)):
+        allowed = params.allowed_token_ids is None or i in params.allowed_token_ids
+        if i in draw.banned or not allowed:
+            row[i] = -math.inf
     ranking = sorted((i for i in range(len(row)) if row[i] > -math.inf), key=lambda i: (-row[i], i))
     if not params.temperature:
-        return row, set(ranking)
+        return full, row, set(ranking)
     odds = {i: math.exp(row[i] - row[ranking[0]]) for i in ranking}
     kept = ranking[: params.top_k or None]
     if params.top_k and params.top_k < len(ranking):
@@ -100,7 +102,7 @@ def written_down(
             reached += odds[i]
         kept = prefix
     clear(all(abs(odds[i] - params.min_p) > NEAR for i in kept))
-    return row, {i for i in kept if odds[i] >= params.min_p}
+    return full, row, {i for i in kept if odds[i] >= params.min_p}
 
 
 def log_softmax(row: list[float], ids: set[int]) -> dict[int, float]:
@@ -113,7 +115,7 @@ def log_softmax(row: list[float], ids: set[int]) -> dict[int, float]:
 @given(draw=DRAWS, seed=st.integers(0, 2**16))
 def test_a_draw_is_what_float64_says(sample: Sample, draw: DrawRequest, seed: int) -> None:
     logits = logits_of(seed)
-    row, kept = written_down(logits, draw)
+    full, row, kept = written_down(logits, draw)
     possible = {i for i in range(VOCAB) if row[i] > -math.inf}
     batch = replace(sampling_batch([draw]), any_raw=True, any_mask=True)
     drawn = sample(logits, batch)
@@ -129,8 +131,11 @@ def test_a_draw_is_what_float64_says(sample: Sample, draw: DrawRequest, seed: in
         assert token in kept
         shown = log_softmax(row, kept)
         assert float(drawn.logprobs[0]) == pytest.approx(shown[token], abs=2e-4, rel=1e-5)
-        mass = shown[token] - log_softmax(row, possible)[token]
-        assert float(drawn.log_kept_mass[0]) == pytest.approx(-mass, abs=2e-4)
+        whole = log_softmax(full, set(range(VOCAB)))
+        mass = whole[token] - shown[token]
+        assert float(drawn.log_kept_mass[0]) == pytest.approx(mass, abs=2e-4, rel=1e-5)
+        both = float(drawn.logprobs[0]) + float(drawn.log_kept_mass[0])
+        assert both == pytest.approx(whole[token], abs=2e-4, rel=1e-5)
         if drawn.kept is not None:
             assert set(drawn.kept[0].nonzero()[:, 0].tolist()) & possible == kept
     best = [(int(i), float(p)) for i, p in zip(drawn.top_ids[0], drawn.top_logprobs[0], strict=True) if p > -math.inf]
@@ -189,7 +194,7 @@ def test_a_million_draws_follow_the_distribution(sample: Sample, monkeypatch: py
         allowed_token_ids=frozenset(range(19)),
     )
     draw = DrawRequest(params, prompt=[1, 2, 3], completion=[3, 3, 7], banned=[11])
-    row, kept = written_down(logits, draw, clear=bool)
+    _, row, kept = written_down(logits, draw, clear=bool)
     probabilities = torch.zeros(vocab, dtype=torch.float64)
     for i, logprob in log_softmax(row, kept).items():
         probabilities[i] = math.exp(logprob)
@@ -210,7 +215,7 @@ def test_the_table_can_be_put_together_otherwise() -> None:
     both = SamplingPipeline([Temperature, TopK, TopP])(logits, batch)
     assert ((both > -math.inf).sum(dim=-1) < 5).any()
     assert torch.equal(both, STANDARD(logits, batch))
-    assert STANDARD.stages == (Bias, Penalties, Temperature, TopK, TopP, MinP)
+    assert STANDARD.stages == (Bias, Penalties, Masks, Temperature, TopK, TopP, MinP)
     assert torch.equal(logits, logits_of(1)), "the logits were written to"
 
 

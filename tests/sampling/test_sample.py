@@ -1,6 +1,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -69,11 +70,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def full_logprobs(logits: Tensor, row: Row) -> Tensor:
+    """float64 log-probabilities of the whole vocabulary at the row's temperature."""
+    return torch.log_softmax(logits[row.row].double() / row.temperature, dim=-1)
+
+
 def allowed_logprobs(logits: Tensor, row: Row) -> Tensor:
-    """float64 log-probabilities at the row's temperature, masked tokens out, nothing filtered."""
-    allowed = logits[row.row].double().clone()
+    """The same without the masked tokens, nothing filtered."""
+    allowed = full_logprobs(logits, row)
     allowed[list(row.masked)] = -math.inf
-    return torch.log_softmax(allowed / row.temperature, dim=-1)
+    return torch.log_softmax(allowed, dim=-1)
 
 
 # -- definitions -------------------------------------------------------------------------------------------------------
@@ -94,18 +100,43 @@ def test_logprobs_raw_logprobs_and_kept_mass_are_what_they_say(rows: list[Row], 
             assert draw.logprobs[i] == draw.raw_logprobs[i]
             assert draw.log_kept_mass[i] == 0
             continue
-        full = allowed_logprobs(logits, row)
+        full = full_logprobs(logits, row)
         both = float(draw.logprobs[i]) + float(draw.log_kept_mass[i])
         assert both == pytest.approx(float(full[token]), abs=1e-5, rel=1e-5)
-        if not row.filters:
+        if not row.filters and not row.masked:
             assert draw.log_kept_mass[i] == 0
             continue
-        assert draw.kept is not None
-        ids = draw.kept[i].nonzero()[:, 0]
+        drawable = torch.isin(torch.arange(VOCAB), torch.tensor(row.masked, dtype=torch.int64), invert=True)
+        if row.filters:
+            assert draw.kept is not None
+            drawable &= draw.kept[i]
+        ids = drawable.nonzero()[:, 0]
         assert token in ids.tolist()
         mass = float(torch.logsumexp(full[ids], dim=0))
         assert float(draw.log_kept_mass[i]) == pytest.approx(mass, abs=1e-5)
         assert float(draw.log_kept_mass[i]) <= 0
+
+
+@pytest.mark.parametrize("temperature", [0.02, 0.7, 1.0, 1e30])
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}])
+def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(temperature: float, options: dict[str, Any]) -> None:
+    """A part of e**-300 is 0 as a float32, and its log is told all the same; so is one that no float64 could hold."""
+    logits = random_logits(1)
+    allowed = [3, 100, 331]
+    logits[0, allowed] = torch.tensor([-300.0, -301.0, -299.5])
+    params = SamplingParams(temperature=temperature, allowed_token_ids=frozenset(allowed), **options)
+    draw = sample(logits, sampling_batch([DrawRequest(params, 0, (1, 0, i)) for i in range(8)]))
+    full = torch.log_softmax(logits[0].double() / temperature, dim=-1)[draw.token_ids]
+    torch.testing.assert_close((draw.logprobs + draw.log_kept_mass).double(), full, rtol=1e-6, atol=1e-4)
+
+
+def test_what_masks_cut_must_be_finite_too() -> None:
+    """Logits that cannot be right are reported, although nobody could draw them."""
+    logits = random_logits(3)
+    logits[0, 7], logits[1, 7] = math.nan, math.inf
+    params = SamplingParams(allowed_token_ids=frozenset({1, 2}))
+    draw = sample(logits, sampling_batch([DrawRequest(params, row) for row in range(3)]))
+    assert draw.logprobs.isnan().tolist() == [True, True, False]
 
 
 @CALM
@@ -184,10 +215,10 @@ def test_draws_follow_the_distribution(monkeypatch: pytest.MonkeyPatch, row: Row
     many = replace(
         few,
         noise_keys=keys,
-        bias=Entries(
+        banned=Entries(
             torch.arange(num).repeat_interleave(len(row.masked)),
-            few.bias.ids.repeat(num),
-            few.bias.values.repeat(num),
+            few.banned.ids.repeat(num),
+            few.banned.values.repeat(num),
         ),
         **{
             field.name: getattr(few, field.name).expand(num)

@@ -170,14 +170,15 @@ class Model {
   void draw(const void* hidden, int64_t n, int64_t row, int64_t threads, int64_t position, Result& result) const {
     const HeadInput input{hidden, embedding.data(), nullptr, s.hidden, 0, n, s.vocab, s.hidden, sizeof(T), threads, 1.f};
     constexpr int64_t R = 5;
-    std::vector<int64_t> rows(R, row), top_k{0, 0, 5, 0, 3}, keys, entry_rows{1, 3}, entry_ids{7, s.vocab - 1}, tokens(R), top(2 * R);
+    std::vector<int64_t> rows(R, row), top_k{0, 0, 5, 0, 3}, keys, entry_rows{1, 3}, entry_ids{7, s.vocab - 1}, ban_rows{0, 3, 4}, ban_ids{2, 7, s.vocab - 1}, tokens(R), top(2 * R);
     std::vector<double> temperature{1, 0, 1, 0.7, 2};
     std::vector<float> top_p{1, 1, 1, 0.9f, 0.8f}, zero(R, 0.f), one(R, 1.f), values{3, -2}, logprobs(R), raw(R), mass(R), best(2 * R);
     std::vector<uint8_t> restricted(R, 0), kept(size_t(R * s.vocab));
     for (int64_t i = 0; i < 2 * R; i++) keys.push_back((position * 7919 + i * 104729) & 0xffffffff);
     const Entries some{entry_rows.data(), entry_ids.data(), values.data(), 2}, none{nullptr, nullptr, nullptr, 0};
+    const Entries bans{ban_rows.data(), ban_ids.data(), zero.data(), 3};
     const DrawBatch batch{R, rows.data(), temperature.data(), top_k.data(), top_p.data(), zero.data(), zero.data(), zero.data(),
-                          one.data(), keys.data(), some, none, none, restricted.data(), 1, 2, tokens.data(), logprobs.data(),
+                          one.data(), keys.data(), some, none, bans, none, restricted.data(), 1, 2, tokens.data(), logprobs.data(),
                           raw.data(), mass.data(), kept.data(), top.data(), best.data()};
     if (int problem = nano_draw(&input, &batch)) std::printf("draw %d\n", problem), std::exit(1);
     for (int64_t token : tokens)
@@ -197,7 +198,7 @@ class Model {
     if (nano_draw(&input, &batch)) std::exit(1);
     const int64_t blocks = (s.vocab + head::VOCAB_BLOCK - 1) / head::VOCAB_BLOCK;
     std::vector<head::Best> best(2 * R);
-    std::vector<float> all[2] = {std::vector<float>(2 * R * size_t(blocks)), std::vector<float>(2 * R * size_t(blocks))};
+    std::vector<float> all[2] = {std::vector<float>(3 * R * size_t(blocks)), std::vector<float>(3 * R * size_t(blocks))};
     head::HeadPart found{};
     for (int64_t p = 0, at = 0; p < 2; p++) {
       const int64_t own = p ? blocks - 1 : 1;
@@ -205,7 +206,7 @@ class Model {
       part.first = p * head::VOCAB_BLOCK, part.vocab = p ? s.vocab - head::VOCAB_BLOCK : head::VOCAB_BLOCK, part.whole = s.vocab;
       const Matrix<T> whole{embedding.data(), s.vocab, s.hidden};
       part.weight = whole.panel(part.first / LANES);
-      std::vector<float> maxima(2 * R * size_t(own)), sums(maxima.size());
+      std::vector<float> maxima(3 * R * size_t(own)), sums(maxima.size());
       found = {maxima.data(), sums.data(), best.data() + size_t(p) * R, 0};
       if (nano_draw_part(&part, &batch, &found)) std::exit(1);
       for (int64_t v = 0; v < found.num_views; v++)

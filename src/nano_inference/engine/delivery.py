@@ -113,7 +113,7 @@ def _delta(seq: Sequence, begin: int, end: int, text: str | None, version: int, 
         raw_logprobs=tuple(seq.output_raw_logprobs[new]) if params.raw_logprobs else None,
         cached_tokens=seq.cached_tokens,
         queued=seq.queued,
-        log_kept_mass=tuple(seq.output_log_kept_mass[new]) if params.filters else None,
+        log_kept_mass=tuple(seq.output_log_kept_mass[new]) if params.cuts else None,
         weight_version=version,
         past_versions=past,
     )

@@ -127,6 +127,7 @@ class DrawParameters:
             noise_keys=keys,
             bias=no_entries,
             allowed=no_entries,
+            banned=no_entries,
             restricted=torch.zeros(size, dtype=torch.bool, device=self._device),
             counts=no_entries,
             any_filter=any_filter,
@@ -139,8 +140,8 @@ class DrawParameters:
 
 def is_plain(batch: SamplingBatch) -> bool:
     """Whether a captured draw can draw this: nothing that has a size of its own, or a result of its own."""
-    entries = len(batch.bias.ids) + len(batch.allowed.ids) + len(batch.counts.ids)
-    return not (entries or batch.any_mask or batch.most_top)
+    entries = len(batch.bias.ids) + len(batch.counts.ids)
+    return not (entries or batch.masks or batch.any_mask or batch.most_top)
 
 
 class DecodeGraph(NamedTuple):

@@ -237,7 +237,7 @@ def reference_ops() -> Ops:
     """The backend as a value."""
     return Ops(
         name="reference",
-        version=4,
+        version=5,
         schedule_invariant=True,
         in_segments=True,
         embed=embed,

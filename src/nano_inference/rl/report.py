@@ -118,7 +118,7 @@ def mismatch_report(
             `mask`, one padded tensor [B, T].
         mask: bool or 0/1 [B, T], true at completion tokens, as TRL's `completion_mask`; or only at those that were
             sampled.
-        renormalized: the trainer too divides by the mass that the filters kept (it knows `sampling_mask`). Otherwise
+        renormalized: the trainer too divides by the mass that masks and filters left (it knows them). Otherwise
             its logprobs are of the whole vocabulary at the sampling temperature, and the engine's are made so by
             adding `log_kept_mass`. At temperature 0 the engine's are those of temperature 1.
 

@@ -54,7 +54,7 @@ class RolloutFunction:
     all draws, together with the step and the prompt's place.
 
     The returned `logprobs` are those of the trainer's own distribution, the whole vocabulary at its temperature: where
-    `top_p` and the like cut some of it, `TrainingSample.logprobs` plus `log_kept_mass`.
+    masks or filters (`top_p` and the like) cut some of it, `TrainingSample.logprobs` plus `log_kept_mass`.
 
     In a data-parallel run (DDP) each process has an engine of its own.
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from nano_inference.sampling.logprobs import VOCAB_BLOCK, block_sums
 from nano_inference.sampling.noise import exponential_noise
-from nano_inference.sampling.pipeline import Bias, Distribution, Penalties, divide
+from nano_inference.sampling.pipeline import Bias, Distribution, Masks, Penalties, distance, divide
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import Entries, SamplingBatch
 
@@ -73,24 +73,25 @@ def sample_part(logits: Tensor, batch: SamplingBatch, part: VocabPart) -> Genera
         part: begins with a block of `VOCAB_BLOCK` on every rank.
     """
     num, zeros = len(batch), torch.zeros(len(batch), device=logits.device)
-    drawn: list[tuple[Tensor, Tensor, Tensor]] = []
+    drawn: list[tuple[Tensor, ...]] = []
     for start in range(0, num, ROW_TILE):
         tile = slice(start, min(start + ROW_TILE, num))
         drawn.append((yield from _sample_tile(logits[batch.rows[tile]], batch.tile(tile), part)))
     if drawn:
-        token_ids, logprobs, raw = (torch.cat(column) for column in zip(*drawn, strict=True))
+        token_ids, logprobs, raw, mass = (torch.cat(column) for column in zip(*drawn, strict=True))
     else:
-        token_ids, logprobs, raw = batch.rows, zeros, zeros
+        token_ids, logprobs, raw, mass = batch.rows, zeros, zeros, zeros
     no_ids = torch.empty((num, 0), dtype=torch.int64, device=logits.device)
-    return Draw(token_ids, logprobs, raw, zeros, None, no_ids, no_ids.float())
+    return Draw(token_ids, logprobs, raw, mass, None, no_ids, no_ids.float())
 
 
 def _sample_tile(
     own: Tensor, batch: SamplingBatch, part: VocabPart
-) -> Generator[Tensor, list[Tensor], tuple[Tensor, Tensor, Tensor]]:
+) -> Generator[Tensor, list[Tensor], tuple[Tensor, ...]]:
     greedy = batch.temperature == 0
-    edited = _edited(own, batch, part)
-    highest, raw_highest = torch.stack((yield torch.stack([edited.amax(dim=-1), own.amax(dim=-1)]))).amax(dim=0)
+    edited, uncut = _edited(own, batch, part)
+    maxima = torch.stack([each.amax(dim=-1) for each in (edited, own, uncut)])
+    highest, raw_highest, uncut_highest = torch.stack((yield maxima)).amax(dim=0)
     temperatures = torch.where(greedy, 1.0, batch.temperature)
     scaled, top = divide(edited, temperatures, highest), _scaled_highest(highest, temperatures)
     odds = torch.exp(scaled - top[:, None])
@@ -101,6 +102,9 @@ def _sample_tile(
     sums = [_sums(odds, part)]
     if batch.any_raw:
         sums.append(_sums(torch.exp(own - raw_highest[:, None]), part))
+    if batch.masks:
+        uncut_top = _scaled_highest(uncut_highest, temperatures)
+        sums.append(_sums(torch.exp(divide(uncut, temperatures, uncut_highest) - uncut_top[:, None]), part))
     ids = (tokens + part.first).to(torch.int32).view(torch.float32)  # ids as they are, in a tensor of floats
     gathered = yield torch.cat([best.T, ids[:, None], *sums], dim=1)
     bests = torch.stack([each[:, :4] for each in gathered])  # [ranks, R, 4]
@@ -108,10 +112,15 @@ def _sample_tile(
     _, chosen, raw_logit, ids = bests.gather(0, winner[None, :, None].expand(1, -1, 4))[0].unbind(dim=1)
     log_sums = _log_sums([each[:, 4:] for each in gathered], part, len(sums))
     logprobs, raw = (chosen - top) - log_sums[0], torch.zeros_like(chosen)
+    mass = torch.zeros_like(chosen)
+    if batch.masks:
+        ratio = (top + log_sums[0]) - (uncut_top + log_sums[-1])
+        mass = torch.where(greedy, 0.0, (ratio + distance(highest, uncut_highest, temperatures)).clamp(max=0.0))
+        logprobs = torch.where(mass.isnan(), torch.nan, logprobs)
     if batch.any_raw:
         raw = (raw_logit - raw_highest) - log_sums[1]
         logprobs = torch.where(greedy, raw, logprobs)
-    return ids.contiguous().view(torch.int32).long(), logprobs, raw
+    return ids.contiguous().view(torch.int32).long(), logprobs, raw, mass
 
 
 def score_part(
@@ -129,14 +138,17 @@ def score_part(
     return (chosen - top) - _log_sums([each[:, 1:] for each in gathered], part, 1)[0]
 
 
-def _edited(own: Tensor, batch: SamplingBatch, part: VocabPart) -> Tensor:
-    """Bias, allowed tokens and penalties of this rank's tokens. What anybody's tokens need is done to all."""
-    local = replace(batch, **{name: part.own(getattr(batch, name)) for name in ("bias", "allowed", "counts")})
+def _edited(own: Tensor, batch: SamplingBatch, part: VocabPart) -> tuple[Tensor, Tensor]:
+    """This rank's tokens after bias, penalties and masks, and without masks. What some rank's tokens need is done to
+    all.
+    """
+    names = ("bias", "allowed", "banned", "counts")
+    local = replace(batch, **{name: part.own(getattr(batch, name)) for name in names})
     distribution = Distribution(own)
-    for stage in (Bias, Penalties):
+    for stage in (Bias, Penalties, Masks):
         if stage.used(batch):
             stage.apply(distribution, local)
-    return distribution.logits
+    return distribution.logits, distribution.logits if distribution.uncut is None else distribution.uncut
 
 
 def _scaled_highest(highest: Tensor, temperatures: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.sampling.filters import Ranking, keep_min_p, keep_top_k, keep_top_p, rank
+from nano_inference.sampling.masks import drawable
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
 
@@ -14,11 +15,15 @@ class Distribution:
     """Rows on their way through the pipeline: logits, and which tokens the filters kept.
 
     Attributes:
-        logits: float32 [R, V], not cut by filters.
+        logits: float32 [R, V], -inf where masks cut, not cut by filters.
+        uncut: the same without masks, float32 [R, V]; None: nothing is masked.
+        below: once temperature is applied, how far the highest of `logits` lies below that of `uncut`, float32 [R].
     """
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
+        self.uncut: Tensor | None = None
+        self.below: Tensor | None = None
         self._ranking: Ranking | None = None
 
     @property
@@ -82,11 +87,14 @@ def divide(logits: Tensor, temperatures: Tensor, highest: Tensor | None = None) 
     return (logits - highest[:, None]) / divisor[:, None]
 
 
+def distance(highest: Tensor, above: Tensor, temperatures: Tensor) -> Tensor:
+    """How far one maximum lies below another at a temperature, as a number that float32 can hold: three of [R]."""
+    return divide(highest[:, None], temperatures, above)[:, 0].clamp(min=torch.finfo(torch.float32).min)
+
+
 def _bias(distribution: Distribution, batch: SamplingBatch) -> None:
-    logits = distribution.logits.clone()
-    only = torch.full_like(logits, -torch.inf).index_put_(tuple(batch.allowed[:2]), batch.allowed.values)
-    logits += torch.where(batch.restricted[:, None], only, 0.0)
-    distribution.logits = logits.index_put_(tuple(batch.bias[:2]), batch.bias.values, accumulate=True)
+    places, values = tuple(batch.bias[:2]), batch.bias.values
+    distribution.logits = distribution.logits.index_put(places, values, accumulate=True)
 
 
 def _penalties(distribution: Distribution, batch: SamplingBatch) -> None:
@@ -98,16 +106,25 @@ def _penalties(distribution: Distribution, batch: SamplingBatch) -> None:
     distribution.logits = distribution.logits.index_put((rows, ids), new)
 
 
+def _masks(distribution: Distribution, batch: SamplingBatch) -> None:
+    distribution.uncut = logits = distribution.logits
+    distribution.logits = logits.masked_fill(~drawable(batch, logits.shape[-1]), -torch.inf)
+
+
 def _temperature(distribution: Distribution, batch: SamplingBatch) -> None:
-    greedy = batch.temperature == 0
-    distribution.logits = divide(distribution.logits, torch.where(greedy, 1.0, batch.temperature))
+    temperatures = torch.where(batch.temperature == 0, 1.0, batch.temperature)
+    if distribution.uncut is not None:
+        distribution.below = distance(distribution.logits.amax(dim=-1), distribution.uncut.amax(dim=-1), temperatures)
+        distribution.uncut = divide(distribution.uncut, temperatures)
+    distribution.logits = divide(distribution.logits, temperatures)
 
 
-Bias = Stage("logit_bias", lambda b: len(b.bias.ids) + len(b.allowed.ids) > 0, _bias)
+Bias = Stage("logit_bias", lambda b: len(b.bias.ids) > 0, _bias)
 Penalties = Stage("penalties", lambda b: len(b.counts.ids) > 0, _penalties)
+Masks = Stage("allowed_token_ids", lambda b: b.masks, _masks)
 Temperature = Stage("temperature", lambda _: True, _temperature)
 TopK = Stage("top_k", lambda b: b.any_filter, lambda d, b: keep_top_k(d.ranking, b.top_k))
 TopP = Stage("top_p", lambda b: b.any_filter, lambda d, b: keep_top_p(d.ranking, b.top_p))
 MinP = Stage("min_p", lambda b: b.any_filter, lambda d, b: keep_min_p(d.ranking, b.min_p))
 
-STANDARD = SamplingPipeline([Bias, Penalties, Temperature, TopK, TopP, MinP])
+STANDARD = SamplingPipeline([Bias, Penalties, Masks, Temperature, TopK, TopP, MinP])

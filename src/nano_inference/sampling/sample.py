@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nano_inference.sampling.logprobs import best_tokens, gather_logprobs, logsumexp
 from nano_inference.sampling.noise import exponential_noise, noise_keys
-from nano_inference.sampling.pipeline import STANDARD, divide
+from nano_inference.sampling.pipeline import STANDARD, Distribution, divide
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
 ROW_TILE = 16  # rows handled at once: bounds the memory of a large vocabulary
@@ -51,8 +51,9 @@ def _sample(own: Tensor, batch: SamplingBatch) -> tuple[Tensor | None, ...]:
     if kept is not None:
         raced = scaled.masked_fill(~kept, -torch.inf)
     tokens, logprobs, normaliser = race(raced, batch.noise_keys)
-    if kept is not None:
-        mass = normaliser - sum(logsumexp(scaled))
+    if kept is not None or distribution.uncut is not None:
+        mass = torch.where(greedy, 0.0, log_kept_mass(normaliser, distribution))
+        logprobs = torch.where(mass.isnan(), torch.nan, logprobs)  # a row that is not finite where masks cut it
     raw = torch.zeros_like(logprobs)
     if batch.any_greedy:
         tokens = torch.where(greedy, scaled.argmax(dim=-1), tokens)
@@ -61,6 +62,20 @@ def _sample(own: Tensor, batch: SamplingBatch) -> tuple[Tensor | None, ...]:
         logprobs = torch.where(greedy, raw, logprobs)
     shown = torch.where(greedy[:, None], own, raced) if batch.most_top and batch.any_greedy else raced
     return tokens, logprobs, raw, mass, kept if batch.any_mask else None, *best_tokens(shown, batch.most_top)
+
+
+def log_kept_mass(normaliser: Tensor, distribution: Distribution) -> Tensor:
+    """Log of the mass that masks and filters left of the distribution at its temperature, at most 0.
+
+    The maxima are subtracted apart from the sums, so that a part of e**-300 is no log of 0.
+
+    Args:
+        normaliser: logsumexp of what is left, float32 [R].
+        distribution: after all stages.
+    """
+    if distribution.uncut is None or distribution.below is None:
+        return (normaliser - sum(logsumexp(distribution.logits))).clamp(max=0.0)
+    return ((normaliser - sum(logsumexp(distribution.uncut))) + distribution.below).clamp(max=0.0)
 
 
 def race(logits: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -68,8 +68,9 @@ class SamplingBatch:
     frequency: Tensor  # [R]
     repetition: Tensor  # [R]
     noise_keys: Tensor  # [R, 2] values of 32 bits, from sampling.noise
-    bias: Entries  # added to logits; -inf for what may not be drawn
+    bias: Entries  # added to logits
     allowed: Entries  # the only tokens that may be drawn, in rows that `restricted` names; values are 0
+    banned: Entries  # tokens that may not be drawn; values are 0
     restricted: Tensor  # bool [R]
     counts: Entries  # how often the completion holds a token; tokens of the prompt that it does not hold count 0
     any_filter: bool  # some sample has top_k, top_p or min_p
@@ -83,6 +84,16 @@ class SamplingBatch:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def masks(self) -> bool:
+        """Whether some sample may not draw some token."""
+        return len(self.allowed.ids) + len(self.banned.ids) > 0
+
+    @property
+    def masked(self) -> Tensor:
+        """Which samples may not draw some token, bool [R]."""
+        return self.restricted.index_fill(0, self.banned.rows, True)
 
     def tile(self, rows: slice) -> "SamplingBatch":
         """Some of the samples."""
@@ -233,7 +244,7 @@ class SamplingTable:
             counts=_entries(*zip(*[(i, counts.pairs()) for i, counts in self.penalized(slots)], strict=True)),
             **parameters,
         )
-        return replace(batch, bias=self._bias_of(slots, banned)) if banned else batch
+        return replace(batch, banned=_banned_entries(banned)) if banned else batch
 
     def _parameters(self, slots: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
         """The fields of a batch that stay while the same samples are drawn, and the streams of their noise."""
@@ -244,14 +255,12 @@ class SamplingTable:
         fixed |= {f"any_{name}": bool(record[name].any()) for name in ("filter", "greedy", "raw", "mask")}
         fixed["most_top"] = int(record["top"].max(initial=0))
         fixed["allowed"] = _entries(restricted, [self._allowed[slots[i]] for i in restricted])
-        fixed["bias"] = self._bias_of(slots, {})
+        biased = np.flatnonzero(record["biased"]).tolist()
+        fixed["bias"] = _entries(biased, [_pairs(self._bias[slots[i]]) for i in biased])
+        fixed["banned"] = NO_ENTRIES
         streams = noise_streams(record["seed"], record["sample_index"])
         fixed["streams"] = torch.from_numpy(streams.view(np.int64))
         return fixed, streams
-
-    def _bias_of(self, slots: np.ndarray, banned: Mapping[int, Iterable[int]]) -> Entries:
-        places = sorted({*np.flatnonzero(self._records["biased"][slots]).tolist(), *banned})
-        return _entries(places, [_bias_pairs(self._bias[slots[i]], banned.get(i, ())) for i in places])
 
 
 def sampling_batch(draws: Sequence[DrawRequest]) -> SamplingBatch:
@@ -276,9 +285,13 @@ def greedy_batch(num_rows: int, most_top: int) -> SamplingBatch:
     return table.batch(slots, np.arange(num_rows), slots, {})
 
 
-def _bias_pairs(bias: Mapping[int, float], banned: Iterable[int]) -> Pairs:
-    bias = dict(bias) | dict.fromkeys(banned, -np.inf)
-    return np.fromiter(bias, dtype=np.int64), np.fromiter(bias.values(), dtype=np.float32)
+def _pairs(values: Mapping[int, float]) -> Pairs:
+    return np.fromiter(values, dtype=np.int64), np.fromiter(values.values(), dtype=np.float32)
+
+
+def _banned_entries(banned: Mapping[int, Iterable[int]]) -> Entries:
+    places = sorted(banned)
+    return _entries(places, [_pairs(dict.fromkeys(banned[place], 0.0)) for place in places])
 
 
 def _entries(places: Sequence[int] = (), pairs: Sequence[Pairs] = ()) -> Entries:

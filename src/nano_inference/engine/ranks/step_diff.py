@@ -22,7 +22,7 @@ Numbers = np.ndarray  # int64
 # Parameters of a draw that stay while the same samples are drawn.
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "presence", "frequency", "repetition", "restricted", "streams")
 _FLAGS = ("any_filter", "any_greedy", "any_raw", "any_mask", "most_top")
-_ENTRIES = ("allowed", "bias")
+_ENTRIES = ("allowed", "bias", "banned")
 
 
 class Part(msgspec.Struct, array_like=True):
@@ -58,7 +58,7 @@ class Draw(msgspec.Struct, tag="draw"):
         numbers: rows [R], positions [R] and noise keys [R, 2], int64.
         parameters: `_COLUMNS` as bytes, if they are not those of the draw before.
         flags: `_FLAGS`, likewise.
-        allowed, bias: entries, if they are not those of the draw before.
+        allowed, bias, banned: entries, if they are not those of the draw before.
         counts: entries, all of them; None: none, or as `grown` says.
         grown: what became of the entries of the draw before, of the same samples: how many each sample has now, int64
             [R], ids and values of those that are new, places and values of those that changed.
@@ -69,6 +69,7 @@ class Draw(msgspec.Struct, tag="draw"):
     flags: list[int] | None = None
     allowed: list[bytes] | None = None
     bias: list[bytes] | None = None
+    banned: list[bytes] | None = None
     counts: list[bytes] | None = None
     grown: list[bytes] | None = None
 

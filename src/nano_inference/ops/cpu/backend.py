@@ -20,7 +20,7 @@ from nano_inference.ops.cpu.weights import PackedWeight, as_packed
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
-VERSION = 2  # counted up whenever any bit may change
+VERSION = 3  # counted up whenever any bit may change
 DTYPES = (torch.bfloat16, torch.float32)
 
 

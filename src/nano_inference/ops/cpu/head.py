@@ -48,7 +48,7 @@ class DrawBatch(Structure):
         *((name, c_void_p) for name in ("presence", "frequency", "repetition", "noise_keys")),
         *(
             field
-            for kind in ("bias", "allowed", "counts")
+            for kind in ("bias", "allowed", "banned", "counts")
             for field in (
                 *((f"{kind}_{part}", c_void_p) for part in ("rows", "ids", "values")),
                 (f"{kind}_count", c_int64),
@@ -231,7 +231,7 @@ class Request:
             _plain(batch.repetition, torch.float32),
             _plain(batch.noise_keys, torch.int64),
         ]
-        entries = [_plain_entries(each) for each in (batch.bias, batch.allowed, batch.counts)]
+        entries = [_plain_entries(each) for each in (batch.bias, batch.allowed, batch.banned, batch.counts)]
         restricted = _plain(batch.restricted, torch.bool)
         self._alive = parts, entries, restricted
         self.draw = _empty_draw(batch, vocab)

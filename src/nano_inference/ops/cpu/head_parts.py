@@ -61,7 +61,7 @@ def _exchange(
         return
     counts = part.num_blocks(BLOCK)
     own, most = counts[part.rank], max(counts)
-    statistics, best = torch.empty((2, 2 * num * own)), torch.empty((num, BEST), dtype=torch.uint8)
+    statistics, best = torch.empty((2, 3 * num * own)), torch.empty((num, BEST), dtype=torch.uint8)
     found = HeadPart(statistics[0].data_ptr(), statistics[1].data_ptr(), best.data_ptr(), 0)
     check(calls[0](ctypes.addressof(given), request, ctypes.addressof(found)), given)
     views = found.num_views

@@ -19,7 +19,7 @@ from nano_inference.ops.flashinfer import FlashInferAttention
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
-VERSION = 1  # counted up whenever any bit may change
+VERSION = 2  # counted up whenever any bit may change
 SCORE_TILE = 1024  # rows whose logits are in memory at once where only one logprob of each is wanted
 
 

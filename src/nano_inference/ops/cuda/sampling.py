@@ -1,8 +1,9 @@
 """The end of a step: draws and scores from logits.
 
 A draw is two launches: every block of the vocabulary is reduced to a few numbers (`_reduce_kernel`), and these to a
-token and its logprobs (`_finish_kernel`). Bias and penalties come before them in `edits`, filters between them in
-`filters`, the best tokens after them in `best`. Nothing waits for the device, and all can be captured in a graph.
+token and its logprobs (`_finish_kernel`). Bias and penalties come before them in `edits`, masks in `masks`, filters
+between them in `filters`, the best tokens after them in `best`. Nothing waits for the device, and all can be captured
+in a graph.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -13,12 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nano_inference.ops.cuda import filters
+from nano_inference.ops.cuda import filters, masks
 from nano_inference.ops.cuda.best import best_tokens
 from nano_inference.ops.cuda.edits import edited
 from nano_inference.ops.cuda.noise import exponential, key_halves
 from nano_inference.ops.cuda.softmax import (
     BLOCK,
+    HIGHEST,
     as_rows,
     block_odds,
     divisor_of,
@@ -36,7 +38,7 @@ _PARTS = 5
 _MAXIMUM, _SUM, _RACE, _OWN_MAXIMUM, _OWN_SUM = (tl.constexpr(i) for i in range(_PARTS))
 # Read one number at a time: another alignment would be another kernel to compile.
 _SCALARS = [
-    *("rows", "temperatures", "filter_tokens", "filter_log_sums", "filter_mass"),
+    *("rows", "temperatures", "filter_tokens", "filter_log_sums", "filter_mass", "masked"),
     *("token_ids", "logprobs", "raw_logprobs", "log_kept_mass", "shown"),
 ]
 
@@ -63,6 +65,7 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Draw:
         return result
     changed = edited(own, batch)
     source = own if changed is None else changed
+    uncut = masks.cut(source, batch) if batch.masks else None
     blocks = num_blocks(vocab)
     parts = torch.empty((_PARTS, num, blocks), device=device)
     winners = torch.empty((2, num, blocks), dtype=torch.int32, device=device)
@@ -79,9 +82,10 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Draw:
     _finish_kernel[num,](
         source, own, batch.rows, batch.temperature, parts, winners,
         *((filtered.token_ids, filtered.log_sums, filtered.mass) if filtered else (winners, parts, parts)),
+        *(uncut or (winners, parts)),
         token_ids, logprobs, raw, mass, shown, num,
         **sizes, **flags, WIDTH=triton.next_power_of_2(blocks), GREEDY=batch.any_greedy,
-        FILTERED=filtered is not None, **options,
+        FILTERED=filtered is not None, MASKED=uncut is not None, **options,
     )  # fmt: skip
     if filtered is not None and kept is not None:
         filters.write_mask(kept, filtered, source, parts[_MAXIMUM.value], batch, changed is not None)
@@ -178,6 +182,8 @@ def _finish_kernel(
     filter_tokens,  # int32 [R]: of `filters.Filtered`; -1 where nothing filters
     filter_log_sums,  # float32 [R]
     filter_mass,  # float32 [R]
+    masked,  # uint8 [R]: of `masks.Uncut`
+    uncut,  # float32 [2, R, BLOCKS]
     token_ids,  # int64 [R], written as all below
     logprobs,  # float32 [R]
     raw_logprobs,  # float32 [R]
@@ -191,6 +197,7 @@ def _finish_kernel(
     RAW: tl.constexpr,
     GREEDY: tl.constexpr,
     FILTERED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Grid (R,): the blocks of one sample, merged; the token and what is said of it."""
     sample = tl.program_id(0).to(tl.int64)
@@ -203,6 +210,7 @@ def _finish_kernel(
     times = tl.where(sound, _load_parts(parts, _RACE, sample, num, BLOCKS, WIDTH, 0.0) * factors, 0.0)
     token = tl.load(winners + start + tl.argmax(times, axis=0))
     log_sum, mass = tl.log(tl.where(sound, total, 1.0)), 0.0
+    log_sum_of_all = log_sum
     if GREEDY:
         token = tl.where(greedy, tl.load(winners + size + start + tl.argmax(maxima, axis=0)), token)
     if FILTERED:
@@ -210,6 +218,11 @@ def _finish_kernel(
         token = tl.where(chosen >= 0, chosen, token)
         log_sum = tl.where(chosen >= 0, tl.load(filter_log_sums + sample), log_sum)
         mass = tl.where(chosen >= 0, tl.load(filter_mass + sample), mass)
+    if MASKED:
+        cuts = (tl.load(masked + sample) != 0) & (greedy == 0)
+        part = _masked_part(uncut, sample, num, highest, log_sum_of_all, divisor, BLOCKS, WIDTH)
+        mass = tl.where(cuts, tl.maximum(tl.minimum(mass + part, 0.0), -HIGHEST), mass)
+        sound &= (part == part) | (cuts == 0)
     token = tl.where(sound, token, 0)  # a broken row has no winner that could be trusted
     row = sample if CHANGED else tl.load(rows + sample)
     log_sum = tl.where(sound, log_sum, float("nan"))
@@ -230,6 +243,19 @@ def _finish_kernel(
     tl.store(log_kept_mass + sample, mass)
     tl.store(shown + sample, highest)
     tl.store(shown + num + sample, log_sum)
+
+
+@triton.jit
+def _masked_part(uncut, sample, num, highest, log_sum, divisor, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
+    """Log of the part of a row that masks left, from maximum and log of the sum of what is left; NaN if the row was not
+    sound. The maxima are subtracted apart: e**-300 is no float32.
+    """
+    maxima = _load_parts(uncut, 0, sample, num, BLOCKS, WIDTH, -float("inf"))
+    sums = _load_parts(uncut, 1, sample, num, BLOCKS, WIDTH, 0.0)
+    above, _, total = merge_blocks(maxima, sums, slope_of(divisor))
+    sound = is_sound(total)
+    below = tl.div_rn(finite_or_zero(highest) - finite_or_zero(above), divisor)
+    return tl.where(sound, below + (log_sum - tl.log(tl.where(sound, total, 1.0))), float("nan"))
 
 
 @triton.jit

@@ -51,8 +51,8 @@ class Form:
 
 
 def full_logprobs(logprobs: Sequence[float], log_kept_mass: Sequence[float] | None) -> Sequence[float]:
-    """What SGLang tells: logprobs after temperature and penalties and before the filters, as a trainer over the whole
-    vocabulary computes them. The engine's own are of what was sampled from, after the filters.
+    """What SGLang tells: logprobs after temperature and penalties and before masks and filters, as a trainer over the
+    whole vocabulary computes them. The engine's own are of what was sampled from, after both.
     """
     if log_kept_mass and any(log_kept_mass):
         logprobs = [own + kept for own, kept in zip(logprobs, log_kept_mass, strict=True)]

@@ -333,7 +333,7 @@ class Flight:
             finish_reason="abort",
             weight_versions=tuple(spans),
             raw_logprobs=tuple(known.raw) if params.raw_logprobs else None,
-            log_kept_mass=tuple(known.kept) if params.filters else (0.0,) * count,
+            log_kept_mass=tuple(known.kept) if params.cuts else (0.0,) * count,
             top_logprobs=tuple(known.top) if params.top_logprobs else None,
             numerics=self._numerics,
             seed=params.seed or 0,

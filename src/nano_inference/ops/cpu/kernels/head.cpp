@@ -33,6 +33,12 @@ struct Total {
   float logprob(float logit, float inv_t, double log_of_sum) const {
     return float((double(logit) - double(highest)) * inv_t - log_of_sum);
   }
+  // Log of the part of `uncut` that is left here once the log of the sum is this: maxima apart, since e^-300 is no float.
+  double log_mass(double log_of_sum, const Total& uncut, float inv_t) const {
+    constexpr double least = -std::numeric_limits<float>::max();
+    double mass = (double(highest) - double(uncut.highest)) * inv_t + (log_of_sum - uncut.log_sum);
+    return std::max(least, std::min(0.0, mass));
+  }
 };
 
 class Head {
@@ -179,7 +185,7 @@ class Head {
         run_block(v, input.first, block, raw, raw, count, s);
       for (int64_t v = plan_.first_edited[size_t(row)]; v >= 0; v = plan_.views[size_t(v)].next) {
         const View& view = plan_.views[size_t(v)];
-        plan_.edit(*batch, view.edits, block, raw, (count + LANES - 1) / LANES * LANES, s.edited);
+        plan_.edit(*batch, view, block, raw, (count + LANES - 1) / LANES * LANES, s.edited);
         if (view.slot >= 0) keep(view.slot, block, s.edited, count);
         run_block(v, input.first, block, raw, s.edited, count, s);
       }
@@ -260,6 +266,7 @@ class Head {
     const View& view = plan_.views[size_t(sample.view)];
     bool greedy = sample.choice == Choice::greedy, filtered = sample.choice == Choice::filter;
     Total all = total(sample.view), raw = sample.raw >= 0 ? total(sample.raw) : all;
+    const Total uncut = sample.uncut >= 0 ? total(sample.uncut) : all;
     Best best = filtered ? Best() : winner(i);
     double log_sum = all.log_sum, mass = 0;
     const KeptRow row = kept_row(input, sample.view, all);
@@ -267,9 +274,9 @@ class Head {
       s.ranking.filter(row, b.top_k[i], b.top_p[i], b.min_p[i]);
       best = race_kept(sample, row, sample.raw >= 0 ? kept_row(input, sample.raw, raw).logits : nullptr, s);
       log_sum = log1(s.ranking.total());
-      mass = std::min(0.0, log_sum - all.log_sum);
     }
-    bool sound = all.finite && raw.finite && best.id >= 0;
+    if (!greedy) mass = all.log_mass(log_sum, uncut, view.inv_t);
+    bool sound = all.finite && raw.finite && uncut.finite && best.id >= 0;
     float raw_logprob = sample.raw < 0 ? 0.f : sound ? raw.logprob(best.raw, 1) : NOT_A_NUMBER;
     b.token_ids[i] = sound ? best.id : 0;
     b.raw_logprobs[i] = raw_logprob;

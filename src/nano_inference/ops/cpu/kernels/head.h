@@ -43,7 +43,7 @@ struct DrawBatch {
   const int64_t* top_k;
   const float *top_p, *min_p, *presence, *frequency, *repetition;
   const int64_t* noise_keys;  // [num_samples, 2]
-  Entries bias, allowed, counts;
+  Entries bias, allowed, banned, counts;
   const uint8_t* restricted;
   int64_t wants_raw;  // for all samples; greedy ones have it anyway
   int64_t num_top;
@@ -64,7 +64,7 @@ struct ScoreBatch {
 
 // What a rank finds in its part of the vocabulary, for the others.
 struct HeadPart {
-  float *maxima, *sums;  // [num_views, blocks], of each block; room for two views a sample
+  float *maxima, *sums;  // [num_views, blocks], of each block; room for three views a sample
   struct Best* best;     // [num_samples]; of several parts: [parts, num_samples]
   int64_t num_views;
 };

@@ -1,6 +1,7 @@
 #include "head_plan.h"
 
 #include <algorithm>
+#include <array>
 
 namespace nano::head {
 namespace {
@@ -11,6 +12,10 @@ float inverse(double temperature) {
   constexpr double low = std::numeric_limits<float>::min(), high = std::numeric_limits<float>::max() / 2;
   return float(inverse > low ? inverse < high ? inverse : high : low);
 }
+
+// In the order of `Edit::Type`.
+constexpr int KINDS = 4;
+std::array<const Entries*, KINDS> kinds_of(const DrawBatch& b) { return {&b.allowed, &b.bias, &b.counts, &b.banned}; }
 
 }  // namespace
 
@@ -26,8 +31,14 @@ void Plan::start(const HeadInput& input, int64_t num_samples) {
 int64_t Plan::view_of(int64_t row, float inv_t) {
   for (int64_t v = first_plain[row]; v >= 0; v = views[v].next)
     if (views[v].inv_t == inv_t) return v;
-  views.push_back({row, inv_t, -1, -1, first_plain[row], -1});
+  views.push_back({row, inv_t, -1, false, -1, first_plain[row], -1});
   return first_plain[row] = int64_t(views.size()) - 1;
+}
+
+// Of the sample whose edits come next.
+int64_t Plan::edited_view(int64_t row, float inv_t, bool masked) {
+  views.push_back({row, inv_t, num_edited(), masked, -1, first_edited[row], -1});
+  return first_edited[row] = int64_t(views.size()) - 1;
 }
 
 HeadError Plan::entry_bounds(const HeadInput& input, const Entries& entries, int64_t num_samples,
@@ -44,25 +55,28 @@ HeadError Plan::entry_bounds(const HeadInput& input, const Entries& entries, int
 
 HeadError Plan::make(const HeadInput& input, const DrawBatch& b) {
   start(input, b.num_samples);
-  const Entries* all[3] = {&b.allowed, &b.bias, &b.counts};
-  for (int kind = 0; kind < 3; kind++)
+  const auto all = kinds_of(b);
+  for (int kind = 0; kind < KINDS; kind++)
     if (HeadError error = entry_bounds(input, *all[kind], b.num_samples, starts_[kind])) return error;
   first_edit_.clear();
   int64_t num_edits = 0;
   for (int64_t i = 0; i < b.num_samples; i++) {
     int64_t row = b.rows[i], count = 0;
+    auto number = [&](Edit::Type kind) { return starts_[kind][i + 1] - starts_[kind][i]; };
     if (row < 0 || row >= input.num_rows) return HEAD_BAD_ROW;
     bool greedy = b.temperature[i] == 0;
     float inv_t = greedy ? 1.f : inverse(b.temperature[i]);
-    for (const auto& starts : starts_) count += starts[i + 1] - starts[i];
+    for (int kind = 0; kind < KINDS; kind++) count += number(Edit::Type(kind));
     Sample s;
     s.choice = greedy ? Choice::greedy : is_filtered(b, i, input.num_tokens()) ? Choice::filter : Choice::draw;
     s.raw = greedy || b.wants_raw ? view_of(row, 1) : -1;
     s.key = {uint32_t(b.noise_keys[2 * i]), uint32_t(b.noise_keys[2 * i + 1])};
-    s.target = -1;
+    s.target = s.uncut = -1;
     if (count > 0 || b.restricted[i]) {
-      views.push_back({row, inv_t, num_edited(), -1, first_edited[row], -1});
-      s.view = first_edited[row] = int64_t(views.size()) - 1;
+      const bool masked = b.restricted[i] || number(Edit::ban) > 0;
+      s.view = edited_view(row, inv_t, masked);
+      if (masked && !greedy)  // samples of a row share what has no edits
+        s.uncut = number(Edit::bias) + number(Edit::penalty) ? edited_view(row, inv_t, false) : view_of(row, inv_t);
       edited_.push_back(i);
       first_edit_.push_back(num_edits);
       num_edits += count;
@@ -85,7 +99,7 @@ HeadError Plan::make(const HeadInput& input, const ScoreBatch& b) {
     if (b.rows[i] < 0 || b.rows[i] >= input.num_rows) return HEAD_BAD_ROW;
     if (b.token_ids[i] < 0 || b.token_ids[i] >= input.num_tokens()) return HEAD_BAD_ID;
     int64_t view = view_of(b.rows[i], inverse(b.temperatures[i]));
-    samples.push_back({Choice::score, view, view, views[view].first, b.token_ids[i], {}});
+    samples.push_back({Choice::score, view, view, -1, views[view].first, b.token_ids[i], {}});
     views[view].first = i;
   }
   return HEAD_OK;
@@ -108,35 +122,39 @@ void Plan::keep_rows(const DrawBatch& b) {
 }
 
 void Plan::sort_edits(const DrawBatch& b, int64_t index) {
-  const Entries* all[3] = {&b.allowed, &b.bias, &b.counts};
+  const auto all = kinds_of(b);
   int64_t sample = edited_[index], *bounds = &bounds_[index * (num_blocks + 1)];
-  for (int kind = 0; kind < 3; kind++)
+  for (int kind = 0; kind < KINDS; kind++)
     for (int64_t e = starts_[kind][sample]; e < starts_[kind][sample + 1]; e++)
       if (const int64_t id = all[kind]->ids[e] - first_; id >= 0 && id < vocab_) bounds[id / VOCAB_BLOCK]++;
   int64_t end = first_edit_[index];
   for (int64_t block = 0; block < num_blocks; block++) bounds[block] = end += bounds[block];
   bounds[num_blocks] = end;
   // Filled from the back, the bounds end where their blocks begin.
-  for (int kind = 2; kind >= 0; kind--)
+  for (int kind = KINDS - 1; kind >= 0; kind--)
     for (int64_t e = starts_[kind][sample + 1] - 1; e >= starts_[kind][sample]; e--) {
       const int64_t id = all[kind]->ids[e] - first_;
       if (id >= 0 && id < vocab_) edits_[--bounds[id / VOCAB_BLOCK]] = {int32_t(id % VOCAB_BLOCK), Edit::Type(kind), all[kind]->values[e]};
     }
 }
 
-void Plan::edit(const DrawBatch& b, int64_t index, int64_t block, const float* raw, int num_columns, float* out) const {
-  int64_t i = edited_[index];
-  if (b.restricted[i]) {
+void Plan::edit(const DrawBatch& b, const View& view, int64_t block, const float* raw, int num_columns,
+                float* out) const {
+  int64_t i = edited_[size_t(view.edits)];
+  const bool restricted = view.masked && b.restricted[i];
+  if (restricted) {
     std::fill(out, out + num_columns, -std::numeric_limits<float>::infinity());
   } else {
     std::copy(raw, raw + num_columns, out);
   }
-  const int64_t* bounds = &bounds_[index * (num_blocks + 1) + block];
+  const int64_t* bounds = &bounds_[view.edits * (num_blocks + 1) + block];
   for (int64_t e = bounds[0]; e < bounds[1]; e++) {
     const Edit& edit = edits_[e];
     float& z = out[edit.column];
     if (edit.type == Edit::allow) {
-      if (b.restricted[i]) z = raw[edit.column] + edit.value;
+      if (restricted) z = raw[edit.column] + edit.value;
+    } else if (edit.type == Edit::ban) {
+      if (view.masked) z = -std::numeric_limits<float>::infinity();
     } else if (edit.type == Edit::bias) {
       z += edit.value;
     } else {

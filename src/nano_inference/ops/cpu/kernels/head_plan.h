@@ -15,6 +15,7 @@ struct View {
   int64_t row;
   float inv_t;
   int64_t edits;  // index into the edits, or -1
+  bool masked;    // edits: with masks, else without
   int64_t slot;   // where its edited logits are kept, or -1; without edits the row's slot counts
   int64_t next;   // of the row, or -1
   int64_t first;  // sample, or -1
@@ -23,13 +24,14 @@ struct View {
 struct Sample {
   Choice choice;
   int64_t view, raw;  // raw: the view at temperature 1 without edits, or -1
+  int64_t uncut;      // what `view` is without masks, or -1: it has none, or nobody asks
   int64_t next;       // of the view, or -1
   int64_t target;     // of a score
   NoiseKey key;
 };
 
 struct Edit {
-  enum Type : int32_t { allow, bias, penalty };
+  enum Type : int32_t { allow, bias, penalty, ban };
   int32_t column;  // in the block
   Type type;
   float value;
@@ -41,10 +43,10 @@ class Plan {
   HeadError make(const HeadInput& input, const ScoreBatch& batch);
 
   int64_t num_edited() const { return int64_t(edited_.size()); }
-  // Put the entries of edited sample `index` in the order of blocks; of a block: allowed ids, then bias, then penalties.
+  // Put the entries of edited sample `index` in the order of blocks; of a block: allowed ids, bias, penalties, bans.
   void sort_edits(const DrawBatch& batch, int64_t index);
   // One block of a view with edits. [num_columns]
-  void edit(const DrawBatch& batch, int64_t index, int64_t block, const float* raw, int num_columns, float* out) const;
+  void edit(const DrawBatch& batch, const View& view, int64_t block, const float* raw, int num_columns, float* out) const;
 
   std::vector<View> views;
   std::vector<Sample> samples;
@@ -55,11 +57,12 @@ class Plan {
  private:
   void start(const HeadInput& input, int64_t num_samples);
   int64_t view_of(int64_t row, float inv_t);
+  int64_t edited_view(int64_t row, float inv_t, bool masked);
   HeadError entry_bounds(const HeadInput& input, const Entries& entries, int64_t num_samples, std::vector<int64_t>& out);
   void keep_rows(const DrawBatch& batch);
 
   std::vector<int64_t> edited_;               // samples
-  std::vector<int64_t> starts_[3];            // of allowed, bias, counts: [num_samples + 1]
+  std::vector<int64_t> starts_[4];            // of each type of edit: [num_samples + 1]
   std::vector<int64_t> first_edit_, bounds_;  // of each edited sample; of each block of it: [num_edited, num_blocks + 1]
   std::vector<Edit> edits_;
   int64_t first_ = 0, vocab_ = 0;  // of the part
