@@ -279,8 +279,8 @@ class EngineLoop:
         return self._end_outdated() if seq.exact_version is not None else []
 
     def would_wait(self, kv_policy: KvPolicy) -> bool:
-        """Whether an update of this policy could not be applied now."""
-        return not self._is_ready(ChangeWeights(POLICY, lambda: None, kv_policy))
+        """Whether an update of this policy could not be applied now: something keeps it, or one before it, waiting."""
+        return not all(map(self._is_ready, [*self.updates, ChangeWeights(POLICY, lambda: None, kv_policy)]))
 
     def ready_update(self) -> int | None:
         """Version of the update that nothing here keeps waiting; None: there is none."""
@@ -297,6 +297,8 @@ class EngineLoop:
         """Whether nothing here keeps an update waiting."""
         if not self.writable:
             return False
+        if update.is_void():  # it will not be written
+            return True
         if update.kv_policy == "wait":
             return all(seq.status is SequenceStatus.HELD for seq in self.sequences.of_weight_set(update.weight_set))
         return update.kv_policy != "finish_old" or not self.sequences.of_weight_set(PREVIOUS)
@@ -307,7 +309,7 @@ class EngineLoop:
         while self.updates and self._may_change(self.updates[0]):
             update = self.updates.popleft()
             finished += self._retire(keep=0)  # weights change only with nothing in flight
-            if update.kv_policy == "abort":  # what only scores is scored again
+            if update.kv_policy == "abort" and not update.is_void():  # what only scores is scored again
                 finished += self._end([seq for seq in begun(self.sequences, POLICY, PREVIOUS) if seq.num_samples])
             is_safe = update.set_aside is None or not self._keeps_old(update) or update.set_aside()
             version = update.write() if is_safe else None

@@ -33,7 +33,7 @@ class Updates:
         """See `InferenceEngine.update_weights`; `options` are those of `WeightSyncManager.stage`."""
         shared, loop = self._shared, self._shared.loop
         shared.require_alive()
-        policy = self._policy(kv_policy, blocking)
+        policy = self._policy(kv_policy, "recompute" if blocking else "keep")
 
         def announce(update: WeightUpdate) -> None:
             update.kv_policy = policy
@@ -46,6 +46,8 @@ class Updates:
             at_once = held and (blocking or idle)
             if at_once:
                 shared.handle()
+            if blocking:
+                self._require_possible(policy)
             # Tensors that are read before this returns need not be copied.
             borrowed = blocking or (at_once and not loop.updates and not loop.would_wait(policy))
             update = self.manager.stage(weights, copy=not borrowed, announce=announce, **options)
@@ -57,12 +59,13 @@ class Updates:
             if held:
                 shared.lock.release()
         if blocking:
-            self._wait_for(update)
+            self._wait_for(update, policy)
         return update
 
-    def _wait_for(self, update: WeightUpdate) -> None:
+    def _wait_for(self, update: WeightUpdate, policy: KvPolicy) -> None:
         try:
             while not update.done():
+                self._require_no_stall(update, policy)
                 if not self._shared.advance_or_wait(PATIENCE):
                     update.wait(0.01)  # for engines in lockstep that do not have it yet
         finally:  # Ctrl-C
@@ -72,7 +75,7 @@ class Updates:
     def receive(self, transport: WeightTransport, kv_policy: KvPolicy | None, **options: Any) -> WeightUpdate:
         """See `InferenceEngine.receive_weights`."""
         self._shared.require_alive()
-        policy = self._policy(kv_policy, blocking=False)
+        policy = self._policy(kv_policy, "keep")
         return receive_update(self.manager, transport, kv_policy=policy, **options)
 
     def checksum(self) -> dict[str, str]:
@@ -97,18 +100,39 @@ class Updates:
                 return weight_set
         raise InvalidRequest(f"weight version {version!r} is gone; this engine serves {versions[POLICY]}.")
 
-    def _policy(self, kv_policy: KvPolicy | None, blocking: bool) -> KvPolicy:
-        default: KvPolicy = "recompute" if blocking else "keep"
+    def _policy(self, kv_policy: KvPolicy | None, default: KvPolicy) -> KvPolicy:
         policy = default if kv_policy is None else kv_policy
-        loop = self._shared.loop
-        require_policy(loop, policy)
-        if blocking and self._shared.is_paused_by_me() and loop.would_wait(policy):
-            what = "requests that are paused" if loop.writable else "weights that are asleep"
-            raise WeightUpdateError(
-                f"a blocking update with kv_policy={policy!r} would wait for {what}, by this thread; resume() or "
-                "wake() first."
-            )
+        require_policy(self._shared.loop, policy)
         return policy
+
+    def _require_possible(self, policy: KvPolicy, own: int | None = None) -> None:
+        """Raise `WeightUpdateError` where a thread that waits would keep itself from ever going on. With the lock, and
+        the messages taken in: what waits in the queue now is before the update, or is that itself, of version `own`.
+        """
+        loop = self._shared.loop
+        if not self._shared.is_paused_by_me() or not loop.would_wait(policy):
+            return
+        what = "requests that are paused" if loop.writable else "weights that are asleep"
+        first = loop.updates[0] if loop.updates and loop.writable else None
+        if first is not None and first.version != own:
+            what = f"weight version {first.version} with kv_policy={first.kv_policy!r}, and that one for {what}"
+        raise WeightUpdateError(
+            f"a blocking update with kv_policy={policy!r} would wait for {what}, by this thread; resume() or wake() "
+            "first."
+        )
+
+    def _require_no_stall(self, update: WeightUpdate, policy: KvPolicy) -> None:
+        """As `_require_possible`, while it waits: another thread's update may have come before it, and whoever is
+        handed a step's tokens may have paused the engine. The update is withdrawn then.
+        """
+        with self._shared.lock:
+            self._shared.handle()
+            try:
+                if not update.done():
+                    self._require_possible(policy, update.version)
+            except WeightUpdateError as problem:
+                if self.manager.withdraw(update, problem):  # else it came in time after all
+                    raise
 
     def _announce(self, update: WeightUpdate) -> None:
         """Tell the loop of an update that was checked and queued. Called with the manager's lock held."""
