@@ -270,7 +270,8 @@ class InferenceEngine:
 
         Args:
             weights: tensors by the checkpoint's names, or by transformers' for all experts of a layer; only what
-                changed need be there. Or a folder or file of safetensors, or any iterable of such dicts and of patches (name, flat indices, values).
+                changed need be there. Or a folder or file of safetensors, or any iterable of such dicts and of patches
+                (name, flat indices, values).
             blocking: wait until the weights serve. Otherwise they are applied at the next step boundary (at once where
                 nothing is in flight).
             kv_policy: what becomes of running requests (`KvPolicy`); None: `"recompute"` if blocking, else `"keep"`.

@@ -14,6 +14,7 @@ from nano_inference.engine.served_weights import ServedWeights
 from nano_inference.engine.weight_session import EMPTY, Hold, WeightSession
 from nano_inference.engine.weight_sources import Weights, fill
 from nano_inference.engine.weight_update import (
+    MOST_VERSIONS,
     Bucket,
     Change,
     Shares,
@@ -387,8 +388,8 @@ class WeightSyncManager:
         """Raise `WeightUpdateError` unless a new version may be called that."""
         if version is None:
             return
-        if not is_whole(version):
-            raise WeightUpdateError(f"version={version!r} must be an integer.")
+        if not is_whole(version) or version >= MOST_VERSIONS:
+            raise WeightUpdateError(f"version={version!r:.40} must be an integer below 2^63.")
         if version <= self._newest:
             raise WeightUpdateError(f"version={version} is not newer than {self._newest}; leave it out or raise it.")
 

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from nano_inference.errors import WeightUpdateError
 from nano_inference.models.weights import Slot, patch, read, write
+from nano_inference.options import is_whole
 from nano_inference.types import KvPolicy
 
 BUCKET_BYTES = 2**26
+MOST_VERSIONS = 2**63  # what travels between processes has 64 bits
 Item = TypeVar("Item")
 
 
@@ -179,6 +181,13 @@ class WeightUpdate:
             self._ended.set()
             if self.shares is not None:
                 self.shares.discard(self)
+
+
+def version_of(given: object, who: object) -> int | None:
+    """The number of a version as a file or a trainer (`who`) gives it. Raises `WeightUpdateError`."""
+    if given is not None and not (is_whole(given, 0) and given < MOST_VERSIONS):
+        raise WeightUpdateError(f"{who}: version={given!r:.40} must be an integer from 0 to 2^63 - 1.")
+    return given
 
 
 def value_of(params: dict[str, Any], slot: Slot, changes: list[Change]) -> Tensor:

@@ -9,6 +9,7 @@ from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
 from nano_inference.models.gguf import convert_gguf
 from nano_inference.models.quantisation import SIDE_FILES, refuse_quantised, refuse_side_files
 from nano_inference.models.spec import ModelSpec, spec_from_config
+from nano_inference.regular_files import read_text
 
 
 def resolve_model(model_path: str) -> Path:
@@ -60,7 +61,7 @@ def config_folder(model_path: str) -> Path | None:
 def read_json(path: Path) -> dict[str, Any]:
     """An object. Raises `ModelLoadError`."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except FileNotFoundError:
         raise ModelLoadError(f"{path} is missing.") from None
     except (OSError, ValueError, RecursionError) as problem:

@@ -18,6 +18,7 @@ import numpy as np
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.gguf_families import FAMILIES, GLOBAL_NAMES, OPTIONAL_NAMES, Config, Family, Transform
 from nano_inference.models.gguf_tokenizer import INSTALL_HINT, write_tokenizer
+from nano_inference.regular_files import open_regular
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -77,7 +78,7 @@ def convert_gguf(
 
 def _check_header(path: Path) -> None:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             header = file.read(8)
     except OSError as error:
         raise ModelLoadError(f"cannot read the GGUF file {path}: {error}") from error
@@ -89,7 +90,7 @@ def _check_header(path: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -16,9 +16,11 @@ from nano_inference.models.part import ModelPart
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import TIED, WEIGHT_DTYPES, Allocate, allocate, param_table, read, slots, write
 from nano_inference.ops import reference
+from nano_inference.regular_files import open_regular
 
 # Buffers that old checkpoints carry; they are computed, not loaded.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+MOST_HEADER = 10**8  # bytes: safetensors refuses longer ones
 _CPU = torch.device("cpu")
 _STORED_DTYPES = tuple(f"{'BF' if each is torch.bfloat16 else 'F'}{8 * each.itemsize}" for each in WEIGHT_DTYPES)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -102,13 +104,23 @@ def _tensors_of(path: Path, device: torch.device) -> Iterator[tuple[str, Path, A
     handles: list[tuple[str, Path, Any]] = []
     for file in _weight_files(path) if path.is_dir() else [path]:
         try:
-            opened = safe_open(file, framework="pt", device=_named(device))
+            opened = _opened(file, device)
         except (SafetensorError, OSError) as problem:
             raise ModelLoadError(f"{file} cannot be read as safetensors: {problem}") from problem
         handles += [(name, file, opened) for name in opened.keys()]  # noqa: SIM118 (not a dict)
     for name, file, opened in sorted(handles, key=lambda item: item[0] in TIED):
         if not name.endswith(_IGNORED_SUFFIXES):
             yield name, file, opened
+
+
+def _opened(file: Path, device: torch.device) -> Any:
+    """An open safetensors file. safetensors keeps the interpreter while it opens one and reads its header: so both are
+    done before, by calls that let other threads run, however long a share takes. Raises `OSError`, `SafetensorError`.
+    """
+    with open_regular(file) as source:
+        length = int.from_bytes(source.read(8), "little")
+        source.read(min(length, MOST_HEADER))
+    return safe_open(file, framework="pt", device=_named(device))
 
 
 def _named(device: torch.device) -> str:

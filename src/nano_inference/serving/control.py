@@ -1,8 +1,9 @@
 """`Control`: what a trainer may do to the engine, whatever its dialect. It lives in the API process and keeps order."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypedDict, Unpack, get_args
 
 import msgspec
 
@@ -26,6 +27,13 @@ class TensorSpec(msgspec.Struct, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+
+class Checks(TypedDict, total=False):
+    """What an update is checked for; see `Control.begin_update`."""
+
+    complete: bool
+    check_finite: bool
 
 
 class Loads(msgspec.Struct, frozen=True):
@@ -147,16 +155,26 @@ class Control:
     # -- updates: gathered in a session, checked, and written in one piece between two steps ------------------------
 
     async def begin_update(
-        self, *, version: str | None = None, complete: bool = False, check_finite: bool = False
+        self, *, version: str | None = None, complete: bool = False, check_finite: bool = True
     ) -> None:
         """Open the session. 409 if one is open, or if the weights are asleep.
 
         Args:
             version: what the trainer calls the new version; None: by its number, unless it says so later.
             complete: refuse an update that lacks a tensor.
-            check_finite: refuse NaN and infinite values.
+            check_finite: refuse NaN and infinite values, as they are in the model's dtype.
         """
         await self._weights.begin(version, complete=complete, check_finite=check_finite)
+
+    @asynccontextmanager
+    async def updating(self, *, version: str | None = None, **checks: Unpack[Checks]) -> AsyncIterator[None]:
+        """`begin_update`, for what is finished within: a failure, or a caller that leaves, ends the session."""
+        await self.begin_update(version=version, **checks)
+        try:
+            yield
+        except BaseException as problem:
+            await self.fail_update(problem)
+            raise
 
     async def receive_broadcast(
         self,
@@ -211,6 +229,10 @@ class Control:
     async def cancel_update(self, reason: str) -> bool:
         """Forget the session, if one is open."""
         return await self._weights.cancel(reason)
+
+    async def fail_update(self, problem: BaseException) -> None:
+        """A request that belongs to the update was refused, or failed: forget the session, if one is open."""
+        await self._weights.fail(problem)
 
     def _name_session(self, theirs: int | None) -> None:
         """What was received may say itself which version it is."""

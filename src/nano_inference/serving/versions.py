@@ -1,6 +1,7 @@
 """`VersionNames`: a weight version is a rising integer in the engine, and whatever its trainer calls it on the wire."""
 
 from nano_inference.serving.errors import bad_request
+from nano_inference.serving.protocols.reading import shown
 
 MAX_NAME = 256  # characters
 MAX_DIGITS = 15
@@ -60,10 +61,12 @@ class VersionNames:
             self._names[version] = name
 
 
-def checked_name(name: str) -> str:
-    """A name that a version may have. Raises `ApiError`."""
+def checked_name(name: str, field: str = "weight_version") -> str:
+    """A name that a version may have, as a field of a request says it. Raises `ApiError`."""
     if not name or len(name) > MAX_NAME or not name.isprintable():
-        raise bad_request(f"a weight version is a printable string of 1 to {MAX_NAME} characters.", "weight_version")
+        raise bad_request(
+            f"{field} must be a printable string of 1 to {MAX_NAME} characters, not {shown(name)}.", field
+        )
     return name
 
 

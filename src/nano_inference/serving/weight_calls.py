@@ -141,6 +141,13 @@ class WeightCalls:
         session, self._session = self.session, None
         return session is not None and await self._cancel(session, reason)
 
+    async def fail(self, problem: BaseException) -> None:
+        """Forget the session, if one is open, for what went wrong around its calls. It waits unless its caller is
+        about to leave.
+        """
+        if (session := self.session) is not None:
+            await self._failed(session, problem)
+
     def _expire_later(self, session: int | None) -> None:
         """Forget the session unless a call of it comes within the server's deadline; None: never."""
         if self._expiry is not None:
@@ -170,10 +177,13 @@ class WeightCalls:
             yield
         except BaseException as problem:
             if session is not None:
-                task = self._forget(session, problem.message if isinstance(problem, ApiError) else "its caller left.")
-                if isinstance(problem, Exception):
-                    await asyncio.wait([task])
+                await self._failed(session, problem)
             raise
+
+    async def _failed(self, session: int, problem: BaseException) -> None:
+        task = self._forget(session, problem.message if isinstance(problem, ApiError) else "its caller left.")
+        if isinstance(problem, Exception):
+            await asyncio.wait([task])
 
     async def _cancel(self, session: int, reason: str) -> bool:
         text = f"the weight update was cancelled: {reason}"

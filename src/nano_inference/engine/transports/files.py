@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from nano_inference.engine.transports.interface import Deadline, Incoming, Shapes
 from nano_inference.engine.weight_sources import read_folder
-from nano_inference.engine.weight_update import BUCKET_BYTES, Bucket, cut_into_buckets
+from nano_inference.engine.weight_update import BUCKET_BYTES, Bucket, cut_into_buckets, version_of
 from nano_inference.errors import WeightUpdateError
-from nano_inference.options import is_whole
+from nano_inference.regular_files import read_text
 
 MARKER = "complete.json"
 LOOK = 0.02  # seconds between two looks for the marker
@@ -97,7 +98,7 @@ class WeightFiles:
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
         """Look what is there. Raises `WeightUpdateError`."""
-        if not self.path.exists():
+        if not _exists(self.path):
             raise WeightUpdateError("there is no such file or folder on the engine's machine.")
         with self._without_folder():
             if (self.path / MARKER).is_file():
@@ -121,8 +122,21 @@ class WeightFiles:
             yield
         except WeightUpdateError as problem:
             folder = self.path if self.path.is_dir() else self.path.parent
-            told = str(problem).replace(f"{folder}{os.sep}", "").replace(str(folder), "the folder")
-            raise type(problem)(told) from problem
+            raise type(problem)(_by_names_alone(str(problem), str(folder))) from problem
+
+
+def _by_names_alone(told: str, folder: str) -> str:
+    """A sentence without the path of a folder; where it is no part of a longer word."""
+    named = rf"(?<![\w./-]){re.escape(folder)}"
+    inside = re.sub(rf"{named}{re.escape(os.sep)}+(?=[^\s{re.escape(os.sep)}])", "", told)
+    return re.sub(rf"{named}(?![\w./-])", "the folder", inside)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that is too long, that runs in circles, or that holds a zero byte
+        return False
 
 
 def _copied(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
@@ -135,13 +149,10 @@ def _copied(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
 
 def _read_marker(path: Path) -> dict[str, Any]:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        told = json.loads(read_text(path))
     except (OSError, ValueError) as problem:
         raise WeightUpdateError(f"{path} cannot be read: {problem}") from problem
     files = told.get("files") if isinstance(told, dict) else None
     if not isinstance(files, dict) or not files or not all(isinstance(size, int) for size in files.values()):
         raise WeightUpdateError(f"{path} does not name files and their sizes.")
-    version = told.get("version")
-    if version is not None and not is_whole(version):
-        raise WeightUpdateError(f"{path}: version={version!r} must be an integer.")
-    return {"version": version, "files": files}
+    return {"version": version_of(told.get("version"), path), "files": files}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.engine.transports.interface import Shapes
-from nano_inference.engine.weight_update import BUCKET_BYTES, WeightPatch, in_groups
+from nano_inference.engine.weight_update import BUCKET_BYTES, WeightPatch, in_groups, version_of
 from nano_inference.errors import WeightUpdateError
 from nano_inference.options import is_whole
 
@@ -95,12 +95,10 @@ def decode(content: bytes, shapes: Shapes) -> Plan:
         told = json.loads(content)
         if told["format"] != FORMAT:
             raise WeightUpdateError(f"the trainer speaks format {told['format']!r} of weight updates, not {FORMAT}.")
-        version = told["version"]
+        version = version_of(told["version"], "the trainer's description")
         buckets = [[(str(name), dtype, shape, count) for name, dtype, shape, count in each] for each in told["buckets"]]
     except (ValueError, KeyError, TypeError) as problem:
         raise WeightUpdateError(f"the trainer's description of its weights cannot be read: {problem!r}") from problem
-    if version is not None and not is_whole(version):
-        raise WeightUpdateError(f"the trainer's version={version!r} must be an integer.")
     seen: set[str] = set()
     plan = Plan(version, tuple(tuple(_checked(each, shapes, seen) for each in bucket) for bucket in buckets))
     if not seen:

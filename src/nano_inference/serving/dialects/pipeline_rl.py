@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import TensorSpec
-from nano_inference.serving.dialects.reading import Fields, fields_of, shape_of
+from nano_inference.serving.dialects.reading import Fields, checks_of, fields_of, shape_of
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of, bad_request
 from nano_inference.serving.protocols.reading import shown
@@ -36,8 +36,8 @@ def routes(server: Server) -> APIRouter:
 
     @router.post("/receive_weight_update", summary="Take part in the trainer's broadcasts; decoding goes on")
     async def receive_weight_update(request: Request) -> Response:
-        fields = await fields_of(request, server)
         if not _joins_group(server.config):
+            await fields_of(request, server)
             raise ApiError(
                 409,
                 "there is no group: the server was started without --weight-update-group-init-method, or with "
@@ -45,7 +45,7 @@ def routes(server: Server) -> APIRouter:
             )
         async with turn:
             try:
-                await _update(server, fields)
+                await _update(server, await fields_of(request, server))
             except BaseException:  # the trainer broadcasts by now; what nobody takes would be taken for the next update
                 with suppress(ApiError):
                     await server.control.leave_group(GROUP)
@@ -56,11 +56,11 @@ def routes(server: Server) -> APIRouter:
 
 
 async def _update(server: Server, fields: Fields) -> None:
-    version, tensors = fields.version("version"), tensors_of(fields)
+    version, tensors, checks = fields.version("version"), tensors_of(fields), checks_of(fields)
     await _joined(server)
-    await server.control.begin_update(version=version)
-    await server.control.receive_broadcast(GROUP, tensors)
-    await server.control.finish_update(kv_policy="keep")
+    async with server.control.updating(version=version, **checks):
+        await server.control.receive_broadcast(GROUP, tensors)
+        await server.control.finish_update(kv_policy="keep")
 
 
 def _joins_group(config: ServerConfig) -> bool:

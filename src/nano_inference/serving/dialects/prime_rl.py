@@ -12,14 +12,14 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 
 from nano_inference.serving.control import Control
-from nano_inference.serving.dialects.reading import Fields, fields_of
+from nano_inference.serving.dialects.reading import Fields, checks_of, fields_of
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import ApiError, bad_request, retry_after
 from nano_inference.serving.server import Server
 
 GROUP = "prime-rl"
 MARKER = "STABLE"  # a file that the trainer makes when a step's folder is whole
-_STEP = re.compile(r"step_(\d{1,18})")
+_STEP = re.compile(r"step_([0-9]{1,18})")
 _MOST_RANKS = 2**20
 
 
@@ -70,35 +70,33 @@ async def update_weights(server: Server, fields: Fields) -> Response:
     Where a broadcaster was joined, the weights come from it, as prime-rl's own server does it: the folder then only
     names the step. Else they are the folder's safetensors. `step_12` in its path names the version.
     """
-    control, folder = server.control, fields.text("weight_dir")
+    try:
+        await _update(server.control, fields)
+    except BaseException:  # what a broadcaster has sent and nobody took would be taken for the next update
+        with suppress(ApiError):  # there is none
+            await server.control.leave_group(GROUP)
+        raise
+    return json_reply(200, {"status": "ok"})
+
+
+async def _update(control: Control, fields: Fields) -> None:
+    folder, checks = fields.text("weight_dir"), checks_of(fields)
     has_broadcaster = await control.has_group(GROUP)
     if folder is None and not has_broadcaster:
         raise ApiError(
             409, "no broadcaster is joined; call /init_broadcaster first, or name a weight_dir.", "weight_dir"
         )
     step = None if folder is None else _step_of(folder)
-    if folder is not None and not has_broadcaster and step is not None:
+    if not has_broadcaster and step is not None:
         await _require_stable(step)
     version = None if step is None else _STEP.sub(r"\1", step.name)
-    if has_broadcaster:
-        await _from_broadcaster(server.control, version)
-    else:
-        assert folder is not None
-        await control.begin_update(version=version)
-        await control.receive_folder(folder)
+    async with control.updating(version=version, **checks):
+        if has_broadcaster:
+            await control.receive_stream(GROUP)
+        else:
+            assert folder is not None
+            await control.receive_folder(folder)
         await control.finish_update()
-    return json_reply(200, {"status": "ok"})
-
-
-async def _from_broadcaster(control: Control, version: str | None) -> None:
-    try:
-        await control.begin_update(version=version)
-        await control.receive_stream(GROUP)
-        await control.finish_update()
-    except BaseException:  # what it has sent and nobody took would be taken for the next update
-        with suppress(ApiError):
-            await control.leave_group(GROUP)
-        raise
 
 
 def _step_of(folder: str) -> Path | None:

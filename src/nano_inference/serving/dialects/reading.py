@@ -8,12 +8,13 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from nano_inference.options import is_number, is_whole
-from nano_inference.serving.control import TensorSpec
+from nano_inference.serving.control import Checks, TensorSpec
 from nano_inference.serving.edge.exchange import read_request
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import bad_request
 from nano_inference.serving.protocols.reading import decode, shown
 from nano_inference.serving.server import Server
+from nano_inference.serving.versions import checked_name
 
 MOST_SECONDS = 24 * 3600.0
 MOST_SIZE = 2**48  # of a tensor, along one of its axes
@@ -101,11 +102,11 @@ class Fields:
     def version(self, name: str) -> str | None:
         """The name of a weight version: a string; trainers that count send the number."""
         given = self.value(name)
-        if is_whole(given) and abs(given) < 2**64:
+        if is_whole(given, 0) and given < 2**63:
             return str(given)
-        if given is not None and (not isinstance(given, str) or not 0 < len(given) <= 256):
-            raise bad_request(f"{name} must be a string of 1 to 256 characters, not {shown(given)}.", name)
-        return given
+        if given is not None and not isinstance(given, str):
+            raise bad_request(f"{name} must be a string, or an integer in [0, 2^63), not {shown(given)}.", name)
+        return None if given is None else checked_name(given, name)
 
     def texts(self, name: str) -> tuple[str, ...] | None:
         """A list of strings, of the JSON or of a query that says it again and again; one string is a list of one."""
@@ -131,19 +132,37 @@ class Fields:
 
 
 Answer = Callable[[Fields], Awaitable[Any]]  # the JSON of a 200
+Fail = Callable[[BaseException], Awaitable[object]]  # told of what ends a request
 
 
-def add_routes(router: APIRouter, server: Server, method: str, answers: Mapping[str, Answer]) -> None:
-    """Serve each path by what answers it."""
+def add_routes(
+    router: APIRouter, server: Server, method: str, answers: Mapping[str, Answer], fail: Fail | None = None
+) -> None:
+    """Serve each path by what answers it. `fail` is told of what goes wrong with a request, from its first byte on."""
 
     def route_of(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def route(request: Request) -> Response:
-            return json_reply(200, await answer(await fields_of(request, server)))
+            try:
+                return json_reply(200, await answer(await fields_of(request, server)))
+            except BaseException as problem:
+                if fail is not None:
+                    await fail(problem)
+                raise
 
         return route
 
     for path, answer in answers.items():
         router.add_api_route(path, route_of(answer), methods=[method], name=path.strip("/"))
+
+
+def checks_of(fields: Fields) -> Checks:
+    """What an update is to be checked for, as far as the request says it: see `Control.begin_update`."""
+    checks: Checks = {}
+    if fields.value("complete") is not None:
+        checks["complete"] = fields.flag("complete", default=False)
+    if fields.value("check_finite") is not None:
+        checks["check_finite"] = fields.flag("check_finite", default=True)
+    return checks
 
 
 def tensors_of(fields: Fields, dtypes: str) -> list[TensorSpec]:

@@ -19,7 +19,7 @@ from fastapi import APIRouter, Request, Response
 
 import nano_inference
 from nano_inference.serving.control import Control
-from nano_inference.serving.dialects.reading import Answer, Fields, add_routes
+from nano_inference.serving.dialects.reading import Answer, Fields, add_routes, checks_of
 from nano_inference.serving.dialects.sglang_weights import Weights
 from nano_inference.serving.dialects.shared import server_info
 from nano_inference.serving.edge.replies import json_reply
@@ -66,19 +66,27 @@ def routes(server: Server) -> APIRouter:
         "/resume_memory_occupation": lambda fields: _resume_memory(control, fields),
         "/init_weights_update_group": lambda fields: _done(weights.join(fields)),
         "/destroy_weights_update_group": lambda fields: _done(weights.leave(fields)),
-        "/update_weights_from_distributed": lambda fields: _done(weights.update_from_distributed(fields)),
-        "/update_weights_from_disk": lambda fields: _done(weights.update_from_disk(fields), num_paused_requests=0),
         "/begin_weight_update": lambda fields: _done(_begin(weights, fields)),
-        "/end_weight_update": lambda _: _done(_end(weights)),
         "/weights_checker": weights.check,
         **{path: _refuser(why) for path, why in _NOT_HERE.items()},
     }
+    # What is refused of these ends the update: its weights are missing.
+    updates: Mapping[str, Answer] = {
+        "/update_weights_from_distributed": lambda fields: _done(weights.update_from_distributed(fields)),
+        "/update_weights_from_disk": lambda fields: _done(weights.update_from_disk(fields), num_paused_requests=0),
+        "/end_weight_update": lambda _: _done(_end(weights)),
+    }
     add_routes(router, server, "GET", gets)
     add_routes(router, server, "POST", posts)
+    add_routes(router, server, "POST", updates, weights.session.fail)
 
     @router.post("/update_weights_from_tensor", summary="An update of safetensors, in the body")
     async def update_weights_from_tensor(request: Request) -> Response:
-        return json_reply(200, await _done(weights.update_from_tensor(request, server)))
+        try:
+            return json_reply(200, await _done(weights.update_from_tensor(request, server)))
+        except BaseException as problem:
+            await weights.session.fail(problem)
+            raise
 
     return router
 
@@ -208,7 +216,7 @@ def _memory(fields: Fields) -> list[Memory]:
 
 async def _begin(weights: Weights, fields: Fields) -> str:
     fields.word("selector", ("target", "all"), "all")
-    await weights.session.begin()
+    await weights.session.begin(**checks_of(fields))
     return "a weight update is open."
 
 

@@ -2,9 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Unpack
 
-from nano_inference.serving.control import Control
-from nano_inference.serving.errors import ApiError
+from nano_inference.serving.control import Checks, Control
+from nano_inference.serving.errors import ApiError, bad_request
+
+_CHECKS: Checks = {"complete": False, "check_finite": True}  # unless an update says otherwise
 
 
 class UpdateSession:
@@ -19,32 +22,46 @@ class UpdateSession:
         self._control = control
         self._is_open = False  # by a request of this dialect's, and nobody has ended it since
         self._is_explicit = False  # by `begin`: it ends by `end`
+        self._checks = _CHECKS  # that the update began with
         self._turn = asyncio.Lock()
 
     @property
     def _is_ours(self) -> bool:
         return self._is_open and self._control.session_open
 
-    async def begin(self) -> None:
-        """From now on requests are gathered, until `end`. 409 if an update is open."""
+    async def begin(self, **checks: Unpack[Checks]) -> None:
+        """From now on requests are gathered, until `end`. 409 if an update is open. Checks: `Control.begin_update`."""
         async with self._turn:
-            await self._open(explicit=True)
+            await self._open(checks, explicit=True)
 
-    async def take(self, receive: Callable[[], Awaitable[None]], version: str | None, *, whole: bool) -> bool:
+    async def take(
+        self,
+        receive: Callable[[], Awaitable[None]],
+        version: str | None,
+        *,
+        whole: bool,
+        checks: Checks,
+    ) -> bool:
         """Take a request's weights; returns whether they serve now. What fails ends the update.
 
         Args:
             receive: takes them in.
             version: the name of what is gathered; None: nothing is said of it.
             whole: they are all of the update, unless `begin` was called.
+            checks: of the update, as far as the request says it. 400 where its first request has said otherwise.
         """
         async with self._turn:
+            whole = whole or not await self._control.is_paused()
             if not self._is_ours:
-                whole = whole or not await self._control.is_paused()
-                await self._open(explicit=False)
-            if version is not None:
-                await self._control.name_version(version)
-            await receive()
+                await self._open(checks, explicit=False)
+            try:
+                self._require_same(checks)
+                if version is not None:
+                    await self._control.name_version(version)
+                await receive()
+            except BaseException as problem:
+                await self._control.fail_update(problem)
+                raise
             if self._is_explicit or not whole:
                 return False
             await self._finish()
@@ -70,9 +87,20 @@ class UpdateSession:
         if self._is_ours:
             await self._control.cancel_update(reason)
 
-    async def _open(self, *, explicit: bool) -> None:
-        await self._control.begin_update()
-        self._is_open, self._is_explicit = True, explicit
+    async def fail(self, problem: BaseException) -> None:
+        """A request of the update was refused: what it had to bring is missing, so what was gathered is forgotten."""
+        if self._is_ours:
+            await self._control.fail_update(problem)
+
+    async def _open(self, checks: Checks, *, explicit: bool) -> None:
+        await self._control.begin_update(**checks)
+        self._is_open, self._is_explicit, self._checks = True, explicit, {**_CHECKS, **checks}
+
+    def _require_same(self, checks: Checks) -> None:
+        for name, value in checks.items():
+            if self._checks[name] != value:
+                said = f"{name}={value} comes too late: this update began with {self._checks[name]}; say it at first."
+                raise bad_request(said, name)
 
     async def _finish(self) -> str:
         self._is_open = False

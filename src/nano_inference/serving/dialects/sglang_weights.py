@@ -9,8 +9,8 @@ from typing import Any
 
 from fastapi import Request
 
-from nano_inference.serving.control import Control
-from nano_inference.serving.dialects.reading import Fields, fields_of, tensors_of
+from nano_inference.serving.control import Checks, Control
+from nano_inference.serving.dialects.reading import Fields, checks_of, fields_of, tensors_of
 from nano_inference.serving.dialects.sglang_session import UpdateSession
 from nano_inference.serving.edge.exchange import read_request
 from nano_inference.serving.errors import ApiError, bad_request
@@ -35,6 +35,7 @@ class _Update:
     whole: bool
     aborts: bool
     flushes: bool
+    checks: Checks
 
     @classmethod
     def of(
@@ -53,6 +54,7 @@ class _Update:
             whole or flushes,
             fields.flag("abort_all_requests", default=False),
             flushes,
+            checks_of(fields),
         )
 
 
@@ -100,61 +102,44 @@ class Weights:
 
     async def update_from_distributed(self, fields: Fields) -> str:
         """`/update_weights_from_distributed`."""
+        tensors, group, timeout = (
+            tensors_of(fields, "dtypes"),
+            fields.text("group_name") or GROUP,
+            fields.seconds("timeout"),
+        )
+        packed_bytes = WHOLE if _load_format(fields, ("flattened_bucket",)) == "flattened_bucket" else None
 
-        async def read() -> _Update:
-            tensors, group, timeout = (
-                tensors_of(fields, "dtypes"),
-                fields.text("group_name") or GROUP,
-                fields.seconds("timeout"),
-            )
-            packed_bytes = WHOLE if _load_format(fields, ("flattened_bucket",)) == "flattened_bucket" else None
+        async def receive() -> None:
+            await self._control.receive_broadcast(group, tensors, packed_bytes=packed_bytes, timeout=timeout)
 
-            async def receive() -> None:
-                await self._control.receive_broadcast(group, tensors, packed_bytes=packed_bytes, timeout=timeout)
-
-            return _Update.of(fields, receive)
-
-        return await self._update(read)
+        return await self._update(_Update.of(fields, receive))
 
     async def update_from_tensor(self, request: Request, server: Server) -> str:
         """`/update_weights_from_tensor`."""
-
-        async def read() -> _Update:
-            media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
-            if media_type == "application/octet-stream":
-                server.lifecycle.require_open()
-                content = await read_request(request, server, lambda body, _: body)
-                fields = Fields({}, {name: request.query_params.getlist(name) for name in request.query_params})
-                _load_format(fields, ("safetensors",))
-            else:
-                fields = await fields_of(request, server)
-                content = _content(fields)
-            return _Update.of(fields, lambda: self._control.receive_file(content))
-
-        return await self._update(read)
+        media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if media_type == "application/octet-stream":
+            server.lifecycle.require_open()
+            content = await read_request(request, server, lambda body, _: body)
+            fields = Fields({}, {name: request.query_params.getlist(name) for name in request.query_params})
+            _load_format(fields, ("safetensors",))
+        else:
+            fields = await fields_of(request, server)
+            content = _content(fields)
+        return await self._update(_Update.of(fields, lambda: self._control.receive_file(content)))
 
     async def update_from_disk(self, fields: Fields) -> str:
         """`/update_weights_from_disk`. It is a whole update: slime deletes the folder while the engine is paused."""
+        path, timeout = fields.required_text("model_path"), fields.seconds("timeout")
+        _load_format(fields, ("safetensors",))
+        if fields.value("manifest") is not None:
+            raise ApiError(501, "manifest is not supported; leave it out.", "manifest")
+        update = _Update.of(fields, lambda: self._control.receive_folder(path, timeout=timeout), whole=True)
+        return await self._update(update)
 
-        async def read() -> _Update:
-            path, timeout = fields.required_text("model_path"), fields.seconds("timeout")
-            _load_format(fields, ("safetensors",))
-            if fields.value("manifest") is not None:
-                raise ApiError(501, "manifest is not supported; leave it out.", "manifest")
-            return _Update.of(fields, lambda: self._control.receive_folder(path, timeout=timeout), whole=True)
-
-        return await self._update(read)
-
-    async def _update(self, read: Callable[[], Awaitable["_Update"]]) -> str:
-        """Carry an update request out. One that cannot be read ends the update too: its weights are missing."""
-        try:
-            update = await read()
-        except ApiError as problem:
-            await self.session.cancel(problem.message)
-            raise
+    async def _update(self, update: "_Update") -> str:
         if update.aborts:
             await self._control.abort(None)
-        if not await self.session.take(update.receive, update.version, whole=update.whole):
+        if not await self.session.take(update.receive, update.version, whole=update.whole, checks=update.checks):
             return "the weights are kept until the update is complete."
         if update.flushes:
             await self._control.flush_cache()

@@ -4,13 +4,14 @@ Replies are vLLM 0.32's, and so is the order of calls that is asked for; out of 
 """
 
 from collections.abc import Awaitable
+from contextlib import suppress
 from typing import Any, get_args
 
 from fastapi import APIRouter, Request, Response
 
 from nano_inference.serving.control import Control, Memory
 from nano_inference.serving.dialects import prime_rl
-from nano_inference.serving.dialects.reading import Answer, Fields, add_routes, fields_of, tensors_of
+from nano_inference.serving.dialects.reading import Answer, Fields, add_routes, checks_of, fields_of, tensors_of
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import ApiError, bad_request
 from nano_inference.serving.protocols.reading import shown
@@ -39,7 +40,6 @@ def routes(server: Server) -> APIRouter:
         "/init_weight_transfer_engine": transfer.join,
         "/shutdown_weight_transfer_engine": transfer.leave,
         "/start_weight_update": transfer.start,
-        "/finish_weight_update": transfer.finish,
         "/weight_checker": lambda fields: _check(control, fields),
         "/reset_prefix_cache": lambda fields: _reset_prefix_cache(control, fields),
         "/sleep": lambda fields: _sleep(control, fields),
@@ -52,14 +52,21 @@ def routes(server: Server) -> APIRouter:
         "/get_world_size": lambda _: _world_size(server),
     }
     add_routes(router, server, "POST", posts)
+    add_routes(router, server, "POST", {"/finish_weight_update": transfer.finish}, transfer.fail)
     add_routes(router, server, "GET", gets)
 
     @router.post("/update_weights", summary="Take part in a transfer of weights: vLLM's, or prime-rl's")
     async def update_weights(request: Request) -> Response:
-        fields = await fields_of(request, server)
-        if "weight_dir" in fields.body:
-            return await prime_rl.update_weights(server, fields)
-        return json_reply(200, await transfer.update(fields))
+        fields: Fields | None = None
+        try:
+            fields = await fields_of(request, server)
+            if "weight_dir" in fields.body:
+                return await prime_rl.update_weights(server, fields)
+            return json_reply(200, await transfer.update(fields))
+        except BaseException as problem:
+            if fields is None or "weight_dir" not in fields.body:
+                await transfer.lose(problem)
+            raise
 
     return router
 
@@ -199,29 +206,34 @@ class Transfer:
         if not fields.flag("is_checkpoint_format", default=True):
             raise bad_request("is_checkpoint_format must be true: tensors are named as in the checkpoint.")
         await self._require_group()
-        await self._control.begin_update()
+        await self._control.begin_update(**checks_of(fields))
         return {"message": "Weight update started"}
 
     async def update(self, fields: Fields) -> dict[str, Any]:
-        """`/update_weights`. What fails ends the update and the group; the old weights serve on."""
-        try:
-            if not self._control.session_open:
-                raise ApiError(409, "no weight update is open; call /start_weight_update before /update_weights.")
-            await self._require_group()
-            info = _update_info(fields)
-            if info.value("num_updates_list") is not None:
-                raise bad_request("num_updates_list is not supported: tensors are sent whole.", "num_updates_list")
-            await self._control.receive_broadcast(
-                GROUP,
-                tensors_of(info, "dtype_names"),
-                packed_bytes=_packed_bytes(info, self._packed_bytes),
-                timeout=fields.seconds("timeout"),
-            )
-        except ApiError as problem:
-            await self._control.cancel_update(problem.message)
-            await self.leave(fields)  # the trainer may have sent already what the next update would take for its own
-            raise
+        """`/update_weights`."""
+        if not self._control.session_open:
+            raise ApiError(409, "no weight update is open; call /start_weight_update before /update_weights.")
+        await self._require_group()
+        info = _update_info(fields)
+        if info.value("num_updates_list") is not None:
+            raise bad_request("num_updates_list is not supported: tensors are sent whole.", "num_updates_list")
+        await self._control.receive_broadcast(
+            GROUP,
+            tensors_of(info, "dtype_names"),
+            packed_bytes=_packed_bytes(info, self._packed_bytes),
+            timeout=fields.seconds("timeout"),
+        )
         return {"message": "Weights updated"}
+
+    async def fail(self, problem: BaseException) -> None:
+        """A request of the update was refused, or failed: the update ends, and the old weights serve on."""
+        await self._control.fail_update(problem)
+
+    async def lose(self, problem: BaseException) -> None:
+        """The same, and the group ends: the trainer may have sent what the next update would take for its own."""
+        await self.fail(problem)
+        with suppress(ApiError):  # there is none
+            await self._control.leave_group(GROUP)
 
     async def finish(self, fields: Fields) -> dict[str, Any]:
         """`/finish_weight_update`."""

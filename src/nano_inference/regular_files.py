@@ -1,0 +1,30 @@
+"""Files of models and weights, opened without waiting: a FIFO or a device would keep its reader for ever."""
+
+import errno
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+MOST_TEXT = 2**26  # bytes of a configuration, an index, a marker
+
+
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a regular file for reading. Raises `OSError`, also for any other kind of file."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_text(path: Path) -> str:
+    """A regular file of UTF-8, at most 64 MiB. Raises `OSError` and `ValueError`."""
+    with open_regular(path) as file:
+        content = file.read(MOST_TEXT + 1)
+    if len(content) > MOST_TEXT:
+        raise ValueError(f"it has more than {MOST_TEXT} bytes")
+    return content.decode("utf-8")
