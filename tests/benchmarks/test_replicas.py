@@ -1,17 +1,34 @@
 """The benchmark of replicas, as far as it needs no engine."""
 
+import itertools
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from benchmarks import replicas
 from benchmarks.replicas import Shape, asked, router_row
+from nano_inference.serving.fleet.router import Router, Ticket
 
 
 @pytest.mark.parametrize("just_read", [False, True])
-def test_the_routers_time_is_a_row(just_read: bool) -> None:
+def test_the_routers_time_is_a_row(just_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count(step=3000)  # of a clock that is read twice for each request
+
+    class Counted(Router):
+        placed = 0
+
+        def place(self, *args: Any, **options: Any) -> Ticket:
+            Counted.placed += 1
+            return super().place(*args, **options)
+
+    monkeypatch.setattr(replicas, "Router", Counted)
+    monkeypatch.setattr(replicas, "time", SimpleNamespace(perf_counter_ns=lambda: next(ticks)))
     row = router_row(300, 5, 2, just_read, requests=40)
-    assert row["us"]["median"] > 0
-    assert row["prompt_tokens"] == 300
+    assert Counted.placed == 2 * 40
+    assert row["us"]["median"] == pytest.approx(3.0)  # of a request, not of all
+    assert (row["prompt_tokens"], row["replicas"], row["just_read"]) == (300, 5, just_read)
     json.dumps(row)
 
 

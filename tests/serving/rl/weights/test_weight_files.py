@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from nano_inference.engine.transports.files import write_folder
+from nano_inference.errors import WeightUpdateError
 from nano_inference.serving import control as control_module
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.control import Control
@@ -122,5 +123,26 @@ def test_folders_and_files_on_disk(
             await control.begin_update()
             async with refused(control, 400, told):
                 await control.receive_folder(str(path))
+
+    run(test())
+
+
+def test_an_engine_itself_closes_a_session_that_something_failed_in(
+    client: EngineClient, control: Control, folder: Path, run: Run
+) -> None:
+    """Whoever calls it: what had come is not taken for an update, and no more comes into it."""
+
+    async def test() -> None:
+        before = await control.checksums()
+        content = save({NORM: new_weights(folder, 5)[NORM]})
+        told = {"session": 10**6, "seconds": 5.0}
+        again = {"size": len(content), "content": content}
+        newest = await client.call("begin_update", session=10**6)
+        await client.call("receive_file", **told, **again)
+        end = {"version": newest + 1, "kv_policy": "keep"}
+        for name, more in (("receive_file", again), ("receive_file", again), ("finish_update", end)):
+            with pytest.raises(WeightUpdateError, match="came twice"):
+                await client.call(name, **told, **more)
+        assert await control.checksums() == before
 
     run(test())
