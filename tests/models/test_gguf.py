@@ -166,7 +166,7 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
         convert(path, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias", f"blk.{LAYERS}.ffn_up.weight"])
+@pytest.mark.parametrize("name", ["rope_factors.weight", "blk.0.attn_q.bias", f"blk.{LAYERS}.ffn_up.weight"])
 def test_unknown_tensor_is_named(tmp_path: Path, name: str) -> None:
     tensors = {**stored_weights(hf_weights()), name: np.ones(8, np.float32)}
     with pytest.raises(ModelLoadError, match=f"tensor {name} is not mapped"):

@@ -51,8 +51,24 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def spec_of(scaling: dict[str, Any], theta: float, max_position: int) -> RopeSpec:
-    config = llama_config(max_position=max_position) | {"rope_parameters": scaling | {"rope_theta": theta}}
+# Factors of each frequency, as GGUF files hold them; how many depends on the head.
+def longrope(head_dim: int) -> dict[str, Any]:
+    factors = [1.0 + 7.0 * i / head_dim for i in range(head_dim // 2)]
+    return {
+        "rope_type": "longrope",
+        "factor": 1.0,
+        "short_factor": factors,
+        "long_factor": factors,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": 256,
+    }
+
+
+def spec_of(scaling: dict[str, Any], theta: float, max_position: int, head_dim: int = 16) -> RopeSpec:
+    config = llama_config(max_position=max_position) | {
+        "head_dim": head_dim,
+        "rope_parameters": scaling | {"rope_theta": theta},
+    }
     return spec_from_config(config).rope
 
 
@@ -100,12 +116,12 @@ def test_llama3_keeps_fast_turns_and_stretches_slow_ones() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
-@pytest.mark.parametrize("kind", sorted(SCALINGS))
+@pytest.mark.parametrize("kind", [*sorted(SCALINGS), "longrope"])
 def test_frequencies_are_those_of_transformers(kind: str, theta: float, head_dim: int) -> None:
     from transformers.models.llama.configuration_llama import LlamaConfig  # slow to import, so only here
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    scaling, max_position = SCALINGS[kind], 1024
+    scaling, max_position = longrope(head_dim) if kind == "longrope" else SCALINGS[kind], 1024
     theirs = LlamaRotaryEmbedding(
         LlamaConfig(
             hidden_size=4 * head_dim,
@@ -116,7 +132,7 @@ def test_frequencies_are_those_of_transformers(kind: str, theta: float, head_dim
         )
     )
     inverse, attention_factor = theirs.inv_freq, theirs.attention_scaling
-    spec = spec_of(scaling, theta, max_position)
+    spec = spec_of(scaling, theta, max_position, head_dim)
     assert spec.attention_factor == pytest.approx(attention_factor, rel=1e-6)
     angles = torch.arange(300, dtype=torch.float64)[:, None] * inverse.double()
     cos, sin = table(spec, head_dim, 300)

@@ -11,6 +11,15 @@ def config(**changes: Any) -> dict[str, Any]:
     return llama_config() | changes
 
 
+def longrope(**changes: Any) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0] * 8,
+        "attention_factor": 1,
+    } | changes
+
+
 def without(*names: str, **changes: Any) -> dict[str, Any]:
     return {name: value for name, value in config(**changes).items() if name not in names}
 
@@ -120,7 +129,12 @@ def test_yarn_draws_its_attention_factor_from_the_stretch() -> None:
         ),
         (config(mlp_bias=True), "mlp_bias=True"),
         (config(num_key_value_heads=3), "4 attention heads.*3 key-value heads"),
-        (config(rope_scaling={"rope_type": "longrope"}), "'longrope'.*default, linear, llama3, yarn"),
+        (config(rope_scaling={"rope_type": "longrope"}), "lacks 'short_factor'"),
+        (config(rope_scaling=longrope(long_factor=[1.5] * 8)), "longrope.*are equal"),
+        (config(rope_scaling=longrope(attention_factor=None)), "attention_factor is given"),
+        (config(rope_scaling=longrope(short_factor=[1.0], long_factor=[1.0])), "1 factors; heads 16 wide need 8"),
+        (config(rope_scaling=longrope(short_factor=[0] * 8)), "short_factor=.*numbers above 0"),
+        (config(rope_scaling={"rope_type": "proportional"}), "'proportional'.*default, linear, llama3, longrope, yarn"),
         (config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic'"),
         (config(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "lacks 'low_freq_factor'"),
         (config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor"),
@@ -204,7 +218,7 @@ def test_an_absurd_rope_is_refused(fields: dict[str, Any], told: str) -> None:
 def test_an_absurd_value_of_a_family_is_refused(family: str, changes: dict[str, Any]) -> None:
     good = llama_config() | (FAMILIES | MORE_FAMILIES)[family]
     spec_from_config(good)
-    with pytest.raises(ModelLoadError, match="must be|are more than"):
+    with pytest.raises(ModelLoadError, match=r"must be|are more than"):
         spec_from_config(good | changes)
 
 

@@ -9,6 +9,7 @@ from nano_inference.cli import options
 from nano_inference.cli.options import option, parse_size, read_keys
 from nano_inference.config import Attention, Backend, EngineConfig
 from nano_inference.errors import ConfigError
+from nano_inference.models.embedded import install_command
 
 if TYPE_CHECKING:
     from nano_inference.serving.config import ServerConfig
@@ -232,8 +233,8 @@ def serve(
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"the server needs {', '.join(missing)}, which this installation lacks; "
-            "pip install 'nano-inference[server]' brings them."
+            f"the server needs {', '.join(missing)}, which this installation lacks; all that is missing comes with: "
+            f"{install_command(model, 'server')}"
         )
     from nano_inference.serving.config import ServerConfig
     from nano_inference.serving.main import serve as run

@@ -53,6 +53,27 @@ EMBEDDED_MODELS: Mapping[str, EmbeddedModel] = {
 }
 
 
+def install_command(model_path: str, *extras: str) -> str:
+    """What installs all that is missing to load a model that is named so; empty: nothing is.
+
+    Args:
+        model_path: an embedded name, a `.gguf` file or anything else, which needs nothing more.
+        extras: of this package that are missing besides.
+    """
+    model = EMBEDDED_MODELS.get(model_path)
+    wanted = set(extras)
+    if (model is not None or model_path.endswith(".gguf")) and not _is_installed("gguf", "transformers"):
+        wanted.add("gguf")
+    commands = [f"pip install 'nano-inference[{','.join(sorted(wanted))}]'"] if wanted else []
+    if model is not None and not _is_installed(*model.packages):
+        commands.append(model.pip_command)
+    return " && ".join(commands)
+
+
+def _is_installed(*packages: str) -> bool:
+    return all(importlib.util.find_spec(package) is not None for package in packages)
+
+
 def find_embedded(name: str, cache_root: Path | None = None) -> Path:
     """The file of the embedded model `name`. Its packages are looked up, never imported.
 
@@ -87,7 +108,7 @@ def _find_part(name: str, model: EmbeddedModel, package: str) -> Path:
             return path
     raise ModelLoadError(
         f"the embedded model {name!r} is not installed ({package} is missing or without its file): "
-        f"run `{model.pip_command}`, or use a local folder of {model.hub_id}"
+        f"run `{install_command(name) or model.pip_command}`, or use a local folder of {model.hub_id}"
     )
 
 

@@ -1,10 +1,11 @@
 """Where a model lies, and what its config.json says. Nothing here imports torch: a server reads it, too."""
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
 
-from nano_inference.errors import ModelLoadError
+from nano_inference.errors import ModelLoadError, one_line
 from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
 from nano_inference.models.gguf import convert_gguf
 from nano_inference.models.quantisation import SIDE_FILES, refuse_quantised, refuse_side_files
@@ -28,6 +29,9 @@ def resolve_model(model_path: str) -> Path:
 
 def load_spec(folder: Path) -> ModelSpec:
     """Read config.json and, where there is one, generation_config.json."""
+    _refuse_adapter(folder)
+    if not (folder / "config.json").exists():
+        raise ModelLoadError(f"{folder.absolute()} is not a model's folder: config.json is missing.")
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     spec = spec_from_config(config, read_json(generation) if generation.exists() else None)
@@ -35,11 +39,25 @@ def load_spec(folder: Path) -> ModelSpec:
     return spec
 
 
-def require_unquantised(folder: Path) -> None:
-    """Raise `ModelLoadError`, naming the method, where a folder says that its weights are quantised."""
+def require_plain_weights(folder: Path) -> None:
+    """Raise `ModelLoadError` where a folder says that it holds an adapter, or weights that are quantised (by which
+    method).
+    """
+    _refuse_adapter(folder)
     if (folder / "config.json").exists():
         refuse_quantised(read_json(folder / "config.json"))
     _refuse_side_files(folder)
+
+
+def _refuse_adapter(folder: Path) -> None:
+    path = folder / "adapter_config.json"
+    if path.exists() and not (folder / "config.json").exists():
+        fields = read_json(path)
+        kind, base = fields.get("peft_type") or "LoRA", fields.get("base_model_name_or_path")
+        raise ModelLoadError(
+            f"{folder.absolute()} holds an adapter ({kind}{f' of {base}' if base else ''}), and adapters are not "
+            "supported yet; merge it into its model and load that."
+        )
 
 
 def _refuse_side_files(folder: Path) -> None:
@@ -79,8 +97,26 @@ def _download(model_path: str) -> Path:
         patterns = ["*.json", "*.safetensors", "*.jinja"]
         return Path(snapshot_download(model_path, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
-        names = ", ".join(repr(name) for name in EMBEDDED_MODELS)
+        near = difflib.get_close_matches(model_path.lower(), EMBEDDED_MODELS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"embedded models are {', '.join(map(repr, EMBEDDED_MODELS))}."
         raise ModelLoadError(
-            f"{model_path!r} is not a folder, a .gguf file or an embedded model ({names}), and could not be fetched "
-            f"from the hub: {type(problem).__name__}."
+            f"{model_path!r} is not a folder or file here, and {_hub_problem(problem)}; {hint}"
         ) from problem
+
+
+def _hub_problem(problem: Exception) -> str:
+    """Why the hub gave nothing."""
+    from huggingface_hub import errors
+
+    status = getattr(getattr(problem, "response", None), "status_code", None)
+    if isinstance(problem, errors.HFValidationError):
+        return "it cannot be a hub id, which is owner/name"
+    if isinstance(problem, errors.GatedRepoError):
+        return "its owner asks for consent on the hub: give it there, then set HF_TOKEN"
+    if isinstance(problem, errors.RepositoryNotFoundError):
+        return "the hub has no public model of that name (for a private one, set HF_TOKEN)"
+    if isinstance(problem, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        return "the hub cannot be reached from here, nor is it in the hub's cache"
+    if status is not None:
+        return f"the hub answered with status {status}"
+    return f"the hub could not be read ({one_line(problem)})"

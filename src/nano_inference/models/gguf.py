@@ -7,6 +7,7 @@ file's hash, and every later start finds an ordinary safetensors checkpoint ther
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -28,6 +29,9 @@ TOKEN_ID_KEYS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id",
 
 TOKENIZER_SUFFIXES = ("_token_id", ".chat_template")  # the metadata that is read of the tokenizer
 
+ROPE_FREQS = "rope_freqs.weight"
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")  # as llama.cpp's gguf-split names them
+
 TokenizerWriter = Callable[[Path, Path], None]
 
 # What `_model_config` handles by hand, and keys that change nothing.
@@ -47,17 +51,19 @@ def convert_gguf(
     the tokenizer's files. Any number of processes may convert the same file at once.
 
     Args:
-        path: the `.gguf` file.
+        path: the `.gguf` file, or any part of one that was split (`-00001-of-00003.gguf`); the others lie beside it.
         cache_root: where converted folders live; None: `~/.cache/nano-inference/gguf`.
         tokenizer_writer: writes the tokenizer files, given the GGUF file and the folder; None: `write_tokenizer`.
 
     Raises:
-        ModelLoadError: the file is missing, truncated or not GGUF; its architecture, a metadata key or a tensor is not
-            known; the cache cannot be written; the packages that convert are not installed.
+        ModelLoadError: the file or a part of it is missing, truncated or not GGUF; its architecture, a metadata key or
+            a tensor is not known; the cache cannot be written; the packages that convert are not installed.
     """
-    _check_header(path)
+    parts = _parts(path)
+    for part in parts:
+        _check_header(part)
     root = Path.home() / ".cache" / "nano-inference" / "gguf" if cache_root is None else cache_root
-    folder = root / f"{_sha256(path)[:16]}-v{CONVERTER_VERSION}"
+    folder = root / f"{_sha256(parts)[:16]}-v{CONVERTER_VERSION}"
     if (folder / "model.safetensors").is_file():
         return folder
     try:
@@ -65,7 +71,7 @@ def convert_gguf(
         # A fresh name for each conversion: nobody meets what a killed or a concurrent one left behind.
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=".unfinished", dir=root))
         try:
-            _convert_into(path, unfinished, tokenizer_writer or write_tokenizer)
+            _convert_into(parts, unfinished, tokenizer_writer or write_tokenizer)
             unfinished.rename(folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -74,6 +80,23 @@ def convert_gguf(
         if not (folder / "model.safetensors").is_file():
             raise ModelLoadError(f"converting {path} into {folder} failed: {error}") from error
     return folder
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of a model, in order: one, or what it was split into."""
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        return [path]
+    count = int(found["count"])
+    parts = [path.with_name(f"{found['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    missing = [part for part in parts if not part.is_file()]
+    if missing or path not in parts:
+        absent = missing[0] if missing else path
+        raise ModelLoadError(
+            f"{absent} is missing; {path.name} is one of {count} parts, which have to lie in one folder "
+            f"({count - len(missing)} do)"
+        )
+    return parts
 
 
 def _check_header(path: Path) -> None:
@@ -89,22 +112,47 @@ def _check_header(path: Path) -> None:
         raise ModelLoadError(f"{path} has GGUF version {version}; versions 2 and 3, little-endian, can be read")
 
 
-def _sha256(path: Path) -> str:
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(parts: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        with open_regular(part) as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    return digest.hexdigest()
 
 
-def _convert_into(path: Path, folder: Path, tokenizer_writer: TokenizerWriter) -> None:
-    metadata, stored = _read_gguf(path)
+def _convert_into(parts: list[Path], folder: Path, tokenizer_writer: TokenizerWriter) -> None:
+    metadata, stored = _read_parts(parts)
     name = str(metadata.get("general.architecture"))
     if name not in FAMILIES:
-        raise ModelLoadError(f"{path} has GGUF architecture {name!r}; known are {', '.join(sorted(FAMILIES))}")
+        raise ModelLoadError(f"{parts[0]} has GGUF architecture {name!r}; known are {', '.join(sorted(FAMILIES))}")
+    factors = stored.pop(ROPE_FREQS, None) if FAMILIES[name].has_rope_freqs else None
     config = _model_config(FAMILIES[name], name, metadata, stored)
+    if factors is not None:
+        config |= _rope_factors(config, factors)
     token_ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
     for file_name, content in (("config.json", config), ("generation_config.json", token_ids)):
         (folder / file_name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     _write_safetensors(folder / "model.safetensors", FAMILIES[name], config, stored)
-    tokenizer_writer(path, folder)
+    tokenizer_writer(parts[0], folder)
+
+
+def _read_parts(parts: list[Path]) -> tuple[dict[str, Any], dict[str, "ReaderTensor"]]:
+    """Metadata, which the first part holds, and the tensors of all parts."""
+    metadata, stored = _read_gguf(parts[0])
+    if (count := metadata.get("split.count", 1)) > 1 and count != len(parts):
+        raise ModelLoadError(
+            f"{parts[0]} is one of {count} parts; name them NAME-00001-of-{count:05}.gguf and so on, in one folder"
+        )
+    for part in parts[1:]:
+        _, more = _read_gguf(part)
+        if twice := sorted(stored.keys() & more.keys()):
+            raise ModelLoadError(f"the GGUF tensor {twice[0]} is in {part.name} and in a part before it")
+        stored |= more
+    if metadata.get("split.tensors.count", len(stored)) != len(stored):
+        told = metadata["split.tensors.count"]
+        raise ModelLoadError(f"the parts of {parts[0]} hold {len(stored)} tensors, and the first one says {told}")
+    return metadata, stored
 
 
 def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, "ReaderTensor"]]:
@@ -181,6 +229,30 @@ def _rope_scaling(name: str, values: Mapping[str, Any]) -> Config:
     return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
 
 
+def _rope_factors(config: Config, stored: "ReaderTensor") -> Config:
+    """What divides the rotary frequencies, one by one: every Llama since 3.1 has its scaling so, and no metadata of it.
+
+    transformers' name for exactly this is longrope with the same factors at all lengths.
+    """
+    factors = _values(stored).reshape(-1)
+    if len(factors) != config["head_dim"] // 2 or not (np.isfinite(factors) & (factors > 0)).all():
+        raise ModelLoadError(
+            f"the GGUF tensor {ROPE_FREQS} must hold {config['head_dim'] // 2} numbers above 0, half of head_dim"
+        )
+    if "rope_scaling" in config:
+        raise ModelLoadError(f"the GGUF file has {ROPE_FREQS} and rope.scaling metadata; mapped is one of them")
+    each = [float(factor) for factor in factors]
+    scaling = {
+        "rope_type": "longrope",
+        "factor": 1.0,
+        "short_factor": each,
+        "long_factor": each,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": config["max_position_embeddings"],
+    }
+    return {"rope_scaling": scaling} if set(each) != {1.0} else {}
+
+
 def _name_table(family: Family, config: Config) -> dict[str, tuple[str, Transform | None]]:
     """GGUF name -> (Hugging Face name, transform) of every tensor that a file of this configuration may hold."""
     table = {key: (hf_name, family.transforms.get(key)) for key, hf_name in GLOBAL_NAMES.items()}
@@ -215,10 +287,15 @@ def _write_safetensors(path: Path, family: Family, config: Config, stored: Mappi
 
 def _hf_values(tensor: "ReaderTensor", transform: Transform | None, config: Config) -> np.ndarray:
     """One tensor as contiguous little-endian float32 in Hugging Face's layout."""
+    values = _values(tensor)
+    return np.ascontiguousarray(transform(values, config) if transform else values, dtype="<f4")
+
+
+def _values(tensor: "ReaderTensor") -> np.ndarray:
+    """One tensor's numbers. Raises `ModelLoadError` for a type that is not read."""
     import gguf
 
     try:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        return gguf.dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError as error:
         raise ModelLoadError(f"the GGUF tensor {tensor.name} has a type that is not read: {error}") from error
-    return np.ascontiguousarray(transform(values, config) if transform else values, dtype="<f4")

@@ -55,6 +55,7 @@ class Family:
     config_keys: Mapping[str, str]  # required metadata key without its "llama." -> configuration key
     optional_keys: Mapping[str, str] = field(default_factory=dict)  # the same of keys that a file may lack
     defaults: Callable[[Config], Config] = lambda config: {}  # what holds where no metadata says it
+    has_rope_freqs: bool = False  # a file may hold `rope_freqs.weight`, which divides the rotary frequencies
     chat_eos_ids: tuple[int, ...] = ()  # ids that also end a sample where the file carries a chat template
 
 
@@ -113,6 +114,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         config_keys=_LLAMA_KEYS,
         optional_keys=_ROPE_BASE,
+        has_rope_freqs=True,
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",

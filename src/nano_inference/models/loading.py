@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.folders import load_spec as load_spec
-from nano_inference.models.folders import read_json, require_unquantised
+from nano_inference.models.folders import read_json, require_plain_weights
 from nano_inference.models.folders import resolve_model as resolve_model
 from nano_inference.models.part import ModelPart
 from nano_inference.models.spec import ModelSpec
@@ -86,11 +86,10 @@ def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str,
     """(checkpoint name, tensor) of a model folder or a .safetensors file, one at a time; a head that may be tied last.
 
     They are on `device`; on CUDA each goes there straight from the file's pages. Raises `ModelLoadError` naming the
-    file that is missing, cut short or something else, or the method where a folder's config.json says that it is
-    quantised.
+    file that is missing, cut short or something else, or what a folder says that it holds instead of plain weights.
     """
     if path.is_dir():
-        require_unquantised(path)
+        require_plain_weights(path)
     for name, file, opened in _tensors_of(path, device):
         try:
             tensor = opened.get_tensor(name)

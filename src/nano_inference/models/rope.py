@@ -23,6 +23,8 @@ def _inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
     base = 1.0 / powers
     if spec.kind == "linear":
         return base / spec.factor
+    if spec.kind == "longrope":
+        return base / torch.tensor(spec.factors, dtype=torch.float32)
     if spec.kind == "llama3":
         return _llama3(spec, base)
     if spec.kind == "yarn":

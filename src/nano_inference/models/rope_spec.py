@@ -16,12 +16,13 @@ class RopeSpec:
 
     Attributes:
         theta: base of the frequencies.
-        kind: `"default"`, `"linear"`, `"llama3"` or `"yarn"` (arXiv:2309.00071).
+        kind: `"default"`, `"linear"`, `"llama3"`, `"yarn"` (arXiv:2309.00071) or `"longrope"` (arXiv:2402.13753).
         factor: how far the context is stretched.
         original_max_position: context that the model was first trained for (llama3, yarn).
         low_freq_factor, high_freq_factor: llama3's band of interpolation.
         beta_fast, beta_slow, truncate: yarn's band of interpolation.
         attention_factor: multiplies cosine and sine.
+        factors: divide the frequencies one by one, [head_dim / 2] (longrope, of which one list serves all lengths).
     """
 
     theta: float = 10000.0
@@ -34,6 +35,7 @@ class RopeSpec:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    factors: tuple[float, ...] = ()
 
 
 def read_ropes(config: Config, max_position: int) -> tuple[RopeSpec, RopeSpec]:
@@ -65,6 +67,8 @@ def _rope(fields: Config, config: Config, max_position: int) -> RopeSpec:
     factor = float(fields.get("factor") or max_position / original)
     if kind == "linear":
         return RopeSpec(theta=theta, kind=kind, factor=factor)
+    if kind == "longrope":
+        return _longrope(fields, theta)
     if kind == "llama3":
         if fields["low_freq_factor"] >= fields["high_freq_factor"]:
             raise ModelLoadError(
@@ -91,7 +95,18 @@ def _rope(fields: Config, config: Config, max_position: int) -> RopeSpec:
     )
 
 
-_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+_ROPE_KINDS = ("default", "linear", "llama3", "longrope", "yarn")
+
+
+def _longrope(fields: Config, theta: float) -> RopeSpec:
+    """One table serves all lengths here, so that a token's place does not depend on how long its sequence gets."""
+    if fields["short_factor"] != fields["long_factor"] or fields.get("attention_factor") is None:
+        raise ModelLoadError(
+            "rope scaling 'longrope' is supported where short_factor and long_factor are equal and attention_factor is "
+            "given."
+        )
+    factors = tuple(float(each) for each in fields["short_factor"])
+    return RopeSpec(theta=theta, kind="longrope", attention_factor=float(fields["attention_factor"]), factors=factors)
 
 
 def _yarn_attention_factor(fields: Config, factor: float) -> float:

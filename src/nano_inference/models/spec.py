@@ -151,6 +151,11 @@ def _read(architecture: str, family: _Family, config: Config, generation_config:
     max_position = int(config["max_position_embeddings"])
     all_biases = bool(config.get("attention_bias", False))
     rope, sliding_rope = read_ropes(config, max_position)
+    for each in (rope, sliding_rope):
+        if each.factors and len(each.factors) != head_dim // 2:
+            raise ModelLoadError(
+                f"rope scaling has {len(each.factors)} factors; heads {head_dim} wide need {head_dim // 2}."
+            )
     scales = {"attention_scale": head_dim**-0.5} | family.scales(config)
     return ModelSpec(
         architecture=architecture,

@@ -112,8 +112,8 @@ class Slot:
         return torch.cat([places for places, _ in found]), torch.cat([numbers for _, numbers in found])
 
 
-# What a weight may be stored as, or sent as. Integers, booleans and eight-bit floats are codes of a quantisation: without
-# their scales they are other numbers.
+# What a weight may be stored as, or sent as. Integers, booleans and floats of eight bits are codes of a quantisation:
+# without their scales they are other numbers.
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Any]  # `Ops.allocate`

@@ -94,7 +94,7 @@ class WeightFiles:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # of ".", taken out of a message, nothing would be left but words
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
         """Look what is there. Raises `WeightUpdateError`."""
