@@ -1,5 +1,6 @@
 """HTTP as few clients speak it: pipelines, HTTP/1.0, wishes for other protocols, trailers, what cannot be parsed."""
 
+import inspect
 import json
 import re
 import socket
@@ -8,8 +9,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.edge import connection, runner
 from nano_inference.serving.main import running_server
 from tests.serving.scripted import Script, ScriptedClient
 from tests.serving.test_exchange import eventually
@@ -142,3 +146,49 @@ def test_an_answer_that_has_begun_is_not_followed_by_another(peer: socket.socket
     with suppress(ConnectionError):
         assert "400" not in all_of(peer)
     assert eventually(lambda: not engine.num_samples)
+
+
+HEADS = {
+    "no host": (b"", "0"),
+    "two hosts": (b"host: a\r\nhost: a\r\n", "2"),
+    "gzip": (b"host: x\r\ntransfer-encoding: gzip, chunked\r\n", "chunked"),
+    "two codings": (b"host: x\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n", "chunked"),
+    "twice": (b"host: x\r\ntransfer-encoding: chunked, chunked\r\n", "HTTP"),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_what_two_servers_could_read_differently_is_refused(peer: socket.socket, name: str) -> None:
+    lines, said = HEADS[name]
+    peer.sendall(b"POST /v1/completions HTTP/1.1\r\n" + lines + b"\r\n" + b"0\r\n\r\n")
+    head, _, body = all_of(peer).partition("\r\n\r\n")
+    assert " 400 " in head.split("\r\n")[0]
+    assert said in json.loads(body)["error"]["message"]
+
+
+def test_http_1_0_needs_no_host(peer: socket.socket) -> None:
+    peer.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+    assert " 200 " in all_of(peer).split("\r\n")[0]
+
+
+def test_uvicorn_has_what_is_used_of_it() -> None:
+    """Its public names alone: a private one may go with any version, and the server would fail by requests."""
+    theirs = vars(HttpToolsProtocol)
+    mine = {name for name in vars(connection.Connection) if callable(getattr(connection.Connection, name))}
+    private = {name for name in theirs if name.startswith("_") and not name.startswith("__")}
+    assert not private & set(vars(connection.Connection))
+    assert not [name for name in private if re.search(rf"\.{name}\b", inspect.getsource(connection))]
+    missing = (
+        {name for name in mine if not name.startswith("_")}
+        - set(theirs)
+        - {
+            "abort",
+            "on_chunk_header",  # the parser's
+            "begin_without_length",
+            "end_without_length",
+        }
+    )
+    assert not missing, f"uvicorn {uvicorn.__version__} never calls {missing}"
+    for method in ("startup", "shutdown", "capture_signals", "handle_exit"):
+        assert method in vars(uvicorn.Server)
+    assert not re.search(r"self\._captured", inspect.getsource(runner))

@@ -22,8 +22,11 @@ from uvicorn.server import ServerState
 from nano_inference.errors import ConfigError
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.edge import connection
+from nano_inference.serving.edge.admission import Admission
 from nano_inference.serving.edge.event_stream import EventStream
+from nano_inference.serving.errors import ApiError
 from nano_inference.serving.main import running_server
+from nano_inference.serving.messages import Ready
 from tests.serving.scripted import Script, ScriptedClient
 
 SLOW = Script("a " * 50, ends=False, delay=0.05)
@@ -323,3 +326,52 @@ def test_a_port_that_is_taken() -> None:
             running_server(ScriptedClient(), ServerConfig(port=port)),
         ):
             pass
+
+
+def test_a_version_that_cannot_come_is_refused_at_once() -> None:
+    with serving(Script()) as (url, client):
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            body = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+            refused = httpx.post(url + path, json=body | {"min_weight_version": "7"})
+            assert refused.status_code == 400
+            assert "--rl" in refused.json()["error"]["message"]
+            assert httpx.post(url + path, json=body | {"min_weight_version": "0"}).status_code == 200
+        assert len(client.requests) == 2
+
+
+def test_requests_that_wait_for_weights_keep_no_others_out() -> None:
+    """Those that can be served are let in although the queue is full of others; these have a limit of their own."""
+
+    def script(request, _: int) -> Script:
+        return Script(delay=60.0) if request.min_version else Script()
+
+    with serving(Script(), rl=True, max_queued_samples=8) as (url, client):
+        client.script = script
+        later = {"prompt": "Hi", "n": 4, "min_weight_version": 7}
+        waiting = [connected(url, later) for _ in range(2)]
+        assert eventually(lambda: client.num_samples == 8)
+        refused = httpx.post(url + "/v1/completions", json=later)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "30")
+        assert "weights" in refused.json()["error"]["message"]
+        assert httpx.post(url + "/v1/completions", json={"prompt": "Hi", "n": 40}).status_code == 200
+        for each in waiting:
+            each.close()
+        assert eventually(lambda: client.num_samples == 0)
+        waiting = connected(url, later)
+        assert eventually(lambda: client.num_samples == 4)  # there is room again
+        waiting.close()
+
+
+def test_what_waits_for_weights_that_have_come_waits_like_all_others() -> None:
+    client, newest = ScriptedClient(), 0
+    client._receive(Ready(client._engine_info()))
+    admission = Admission(ServerConfig(max_queued_samples=0), client, lambda: newest)
+    admission.hold(3, 40)
+    client._widths[0] = 40
+    admission.require_room(30)
+    newest = 3
+    with pytest.raises(ApiError, match="40 samples run or wait"):
+        admission.require_room(30)
+    admission.let_go(3, 40)
+    client._widths[0] = 2
+    admission.require_room(30)

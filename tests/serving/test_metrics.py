@@ -94,3 +94,12 @@ def test_stats(server: str) -> None:
 @pytest.mark.parametrize("path", ["/version", "/health"])
 def test_small_routes(server: str, path: str) -> None:
     assert httpx.get(server + path).status_code == 200
+
+
+def test_a_scrape_is_of_this_moment(server: str) -> None:
+    """What an answer has counted is in the next scrape, not in one a heartbeat later."""
+    for _ in range(5):
+        before = read(server)["generation_tokens"]["generation_tokens_total"]
+        body = {"prompt": "The capital of France is", "max_tokens": 3, "ignore_eos": True}
+        assert httpx.post(server + "/v1/completions", json=body, timeout=60).status_code == 200
+        assert read(server)["generation_tokens"]["generation_tokens_total"] == before + 3

@@ -39,6 +39,14 @@ def read_keys(file: Path) -> list[str]:
     return keys
 
 
+def read_template(file: Path) -> str:
+    """A chat template. Raises `ConfigError`."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"the chat template in {file} cannot be read: {problem}") from None
+
+
 def _note_debug(ctx: typer.Context, debug: bool) -> bool:
     ctx.meta[DEBUG] = debug
     return debug

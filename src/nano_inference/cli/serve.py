@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from nano_inference.budget import DEFAULT_ENTRIES, RL_ENTRIES
 from nano_inference.cli import options
-from nano_inference.cli.options import option, parse_size, read_keys
+from nano_inference.cli.options import option, parse_size, read_keys, read_template
 from nano_inference.config import Attention, Backend, EngineConfig
 from nano_inference.errors import ConfigError
 from nano_inference.models.embedded import install_command
@@ -25,8 +25,18 @@ def serve(
         str, option(_SERVER, "--host", help="Listen on this address. 0.0.0.0: other machines can reach it.")
     ] = "127.0.0.1",
     port: Annotated[int, option(_SERVER, "--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    uds: Annotated[
+        str | None, option(_SERVER, "--uds", metavar="FILE", help="Listen on this socket file, not on host and port.")
+    ] = None,
+    root_path: Annotated[
+        str, option(_SERVER, "--root-path", metavar="PATH", help="What a proxy leaves before the paths, such as /llm.")
+    ] = "",
     served_model_name: Annotated[
-        str | None, option(_SERVER, "--served-model-name", help="The name that clients use. Default: MODEL.")
+        list[str] | None,
+        option(_SERVER, "--served-model-name", help="A name that clients use; may be repeated. Default: MODEL."),
+    ] = None,
+    chat_template: Annotated[
+        Path | None, option(_SERVER, "--chat-template", help="Jinja file, instead of the model's own template.")
     ] = None,
     in_process: Annotated[
         bool, option(_SERVER, "--in-process", help="Run the engine in the server's process, not in its own.")
@@ -118,6 +128,23 @@ def serve(
     max_body_bytes: Annotated[
         int, option(_LIMITS, "--max-body-bytes", parser=parse_size, metavar="SIZE", help="Of a request's body.")
     ] = 32 << 20,
+    max_pending_bytes: Annotated[
+        int | None,
+        option(
+            _LIMITS,
+            "--max-pending-bytes",
+            parser=parse_size,
+            metavar="SIZE",
+            help="Of all bodies that are being read. Default: eight of the largest.",
+        ),
+    ] = None,
+    body_timeout: Annotated[
+        float, option(_LIMITS, "--body-timeout", help="Seconds that a client may be silent within a body.")
+    ] = 30.0,
+    max_connections: Annotated[
+        int | None,
+        option(_LIMITS, "--max-connections", help="At a time. Default: 4096, or 131072 with --rl."),
+    ] = None,
     max_header_bytes: Annotated[
         int, option(_LIMITS, "--max-header-bytes", parser=parse_size, metavar="SIZE", help="Of all its headers.")
     ] = 64 << 10,
@@ -274,7 +301,10 @@ def serve(
     config = ServerConfig(
         host=host,
         port=port,
-        served_model_name=served_model_name,
+        uds=uds,
+        root_path=root_path,
+        served_model_name=tuple(served_model_name) if served_model_name else None,
+        chat_template=None if chat_template is None else read_template(chat_template),
         api_keys=(*(api_key or ()), *(read_keys(api_key_file) if api_key_file else ())),
         admin_key=_one_key(admin_key, admin_key_file),
         in_process=in_process,
@@ -292,6 +322,9 @@ def serve(
         max_messages=max_messages,
         max_tools=max_tools,
         max_body_bytes=max_body_bytes,
+        max_pending_bytes=cast(int, max_pending_bytes),
+        body_timeout=body_timeout,
+        max_connections=cast(int, max_connections),
         max_header_bytes=max_header_bytes,
         max_depth=max_depth,
         max_values=cast(int, max_values),

@@ -12,10 +12,11 @@ from nano_inference.errors import NanoInferenceError
 from nano_inference.serving.dialects import paths
 from nano_inference.serving.edge.exchange import generation_route
 from nano_inference.serving.edge.layers import in_layers
-from nano_inference.serving.edge.replies import error_reply_to
+from nano_inference.serving.edge.replies import error_reply_to, no_route
 from nano_inference.serving.edge.routes import server_routes
 from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of
 from nano_inference.serving.protocols.interface import Protocol_
+from nano_inference.serving.protocols.reading import shown
 from nano_inference.serving.server import Server
 
 TRAINERS = paths.CONTROL | paths.GENERATION
@@ -43,7 +44,15 @@ def build_routes(server: Server, protocols: Mapping[str, Protocol_], routes: Seq
         async with server.running():
             yield
 
-    app = FastAPI(title="nano-inference", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    root = server.config.root_path
+    app = FastAPI(
+        title="nano-inference",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        servers=[{"url": root}] if root else None,
+    )
     app.state.rl = server.config.rl
     for path, protocol in protocols.items():
         app.add_api_route(
@@ -62,9 +71,10 @@ async def _answer_to(request: Request, problem: Exception) -> Response:
         case HTTPException(status_code=404) if request.url.path in TRAINERS and not request.app.state.rl:
             error = ApiError(404, "this route is for trainers, and off: the server was started without --rl.")
         case HTTPException(status_code=404):
-            error = ApiError(404, "there is no such route.")
+            error = no_route(request.url.path)
         case HTTPException(status_code=405):
-            error = ApiError(405, "this route does not know this method.", headers=problem.headers or {})
+            text = f"{shown(request.url.path)} does not know the method {shown(request.method)}."
+            error = ApiError(405, text, headers=problem.headers or {})
         case HTTPException():
             error = ApiError(problem.status_code, str(problem.detail), headers=problem.headers or {})
         case RequestValidationError():

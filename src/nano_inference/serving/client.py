@@ -35,6 +35,7 @@ from nano_inference.types import Delta, EngineStats, Limits, SamplingParams
 
 STOPPING = "the server is stopping."
 SILENCE = 20.0  # seconds without a heartbeat; also an engine that has nothing to do tells one every ten
+BUSY_SILENCE = 10.0  # the same where there are requests: then it tells one every second, also in the middle of a step
 
 
 class Receiver(Protocol):
@@ -232,6 +233,16 @@ class EngineClient(ABC):
         if self._heard is not None and now - self._heard >= SILENCE + seconds:
             return True
         return bool(self._streams or self._busy) and now - self._progress >= seconds
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether so many heartbeats are missing that its process must be stopped, or its machine."""
+        if self._heard is None or self.why_dead is not None:
+            return False
+        now = time.monotonic()
+        if self._streams and now - max(self._heard, self._progress) >= BUSY_SILENCE:
+            return True  # a request that came just now may have found it at its slow beat
+        return now - self._heard >= SILENCE
 
     async def abort(self, names: Collection[str] | None, *, timeout: float = 60.0) -> int:
         """End the requests of these names (None: all): their streams get samples that end as `"abort"`, with what they

@@ -1,5 +1,6 @@
 """`ServerConfig`: how the server listens, whom it trusts, and what one client may ask for."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
@@ -22,7 +23,11 @@ class ServerConfig:
     Attributes:
         host: address to listen on; the default is reachable from this machine alone.
         port: TCP port; 0 takes a free one.
-        served_model_name: the `model` that clients name; None: the engine's `model_path`.
+        uds: path of a socket file to listen on instead; a new one is its user's alone, an old one keeps its mode.
+        root_path: what a proxy leaves before the paths, such as `/llm`; requests with and without it are served.
+        served_model_name: the `model` that clients name, or several, of which answers name the first; None: the
+            engine's `model_path`.
+        chat_template: Jinja source, instead of the model's own.
         api_keys: any of them opens every route but `/health`; none: no key is asked for.
         admin_key: opens the routes that change the engine; None: they are off.
         in_process: run the engine in the server's process instead of one of its own.
@@ -43,6 +48,9 @@ class ServerConfig:
         max_messages: messages of one chat.
         max_tools: tools of one chat.
         max_body_bytes: size of a request's body.
+        max_pending_bytes: size of all bodies together that are being read; None: eight of the largest.
+        body_timeout: seconds that a client may be silent in the middle of a body.
+        max_connections: connections at a time.
         max_header_bytes: size of all its headers.
         max_depth: how deep its JSON may nest.
         max_values: values that it may hold: numbers, texts and the like; prompts of token ids need the most.
@@ -73,7 +81,10 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    served_model_name: str | None = None
+    uds: str | None = None
+    root_path: str = ""
+    served_model_name: str | tuple[str, ...] | None = None
+    chat_template: str | None = None
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
     in_process: bool = False
@@ -91,6 +102,9 @@ class ServerConfig:
     max_messages: int = 4096
     max_tools: int = 128
     max_body_bytes: int = 32 * MIB
+    max_pending_bytes: int = cast(int, None)
+    body_timeout: float = 30.0
+    max_connections: int = cast(int, None)
     max_header_bytes: int = 64 * 1024
     max_depth: int = 64
     max_values: int = cast(int, None)
@@ -120,19 +134,41 @@ class ServerConfig:
         for name, (usual, training) in _DEFAULTS.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, training if self.rl else usual)
+        if self.max_pending_bytes is None and is_whole(self.max_body_bytes):
+            object.__setattr__(self, "max_pending_bytes", 8 * self.max_body_bytes)
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port!r} must be in [0, 65535].")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together; give both, or neither.")
+        self._check_names()
         self._check_counts()
         self._check_replicas()
         self._check_keys()
         self._check_rl()
         self._check_weight_group()
-        for name in ("request_timeout", "drain_timeout", "rl_timeout", "stall_timeout"):
+        for name in ("request_timeout", "body_timeout", "rl_timeout", "stall_timeout"):
             seconds: Any = getattr(self, name)
             if not is_number(seconds) or not 0 < seconds < float("inf"):
                 raise ConfigError(f"{name}={seconds!r} must be a positive number of seconds.")
+        if not is_number(self.drain_timeout) or not 0 <= self.drain_timeout < float("inf"):
+            raise ConfigError(f"drain_timeout={self.drain_timeout!r} must be a number of seconds, 0 or more.")
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """What clients may call the model, beside what the engine calls it."""
+        names = self.served_model_name
+        return () if names is None else (names,) if isinstance(names, str) else names
+
+    def _check_names(self) -> None:
+        names: Any = self.served_model_name
+        if not isinstance(names, str | tuple | None) or not all(
+            isinstance(each, str) and each for each in self.served_names
+        ):
+            raise ConfigError(f"served_model_name={self.served_model_name!r} must be a name, or a tuple of names.")
+        if self.root_path and re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII) is None:
+            raise ConfigError(f"root_path={self.root_path!r} must be like '/llm', without a slash at its end.")
+        if self.uds is not None and (self.host, self.port) != (ServerConfig.host, ServerConfig.port):
+            raise ConfigError(f"uds={self.uds!r} is listened on instead of host and port; leave those out.")
 
     def _check_replicas(self) -> None:
         if self.replicas == 1 and self.share_prefixes:
@@ -157,6 +193,11 @@ class ServerConfig:
             value = getattr(self, name)
             if not is_whole(value, least):
                 raise ConfigError(f"{name}={value!r} must be an integer of at least {least}.")
+        if self.max_pending_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"max_pending_bytes={self.max_pending_bytes} is less than max_body_bytes={self.max_body_bytes}: the "
+                "largest body would never be read."
+            )
 
     def _check_keys(self) -> None:
         keys: Any = self.api_keys
@@ -218,6 +259,7 @@ _DEFAULTS: Mapping[str, tuple[float, float]] = {
     "max_samples": (128, 4096),
     "max_logprobs": (20, -1),
     "max_values": (1 << 20, 1 << 24),  # 128 prompts of 8,192 token ids; 4,096 of 4,096
+    "max_connections": (4096, 1 << 17),
     "request_timeout": (600.0, 6 * 3600.0),
 }
 
@@ -230,6 +272,8 @@ _COUNTS = (
     "max_messages",
     "max_tools",
     "max_body_bytes",
+    "max_pending_bytes",
+    "max_connections",
     "max_header_bytes",
     "max_depth",
     "max_values",

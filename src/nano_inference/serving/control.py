@@ -88,6 +88,11 @@ class Control:
         """The engine's version of this name, which may be one that is still to come; None: there can be none."""
         return self._weights.names.number(name)
 
+    @property
+    def newest_version(self) -> int:
+        """The newest version that there is, or that an update is about to make."""
+        return self._weights.names.newest
+
     async def serving_version(self) -> str:
         """The name of the version that serves."""
         return self.version_name(await self._weights.call("get_weight_version"))
@@ -264,9 +269,9 @@ class Control:
         self._paused = None
         await self._client.call("end_pause")
 
-    async def is_paused(self) -> bool:
-        """Whether nothing is computed until `resume` or `wake`."""
-        return bool(await self._client.call("is_paused"))
+    async def is_paused(self, *, timeout: float = 60.0) -> bool:
+        """Whether nothing is computed until `resume` or `wake`. Raises `TimeoutError` after so many seconds."""
+        return bool(await self._client.call("is_paused", timeout=timeout))
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         """End requests, by the ids that their clients gave them (None: all); they are answered with what they have.

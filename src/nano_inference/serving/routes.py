@@ -73,10 +73,10 @@ def detokenize(body: bytes, served: Served) -> dict[str, Any]:
     return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}
 
 
-def model_row(served: Served, created: float) -> dict[str, Any]:
+def model_row(served: Served, name: str, created: float) -> dict[str, Any]:
     """The model as OpenAI's clients know it."""
     return {
-        "id": served.name,
+        "id": name,
         "object": "model",
         "created": int(created),
         "owned_by": "nano-inference",
@@ -86,12 +86,12 @@ def model_row(served: Served, created: float) -> dict[str, Any]:
     }
 
 
-def anthropic_model_row(served: Served, created: float) -> dict[str, Any]:
+def anthropic_model_row(served: Served, name: str, created: float) -> dict[str, Any]:
     """The model as Anthropic's clients know it."""
     return {
         "type": "model",
-        "id": served.name,
-        "display_name": served.name,
+        "id": name,
+        "display_name": name,
         "created_at": datetime.fromtimestamp(int(created), UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "lifecycle": "active",
         "max_input_tokens": served.engine.max_model_len,
@@ -103,22 +103,23 @@ def model_routes(server: Server) -> APIRouter:
     """The routes."""
     router = APIRouter()
 
-    def row(request: Request) -> dict[str, Any]:
+    def row(request: Request, name: str) -> dict[str, Any]:
         make = anthropic_model_row if "anthropic-version" in request.headers else model_row
-        return make(server.require_served(), server.started)
+        return make(server.require_served(), name, server.started)
 
     @router.get("/v1/models", openapi_extra=operation(None, MODELS, summary="The models that are served"))
     async def models(request: Request) -> Response:
-        it = row(request)
+        served = server.require_served()
+        rows = [row(request, name) for name in (served.name, *served.other_names)]
         if "anthropic-version" in request.headers:
-            ends = {"first_id": it["id"], "last_id": it["id"]}
-            return json_reply(200, {"data": [it], "has_more": False, **ends})
-        return json_reply(200, {"object": "list", "data": [it]})
+            ends = {"first_id": rows[0]["id"], "last_id": rows[-1]["id"]}
+            return json_reply(200, {"data": rows, "has_more": False, **ends})
+        return json_reply(200, {"object": "list", "data": rows})
 
     @router.get("/v1/models/{name:path}", openapi_extra=operation(None, MODEL, summary="One of them"))
     async def model(name: str, request: Request) -> Response:
         require_model(name, server.require_served())
-        return json_reply(200, row(request))
+        return json_reply(200, row(request, name))
 
     @router.post("/tokenize", openapi_extra=operation(TokenizeRequest, TOKENS, summary="Token ids of a text or a chat"))
     async def tokens(request: Request) -> Response:

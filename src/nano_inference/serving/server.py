@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control
 from nano_inference.serving.edge.admission import Admission
+from nano_inference.serving.edge.bodies import Bodies
 from nano_inference.serving.edge.lifecycle import Lifecycle
 from nano_inference.serving.edge.logs import log_access, log_ready
 from nano_inference.serving.edge.metrics import Metrics
@@ -65,9 +66,12 @@ class Server:
 
     def __post_init__(self) -> None:
         self.lifecycle = Lifecycle(self.client, self.config.restart_engine)
-        self.admission = Admission(self.config, self.client)
+        config = self.config
+        self.bodies = Bodies(config.max_pending_bytes, "max_pending_bytes", config.body_timeout)
+        self.weight_bodies = Bodies(config.rl_max_body_bytes, "rl_max_body_bytes", config.body_timeout)
         self.metrics = Metrics(self.client)
         self.control = Control(self.client, self.config)
+        self.admission = Admission(config, self.client, lambda: self.control.newest_version)
 
     def require_served(self) -> Served:
         """What is served. Raises `ApiError` 503 before it is known."""
@@ -143,13 +147,16 @@ def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> 
     """What builders need to know, once the engine is ready."""
     info = client.info
     tokenizer = _tokenizer(info.tokenizer_folder)
+    if tokenizer is not None and config.chat_template is not None:
+        tokenizer = replace(tokenizer, chat_template=config.chat_template)
     template = None if tokenizer is None else tokenizer.chat_template
     return Served(
-        name=config.served_model_name or info.model_path,
+        name=(*config.served_names, info.model_path)[0],
         engine=info,
         tokenizer=tokenizer,
         chat_format=chat_format(template, config.tool_format, config.reasoning_format),
         config=config,
+        other_names=config.served_names[1:],
         version_name=control.version_name,
         version_number=control.version_number,
     )

@@ -60,6 +60,8 @@ READING: frozenset[str] = frozenset(
 )
 # It says that the engine lives, and nothing else; for whatever looks after processes.
 OPEN: frozenset[str] = frozenset(("/liveness",))
+# Their bodies hold a model's tensors.
+WITH_WEIGHTS: frozenset[str] = frozenset(("/update_weights_from_tensor",))
 CONTROL = CHANGING | READING | OPEN
 # They generate; for users.
 GENERATION: frozenset[str] = frozenset(("/generate", "/inference/v1/generate"))

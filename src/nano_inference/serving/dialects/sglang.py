@@ -29,6 +29,7 @@ from nano_inference.serving.server import Server
 from nano_inference.types import KvPolicy, Memory, PauseMode, SamplingParams
 
 HEALTH_PATIENCE = 20.0  # seconds that a token may take
+ANSWER_PATIENCE = 4.0  # and an answer of the engine, which it gives also in the middle of a step
 # SGLang's modes -> ours.
 _MODES: Mapping[str, tuple[PauseMode, KvPolicy]] = {
     "abort": ("abort", "recompute"),
@@ -125,8 +126,13 @@ async def _version(control: Control) -> dict[str, str]:
 
 
 async def _health(server: Server) -> dict[str, str]:
-    if await server.control.is_paused():  # also while it sleeps
-        return {"status": "paused"}
+    try:
+        if server.client.is_silent:
+            raise TimeoutError
+        if await server.control.is_paused(timeout=ANSWER_PATIENCE):  # also while it sleeps
+            return {"status": "paused"}
+    except TimeoutError:
+        raise ApiError(503, "the engine does not answer; it may be stopped.", headers=NO_RETRY) from None
     params = SamplingParams(temperature=0.0, max_tokens=1, priority=-(2**31))
     before = server.client.stats
     stream = server.client.submit([0], params, stream=False)

@@ -21,8 +21,10 @@ class Level(Enum):
     ADMIN = "admin"
 
 
+# What watches a server asks these, also before it serves and where there is no room for others.
+HEALTH = frozenset(("/health", "/ping"))
 # Every other path, also one that does not exist, is `KEY`.
-LEVELS: dict[str, Level] = {"/health": Level.OPEN, "/flush_cache": Level.ADMIN}
+LEVELS: dict[str, Level] = dict.fromkeys(HEALTH, Level.OPEN) | {"/flush_cache": Level.ADMIN}
 LEVELS |= dict.fromkeys(("/fleet", "/fleet/add", "/fleet/drain", "/fleet/remove"), Level.ADMIN)
 # With `ServerConfig.rl`.
 RL_LEVELS: dict[str, Level] = dict.fromkeys(paths.CHANGING, Level.ADMIN) | dict.fromkeys(paths.OPEN, Level.OPEN)
@@ -32,8 +34,8 @@ class Keys:
     """The keys of a server. Comparisons take the same time for every wrong key.
 
     Trainers send no key. So with `rl` and without an admin key, routes that change the engine ask for what the others
-    ask for, on an address that only this machine can reach (or with `rl_open`), but never serve a web page: any page
-    that somebody opens here could reach them.
+    ask for, on an address that only this machine can reach (or with `rl_open`), but never serve a web page, since any
+    page that is opened here could reach them, and without `rl_open` nothing that a proxy passes on.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -52,7 +54,7 @@ class Keys:
         """
         level = self._levels.get(path, Level.KEY)
         if level is Level.ADMIN and self._is_trusting:
-            self._refuse_pages(headers)
+            self._refuse_strangers(headers)
             level = Level.KEY
         if level is Level.OPEN or (level is Level.KEY and not self._keys):
             return
@@ -70,11 +72,15 @@ class Keys:
                 raise ApiError(401, _WRONG if given else _MISSING, headers=_ASK)
             raise ApiError(403, "this route needs the admin key.", headers=NO_RETRY)
 
-    def _refuse_pages(self, headers: Headers) -> None:
-        """Browsers say by `Origin` or `Sec-Fetch-Site` that a page asks. Where they do not, because the page's name was
+    def _refuse_strangers(self, headers: Headers) -> None:
+        """Web pages, and what a proxy passes on: that comes from this machine, whoever has sent it.
+
+        Browsers say by `Origin` or `Sec-Fetch-Site` that a page asks. Where they do not, because the page's name was
         made to lead here (DNS rebinding), `Host` has that name. Raises `ApiError` 403.
         """
         for name, value in headers:
+            if name in _PROXIED and self._name is not None:
+                raise ApiError(403, _NO_PROXIES, headers=NO_RETRY)
             is_page = name == b"origin" or (name == b"sec-fetch-site" and value.strip().lower() != b"none")
             if is_page or (name == b"host" and not self._is_called(value.decode("latin-1"))):
                 raise ApiError(403, _NO_PAGES, headers=NO_RETRY)
@@ -85,6 +91,11 @@ class Keys:
         return self._name is None or name == self._name or is_address(name)
 
 
+_PROXIED = frozenset((b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"))
+_NO_PROXIES = (
+    "a proxy passes this request on, so that anybody may have sent it; this route takes it with an admin key "
+    "(--admin-key), or with --rl-open."
+)
 _MISSING = "this server needs an API key, as `Authorization: Bearer KEY` or as `x-api-key: KEY`."
 _NO_PAGES = (
     "web pages may not use this route: it takes no Origin, no Sec-Fetch-Site, and as Host an IP address or localhost. "

@@ -6,7 +6,10 @@ line that does not end may exceed the bound by what one read of the socket bring
 
 The end of a client is told to the request that runs, also where others wait behind it on the same connection. A wish
 for another protocol is ignored as HTTP allows (Java's clients ask for HTTP/2 with every first request, and would lose
-its body), HTTP/1.0 gets no chunks, and trailers are no headers.
+its body), HTTP/1.0 gets no chunks, and trailers are no headers. What two servers in a row could read differently is
+refused: no Host or several, and any transfer coding beside `chunked`.
+
+Of uvicorn only public names are used and overridden; a test looks.
 """
 
 import sys
@@ -16,12 +19,14 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from nano_inference.serving.edge.access import HEALTH
 from nano_inference.serving.edge.record import request_id_of
-from nano_inference.serving.errors import ApiError, error_body
+from nano_inference.serving.errors import ApiError, bad_request, error_body, retry_after
 
 MAX_HEADERS = 128  # lines
 MAX_PIPELINE = 100  # requests that wait on one connection
 HEAD_TIMEOUT = 30.0  # seconds from a connection's start, or a request's first byte, to the end of its headers
+SPARE = 64  # connections beyond `max_connections` that are told so; others are closed without a word
 STALL_TIMEOUT = 60.0  # seconds that a client may leave an answer unread
 
 
@@ -30,9 +35,10 @@ class _Refused(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. `max_header_bytes` is set by `connection_class`."""
+    """One connection. The limits are set by `connection_class`."""
 
     max_header_bytes = 64 * 1024
+    max_connections = 4096
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -45,11 +51,16 @@ class Connection(HttpToolsProtocol):
         self._method = b""
         self._has_head = False  # the headers of this request are complete
         self._wants_upgrade = False  # and ask for another protocol
+        self._is_spare = False  # there were too many connections when it came
 
     def connection_made(self, transport: Any) -> None:
         """A client has come."""
         super().connection_made(transport)
         self._set_deadline()
+        excess = len(self.connections) - self.max_connections
+        self._is_spare = excess > 0
+        if excess > SPARE:
+            self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It has gone."""
@@ -68,7 +79,9 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Bytes have come."""
         self._silent += len(data)
-        self._unset_keepalive_if_required()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
         self._parse(data)
         if self._silent > self.max_header_bytes and not self.transport.is_closing():
             self._refusal = self._too_large()
@@ -104,11 +117,29 @@ class Connection(HttpToolsProtocol):
         if self._wants_upgrade:
             return  # it is parsed once more, without this wish
         self._clear_deadline()
+        self._refusal = self._fault()
+        if self._refusal is not None:
+            raise _Refused
         super().on_headers_complete()
         if len(self.pipeline) > MAX_PIPELINE:
             self.abort()
         elif self.pipeline:
             self.flow.resume_reading()  # else the end of the client would not be seen
+        else:
+            self._running = self.cycle
+
+    def _fault(self) -> ApiError | None:
+        """Why a request whose headers are there is not served."""
+        if self._is_spare and self.url.decode("latin-1") not in HEALTH:
+            text = f"the server has {self.max_connections} connections already (max_connections)."
+            return ApiError(503, text, code="overloaded", headers=retry_after(1.0))
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
+            return bad_request(f"a request has one Host header, and this one has {len(hosts)}.")
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
+            return bad_request("the only transfer coding that is read is chunked, alone.")
+        return None
 
     def on_chunk_header(self) -> None:
         """A chunk of the body begins."""
@@ -139,8 +170,9 @@ class Connection(HttpToolsProtocol):
         path = bytes(getattr(self, "url", b"")[:64]).decode("latin-1").partition("?")[0]
         body = msgspec.json.encode(error_body(path, problem, request_id))
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n" % len(body)
-        ids = b"x-request-id: %b\r\nrequest-id: %b\r\n\r\n" % (request_id.encode(), request_id.encode())
-        self.transport.write(STATUS_LINE[problem.status] + head + ids + body)
+        ids = b"x-request-id: %b\r\nrequest-id: %b\r\n" % (request_id.encode(), request_id.encode())
+        more = "".join(f"{name}: {value}\r\n" for name, value in problem.headers.items()).encode("ascii")
+        self.transport.write(STATUS_LINE[problem.status] + head + ids + more + b"\r\n" + body)
         self.transport.close()
 
     def _parse(self, data: bytes) -> None:
@@ -181,9 +213,12 @@ class Connection(HttpToolsProtocol):
 
     # -- answers --------------------------------------------------------------------------------------------------
 
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        self._running = cycle
-        super()._start_asgi_task(cycle, app)
+    def on_response_complete(self) -> None:
+        """An answer has been sent; the next request that waits is answered now."""
+        waiting = self.pipeline[-1][0] if self.pipeline and not self.transport.is_closing() else None
+        super().on_response_complete()
+        if waiting is not None:
+            self._running = waiting
 
     def _leave(self, cycle: Any) -> None:
         """Tell a request that its client has gone."""
@@ -216,6 +251,7 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
 
-def connection_class(max_header_bytes: int) -> type[Connection]:
-    """`Connection` with this bound: uvicorn wants a class."""
-    return type("Connection", (Connection,), {"max_header_bytes": max_header_bytes})
+def connection_class(max_header_bytes: int, max_connections: int) -> type[Connection]:
+    """`Connection` with these bounds: uvicorn wants a class."""
+    limits = {"max_header_bytes": max_header_bytes, "max_connections": max_connections}
+    return type("Connection", (Connection,), limits)

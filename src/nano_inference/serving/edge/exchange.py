@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
+from nano_inference.serving.dialects import paths
 from nano_inference.serving.edge.event_stream import EventStream
 from nano_inference.serving.edge.logs import log_texts
 from nano_inference.serving.edge.record import RequestRecord, record_of
@@ -43,7 +44,7 @@ def generation_route(server: Server, protocol: Protocol_) -> Callable[[Request],
             builder.asks = affordable(builder.asks, server.require_served(), builder.names)
             num_samples = sum(ask.num_samples for ask in builder.asks)
             server.lifecycle.require_open()  # it may have changed while the body came
-            server.admission.require_room(num_samples)
+            server.admission.require_room(num_samples, wanted_version(builder))
             exchange = Exchange(server, builder, record, request.scope)
         except Exception as problem:
             return refusal(problem, record)
@@ -52,6 +53,11 @@ def generation_route(server: Server, protocol: Protocol_) -> Callable[[Request],
         return await exchange.whole(request.receive)
 
     return generate
+
+
+def wanted_version(builder: Builder) -> int:
+    """The newest version of the weights that any of a request waits for; 0: it waits for none."""
+    return max((max(ask.min_version or 0, ask.exact_version or 0) for ask in builder.asks), default=0)
 
 
 @dataclass(eq=False)
@@ -68,22 +74,26 @@ class _Upload:
 
 
 async def read_request(request: Request, server: Server, make: Callable[[bytes, Served], Made]) -> Made:
-    """What is made of a body. Raises what `make` does, `ApiError` 408 if the body takes too long to arrive, and what
-    the server ends it by.
+    """What is made of a body. Raises what `make` and `Bodies.read` do, `ApiError` 408 if the body takes too long to
+    arrive, and what the server ends it by.
     """
-    timeout = server.config.request_timeout
+    config = server.config
+    timeout = config.request_timeout
+    bodies = server.weight_bodies if config.rl and request.url.path in paths.WITH_WEIGHTS else server.bodies
     late = ApiError(408, f"the body did not arrive within {timeout:g} seconds.", headers=NO_RETRY)
     upload = _Upload(asyncio.timeout(timeout), late)
     server.exchanges.add(upload)
     try:
-        async with upload.limit:
-            body = await request.body()
+        async with bodies.read(request, upload.limit) as body:
+            server.exchanges.discard(upload)
+            served = server.require_served()
+            return await asyncio.to_thread(make, body, served) if len(body) > LARGE else make(body, served)
     except TimeoutError:
+        if not upload.limit.expired():
+            raise
         raise upload.problem from None
     finally:
         server.exchanges.discard(upload)
-    served = server.require_served()
-    return await asyncio.to_thread(make, body, served) if len(body) > LARGE else make(body, served)
 
 
 def refusal(problem: Exception, record: RequestRecord) -> Response:
@@ -118,6 +128,8 @@ class Exchange:
         connection: Any = scope["state"].get("connection")
         for stream in self._generation.streams:
             stream.on_overflow = None if connection is None else connection.abort
+        self._wanted = wanted_version(builder), len(self._generation.choices)
+        server.admission.hold(*self._wanted)
         server.exchanges.add(self)
 
     def end(self, problem: ApiError) -> None:
@@ -158,6 +170,7 @@ class Exchange:
             watcher.cancel()
             self._generation.close()
             self._server.exchanges.discard(self)
+            self._server.admission.let_go(*self._wanted)
             self._report()
 
     async def _until_disconnected(self, receive: Receive) -> None:

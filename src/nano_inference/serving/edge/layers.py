@@ -9,16 +9,16 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.edge.access import Headers, Keys
+from nano_inference.serving.dialects import paths
+from nano_inference.serving.edge.access import HEALTH, Headers, Keys
 from nano_inference.serving.edge.record import RequestRecord, record_of, request_id_of, session_of
-from nano_inference.serving.edge.replies import error_reply
+from nano_inference.serving.edge.replies import error_reply, no_route
 from nano_inference.serving.errors import ApiError, api_error_of
 
 log = logging.getLogger("nano_inference.serving")
 
 _EXPOSED = ("x-request-id", "request-id", "retry-after", "retry-after-ms")
 _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
-_WITH_WEIGHTS = "/update_weights_from_tensor"  # its body holds a model's tensors
 
 
 class Outermost:
@@ -27,10 +27,12 @@ class Outermost:
     Args:
         app: what is inside.
         done: told of each request after its answer has ended.
+        root: what a proxy leaves before the paths.
     """
 
-    def __init__(self, app: ASGIApp, done: Callable[[RequestRecord], None]) -> None:
+    def __init__(self, app: ASGIApp, done: Callable[[RequestRecord], None], root: str = "") -> None:
         self._app = app
+        self._root = root
         self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,6 +41,7 @@ class Outermost:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
+        _strip(scope, self._root)
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), None)
         has_version = any(name == b"anthropic-version" for name, _ in scope["headers"])
         session = next((value for name, value in scope["headers"] if name == b"x-session-id"), None)
@@ -66,6 +69,14 @@ class Outermost:
         finally:
             record.seconds = time.perf_counter() - record.started
             self._done(record)
+
+
+def _strip(scope: Scope, root: str) -> None:
+    """Take a proxy's prefix off the path, before anything goes by it: keys and limits see what the router sees."""
+    path: str = scope["path"]
+    if root and (path == root or path.startswith(root + "/")):
+        scope["path"] = path[len(root) :] or "/"
+        scope["raw_path"] = scope["path"].encode()
 
 
 class Gate:
@@ -101,12 +112,12 @@ class Gate:
     def _check(self, scope: Scope) -> None:
         path, headers = scope["path"], scope["headers"]
         if not path.isprintable():  # the router's patterns let a line feed at the end pass
-            raise ApiError(404, "there is no such route.")
+            raise no_route(path)
         self._keys.require(path, headers)
-        if path != "/health":
+        if path not in HEALTH:
             self._ready()
         if scope["method"] in _WITH_BODY:
-            _require_json(headers, or_bytes=self._config.rl and path == _WITH_WEIGHTS)
+            _require_json(headers, or_bytes=self._config.rl and path in paths.WITH_WEIGHTS)
             length = next((value for name, value in headers if name == b"content-length"), b"0")
             if not length.isdigit() or int(length[:20]) > self._limit(path)[0]:
                 raise self._too_large(path)
@@ -127,7 +138,7 @@ class Gate:
 
     def _limit(self, path: str) -> tuple[int, str]:
         """Bytes that a body may have, and the option that says so."""
-        if self._config.rl and path == _WITH_WEIGHTS:
+        if self._config.rl and path in paths.WITH_WEIGHTS:
             return self._config.rl_max_body_bytes, "rl_max_body_bytes"
         return self._config.max_body_bytes, "max_body_bytes"
 
@@ -178,4 +189,4 @@ def in_layers(
             allow_headers=("*",),
             expose_headers=_EXPOSED,
         )
-    return Outermost(app, done)
+    return Outermost(app, done, config.root_path)

@@ -39,7 +39,7 @@ class Lifecycle:
             return "starting"
         if self.client.why_dead is not None:
             return "dead"
-        return "stalled" if self.client.stalled(STALLED) else "ok"
+        return "stalled" if self.client.is_silent or self.client.stalled(STALLED) else "ok"
 
     @property
     def is_lost(self) -> bool:

@@ -15,7 +15,7 @@ access = logging.getLogger("nano_inference.access")
 log = logging.getLogger("nano_inference.serving")
 prompts = logging.getLogger("nano_inference.prompts")
 
-_WATCHED = ("/health", "/metrics")
+_WATCHED = ("/health", "/ping", "/load", "/metrics")
 _LONGEST = 256  # characters of what a client sent
 
 

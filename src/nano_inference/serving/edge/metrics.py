@@ -48,7 +48,7 @@ _COUNTERS = {
 }
 # status -> reason of `admission_rejections`; where a 503 says why, that
 _REASONS = {401: "key", 403: "key", 408: "timeout", 413: "body_too_large", 429: "queue_full", 503: "not_serving"}
-_NOT_SERVING = frozenset(("starting", "draining", "engine_dead", "engine_restarting"))
+_NOT_SERVING = frozenset(("starting", "overloaded", "draining", "engine_dead", "engine_restarting"))
 
 
 class Metrics:

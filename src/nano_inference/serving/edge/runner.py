@@ -4,8 +4,12 @@ import asyncio
 import logging
 import math
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -14,6 +18,7 @@ from starlette.types import ASGIApp
 
 from nano_inference.errors import ConfigError
 from nano_inference.serving.edge.connection import connection_class
+from nano_inference.serving.edge.listening import raise_file_limit, socket_for_its_user
 from nano_inference.serving.edge.logs import log_start
 from nano_inference.serving.server import Server
 
@@ -21,6 +26,7 @@ log = logging.getLogger("nano_inference.serving")
 
 KEEP_ALIVE = 75  # seconds that a connection may wait for its next request: longer than clients and proxies keep theirs
 _GRACE = 3.0  # seconds for goodbyes after `drain_timeout`
+_GLANCE = 0.02  # seconds between two looks at what still runs
 _RUSH = 2.0  # seconds that the engine gets to end after a second signal
 
 
@@ -36,14 +42,14 @@ class Runner(uvicorn.Server):
             app,
             host=config.host,
             port=config.port,
-            http=connection_class(config.max_header_bytes),
+            uds=config.uds,
+            http=connection_class(config.max_header_bytes, config.max_connections),
             ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=math.ceil(config.drain_timeout + _GRACE),
             ssl_certfile=config.tls_cert,
             ssl_keyfile=config.tls_key,
         )
@@ -61,23 +67,39 @@ class Runner(uvicorn.Server):
 
     async def startup(self, sockets: Any = None) -> None:
         """Listen. The engine is still being built then."""
+        config = self._server.config
+        raise_file_limit(config.max_connections)
         try:
-            await super().startup(sockets)
-        except SystemExit:  # it has logged why
-            config = self._server.config
-            self._server.lost = ConfigError(f"host={config.host!r}, port={config.port}: cannot listen there.")
+            with socket_for_its_user(config.uds):
+                await super().startup(sockets)
+        except (SystemExit, OSError) as problem:  # uvicorn has logged the first
+            where = f"host={config.host!r}, port={config.port}" if config.uds is None else f"uds={config.uds!r}"
+            why = f": {problem}" if isinstance(problem, OSError) else ""
+            self._server.lost = ConfigError(f"{where}: cannot listen there{why}.")
             self.should_exit = True
         if self.started:
-            config = self._server.config
-            port = self.servers[0].sockets[0].getsockname()[1]
-            host = f"[{config.host}]" if ":" in config.host else config.host
-            self.url = f"{'https' if config.tls_cert else 'http'}://{host}:{port}"
+            self.url = self._url()
             log_start(config, self.url)
 
+    def _url(self) -> str:
+        config = self._server.config
+        if config.uds is not None:
+            return f"unix:{config.uds}"
+        port = self.servers[0].sockets[0].getsockname()[1]
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        return f"{'https' if config.tls_cert else 'http'}://{host}:{port}"
+
     async def shutdown(self, sockets: Any = None) -> None:
-        """No new connections; what runs gets its time; then the engine ends."""
+        """What runs gets its time, and what comes meanwhile a 503; then nobody listens, and the engine ends."""
         self._server.drain()
+        deadline = time.monotonic() + self._server.config.drain_timeout
+        while self._server.exchanges and not self.force_exit and time.monotonic() < deadline:
+            await asyncio.sleep(_GLANCE)
+        left = max(0.0, deadline - time.monotonic())  # for requests that are no exchanges: a trainer's calls
+        self.config.timeout_graceful_shutdown = math.ceil(left + _GRACE)
         await super().shutdown(sockets)
+        if (uds := self._server.config.uds) is not None:
+            Path(uds).unlink(missing_ok=True)
         if self.force_exit:
             with suppress(Exception):
                 await asyncio.wait_for(self._server.client.close(), _RUSH)
@@ -87,9 +109,15 @@ class Runner(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Uvicorn raises a signal again after it has obeyed it; a server that has drained has ended well."""
-        with super().capture_signals():
+        if threading.current_thread() is not threading.main_thread():
             yield
-            self._captured_signals.clear()
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """SIGTERM or SIGINT."""

@@ -132,6 +132,12 @@ class FleetClient(EngineClient):
         living = self.roster.living()
         return bool(living) and all(client.stalled(seconds) for client in living.values())
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether no replica is heard of."""
+        living = self.roster.living()
+        return bool(living) and all(client.is_silent for client in living.values())
+
     def end_calls(self, problem: Exception) -> None:
         """As of one engine; also those end that wait for a replica to be built."""
         super().end_calls(problem)

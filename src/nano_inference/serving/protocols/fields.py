@@ -100,7 +100,7 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
 
 def require_model(name: str | None, served: Served) -> None:
     """Raise `ApiError`, 404, if a client asks for another model than the one that is served. None: any will do."""
-    if name is not None and name not in (served.name, served.engine.model_path):
+    if name is not None and name not in (served.name, *served.other_names, served.engine.model_path):
         raise ApiError(
             404,
             f"the model {shown(name)} does not exist; this server has {shown(served.name)}.",
@@ -216,7 +216,8 @@ def num_logprobs(asked: int | None, served: Served, name: str) -> int | None:
 def version_number(name: object, served: Served, field: str) -> int | None:
     """The engine's number of a weight version that a client names, by a string or a number; None: it names none.
 
-    Raises `ApiError`: 400 for something else, 409 for a name that no version has or can get.
+    Raises `ApiError`: 400 for something else, and for one that cannot come, 409 for a name that no version has or can
+    get.
     """
     if name is None:
         return None
@@ -227,6 +228,11 @@ def version_number(name: object, served: Served, field: str) -> int | None:
     number = served.version_number(name)
     if number is None:
         raise ApiError(409, f"there is no weight version {shown(name)}.", field, "weight_version_gone")
+    newest = served.engine.weight_version
+    if number > newest and not served.config.rl:
+        raise bad_request(
+            f"{field}: version {shown(name)} cannot come: {newest} serves, and weights change only with --rl.", field
+        )
     return number
 
 

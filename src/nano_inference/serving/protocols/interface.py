@@ -69,6 +69,7 @@ class Served:
         tokenizer: None where the model has none; only token ids can be served then.
         chat_format: how it writes reasoning and tool calls.
         config: the server's limits.
+        other_names: that clients may name as well; answers name the first.
         version_name: what trainers call a version of the weights.
         version_number: the version of this name, which may still be to come; None: there can be none.
     """
@@ -78,6 +79,7 @@ class Served:
     tokenizer: Tokenizer | None
     chat_format: ChatFormat
     config: ServerConfig
+    other_names: tuple[str, ...] = ()
     version_name: Callable[[int], str] = str
     version_number: Callable[[str], int | None] = lambda name: int(name) if name.isdecimal() else None
 
