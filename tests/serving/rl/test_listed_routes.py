@@ -11,6 +11,7 @@ import pytest
 
 VLLM = """
 POST /pause 200  POST /resume 200  GET /is_paused 200  POST /abort_requests 200  GET /weight_info 200
+POST /inference/v1/abort_requests 400
 POST /weight_checker 400  POST /init_weight_transfer_engine 400  POST /start_weight_update 409
 POST /update_weights 409  POST /finish_weight_update 409  POST /update_weight_version 400
 POST /reset_prefix_cache 200  POST /sleep 200  GET /is_sleeping 200  POST /wake_up 200  GET /get_world_size 200

@@ -100,13 +100,14 @@ def test_the_prefix_cache_is_forgotten_when_it_is_told_so(url: str) -> None:
     assert cached(url) > 40
 
 
-@pytest.mark.parametrize("named", ["by the body", "by the header", "by the reply's id"])
+@pytest.mark.parametrize("named", ["by the body", "by the header", "by the reply's id", "under /inference"])
 def test_requests_are_aborted_by_their_ids(url: str, named: str) -> None:
+    path = "/inference/v1/abort_requests" if named == "under /inference" else "/abort_requests"
     given = body([7, 8, 9], LONG) | ({"request_id": "mine"} if named == "by the body" else {})
     with running(url, given, **{"x-request-id": "other" if named == "by the body" else "mine"}) as it:
-        assert ask(url, "/abort_requests", {"request_ids": ["nobody's"]}) == {"status": "aborted", "aborted": 0}
+        assert ask(url, path, {"request_ids": ["nobody's"]}) == {"status": "aborted", "aborted": 0}
         name = "generate-tokens-mine" if named == "by the reply's id" else "mine"
-        assert ask(url, "/abort_requests", {"request_ids": [name]}) == {"status": "aborted", "aborted": 1}
+        assert ask(url, path, {"request_ids": [name]}) == {"status": "aborted", "aborted": 1}
         assert it.end()["finish_reason"] == "abort"
         assert 2 <= len(it.token_ids) < LONG
 
@@ -183,6 +184,7 @@ def test_what_trainers_ask_for_first(url: str) -> None:
         ("/sleep", {"mode": "deep"}, 400, "mode"),
         ("/wake_up?tags=weights&tags=all", None, 400, "tags"),
         ("/abort_requests", {"request_ids": [1]}, 400, "request_ids"),
+        ("/inference/v1/abort_requests", {}, 400, "request_ids"),
         ("/weight_checker", {"action": "compare"}, 400, "baseline"),
         ("/weight_checker", {"action": "none"}, 400, "action"),
         ("/update_weight_version", {"new_version": ""}, 400, "new_version"),

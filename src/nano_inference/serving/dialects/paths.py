@@ -10,6 +10,7 @@ CHANGING: frozenset[str] = frozenset(
         # vLLM
         "/abort_requests",
         "/finish_weight_update",
+        "/inference/v1/abort_requests",
         "/init_weight_transfer_engine",
         "/pause",
         "/reset_prefix_cache",

@@ -13,6 +13,7 @@ What is particular to this server:
 - `chat_template_kwargs` is an extension: more names for the template.
 - `tool_choice` `any` and `tool` are refused: nothing can force a call yet. `disable_parallel_tool_use` leaves out all
   calls but the first. The result of a call with `is_error` is shown to the model after the word `Error:`.
+- `document` blocks of text are what the user says, after their title and context; PDFs and citations are refused.
 - `stop_reason` is `pause_turn` where the answer was cut off by whoever runs the engine (new weights, say).
 - Accepted without effect: `metadata`, `cache_control` (prefixes are cached anyway), `service_tier`, `output_config`'s
   `effort`, `context_management`, beta headers and the like.
