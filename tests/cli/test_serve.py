@@ -48,6 +48,7 @@ CHOICES |= {"attention": "reference", "batch_invariant": True, "lookahead": 1, "
 CHOICES |= {"tensor_parallel": 4, "pipeline_parallel": 2, "context_parallel": 2, "expert_parallel": 4}
 CHOICES |= {"block_size": 1024}
 CHOICES |= {"admin_key": "third"}  # a user's key is refused
+CHOICES |= {"served_model_name": ("other", "more"), "root_path": "/other", "max_pending_bytes": 1 << 30}
 CHOICES |= {"log_level": "error", "log_format": "json", "tool_format": "llama", "reasoning_format": "none"}
 CHOICES |= {"weight_update_group_init_method": "tcp://10.0.0.1:9000", "actor_llm_idx": 0}
 OPTION = {"tokenizer_path": "tokenizer", "ref_model_path": "ref-model", "num_threads": "threads"}
@@ -71,6 +72,8 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
     }
     # The two exclude each other; and there is an admin key.
     del wanted["enable_chunked_prefill" if kind is EngineConfig else "rl_open"]
+    if kind is ServerConfig:
+        del wanted["uds"], wanted["chat_template"]  # one is instead of host and port, the other is read from a file
     arguments = [part for name, value in wanted.items() for part in flags(name, value)]
     result = run("serve", "smollm2-135m", *arguments)
     assert result.exit_code == 0, result.output
@@ -81,6 +84,14 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
     assert not started[0][0].enable_chunked_prefill
     assert run("serve", "smollm2-135m", "--rl", "--rl-open", "--host", "0.0.0.0").exit_code == 0
     assert started[1][1].rl_open
+
+
+def test_a_socket_file_and_a_chat_template(started: Configs, tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    assert run("serve", "smollm2-135m", "--chat-template", str(file)).exit_code != 0
+    file.write_text("{{ messages }}")
+    assert run("serve", "smollm2-135m", "--uds", "nano.sock", "--chat-template", str(file)).exit_code == 0
+    assert (started[0][1].uds, started[0][1].chat_template) == ("nano.sock", "{{ messages }}")
 
 
 def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:

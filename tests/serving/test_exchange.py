@@ -281,7 +281,7 @@ def test_a_client_that_stops_reading_is_hung_up_on(monkeypatch: pytest.MonkeyPat
 
     async def play() -> int:
         transport = MagicMock(**{"get_extra_info.return_value": None, "is_closing.return_value": False})
-        it = connection.Connection(uvicorn.Config(app, log_config=None), ServerState(), {})
+        it = connection.Connection(uvicorn.Config(app, log_config=None, ws="none"), ServerState(), {})
         it.connection_made(transport)
         it.pause_writing()
         await asyncio.sleep(0.02)

@@ -54,7 +54,10 @@ class Outermost:
         async def send_with_ids(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", ids), (b"request-id", ids)]
+                headers = [*message.get("headers", ()), (b"x-request-id", ids), (b"request-id", ids)]
+                if scope["http_version"] == "1.0" and all(name != b"connection" for name, _ in headers):
+                    headers.append((b"connection", b"close"))  # uvicorn hangs up, but not each of them says so
+                message["headers"] = headers
             await send(message)
 
         try:
