@@ -52,30 +52,19 @@ def convert_gguf(
     the tokenizer's files. Any number of processes may convert the same file at once.
 
     Args:
-<<<<<<< HEAD
         path: the `.gguf` file, or any part of one that was split (`-00001-of-00003.gguf`); the others lie beside it.
-        cache_root: where converted folders live; None: `~/.cache/nano-inference/gguf`.
-=======
-        path: the `.gguf` file.
         cache_root: where converted folders live; None: `cache_folder("gguf")`.
->>>>>>> e3af9b7 (A damaged kernel library is noticed by its checksum and built anew by one process; caches follow XDG_CACHE_HOME; too many threads are refused)
         tokenizer_writer: writes the tokenizer files, given the GGUF file and the folder; None: `write_tokenizer`.
 
     Raises:
         ModelLoadError: the file or a part of it is missing, truncated or not GGUF; its architecture, a metadata key or
             a tensor is not known; the cache cannot be written; the packages that convert are not installed.
     """
-<<<<<<< HEAD
     parts = _parts(path)
     for part in parts:
         _check_header(part)
-    root = Path.home() / ".cache" / "nano-inference" / "gguf" if cache_root is None else cache_root
-    folder = root / f"{_sha256(parts)[:16]}-v{CONVERTER_VERSION}"
-=======
-    _check_header(path)
     root = cache_folder("gguf") if cache_root is None else cache_root
-    folder = root / f"{_sha256(path)[:16]}-v{CONVERTER_VERSION}"
->>>>>>> e3af9b7 (A damaged kernel library is noticed by its checksum and built anew by one process; caches follow XDG_CACHE_HOME; too many threads are refused)
+    folder = root / f"{_sha256(parts)[:16]}-v{CONVERTER_VERSION}"
     if (folder / "model.safetensors").is_file():
         return folder
     try:
