@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from nano_inference.cache_folder import cache_folder
 from nano_inference.models.loading import resolve_model
 from nano_inference.models.spec import spec_from_config
 from nano_inference.models.weights import param_table, slots
 
-CACHE = Path.home() / ".cache" / "nano-inference" / "benchmarks"
+CACHE = cache_folder("benchmarks")
 RANDOM_QWEN = "qwen3-0.6b-random"
 STD = 0.02
 QWEN_CONFIG = {

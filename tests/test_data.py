@@ -45,7 +45,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         min_p=min_p,
         presence_penalty=draw(st.floats(-2, 2)),
         frequency_penalty=draw(st.floats(-2, 2)),
-        repetition_penalty=draw(st.floats(0, 1e9, exclude_min=True)),
+        repetition_penalty=draw(st.floats(0.01, 100)),
         logit_bias=draw(st.dictionaries(ids, st.floats(-100, 100), max_size=3)),
         allowed_token_ids=draw(st.none() | more.map(lambda some: some | stop)),
         min_tokens=draw(st.integers(0, max_tokens)),

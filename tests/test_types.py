@@ -27,7 +27,10 @@ NAN, INF = math.nan, math.inf
         *(("min_tokens", value, "at least 0") for value in (-1, 0.5, "5", None, True)),
         *(("presence_penalty", value, r"\[-2, 2\]") for value in (-2.1, 2.1, NAN, "1", None, True)),
         *(("frequency_penalty", value, r"\[-2, 2\]") for value in (-2.1, 2.1, NAN, "1", None, True)),
-        *(("repetition_penalty", value, "above 0") for value in (0.0, -1.0, NAN, INF, "1", None, True)),
+        *(
+            ("repetition_penalty", value, r"\[0.01, 100\]")
+            for value in (0.0, -1.0, 1e-40, 100.1, NAN, INF, "1", None, True)
+        ),
         *(("top_logprobs", value, "at least 0") for value in (-1, 0.5, "5", None, True)),
         *(("prompt_top_logprobs", value, "at least 0") for value in (-1, 0.5, "5", None, True)),
         *(("priority", value, r"\[-2147483648, 2147483648\)") for value in (-(2**31) - 1, 2**31, 0.5, None, True)),
@@ -37,6 +40,17 @@ NAN, INF = math.nan, math.inf
 def test_a_number_out_of_range_says_which_range(name: str, value: Any, would_do: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{name}={value!r} must be .*{would_do}"):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "max_tokens", "top_k", "top_logprobs", "seed"])
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_an_integer_that_no_machine_number_holds_is_refused(name: str, digits: int) -> None:
+    """Also one whose digits Python refuses to write."""
+    value, told = 10**digits, rf"about 10\*\*{digits}"
+    with pytest.raises(InvalidRequest, match=f"^{name}={told} must be"):
+        SamplingParams(**{name: value})
+    with pytest.raises(InvalidRequest, match=rf"^logit_bias\[3\]={told} must be"):
+        SamplingParams(logit_bias={3: value})
 
 
 @pytest.mark.parametrize("name", ["ignore_eos", "prompt_logprobs", "raw_logprobs", "sampling_mask"])

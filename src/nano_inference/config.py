@@ -82,8 +82,8 @@ class EngineConfig:
             which is slower. None: where it is free (the CPU kernels, the reference backend on a CPU).
         cuda_graphs: replay captured graphs in steps that only decode (the CUDA backend; others have none, nor has
             `attention="flashinfer"`). False: launch every kernel from Python, to measure or to debug.
-        num_threads: threads of the CPU kernels and of torch's CPU operations; None: the physical cores. For torch's
-            it holds for the whole process.
+        num_threads: threads of the CPU kernels and of torch's CPU operations, at most 64 or the machine's cores; None:
+            the physical cores. For torch's it holds for the whole process.
         max_request_entries: numbers that one request may make the engine hold and its answer carry, all its samples
             together: a logprob, an id of a sampling mask, a bias … (docs/sampling.md). More is refused; a sample whose
             mask grows beyond its part of this ends.

@@ -4,10 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
+from nano_inference.checked import PENALTIES, biases, real, stop_strings, token_id_set, whole
 from nano_inference.errors import InvalidRequest
-from nano_inference.options import is_number, is_whole, strict_options
+from nano_inference.options import strict_options
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -56,7 +57,7 @@ class SamplingParams:
         presence_penalty: taken off the logit of every token that the completion holds; in [-2, 2].
         frequency_penalty: the same, times how often the completion holds it; in [-2, 2].
         repetition_penalty: positive logits of tokens that prompt or completion hold are divided by it, negative ones
-            multiplied (arXiv:1909.05858); 1 changes nothing.
+            multiplied (arXiv:1909.05858); in [0.01, 100], and 1 changes nothing.
         logit_bias: token id -> what is added to its logit, in [-100, 100].
         allowed_token_ids: the only ids that may be drawn; None: all. Give the end-of-sequence id too if the sample may
             end by it.
@@ -99,20 +100,20 @@ class SamplingParams:
     prompt_top_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        _real("temperature", self.temperature, 0.0, math.inf)
-        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _real("min_p", self.min_p, 0.0, 1.0)
-        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _whole("max_tokens", self.max_tokens, 1)
-        _whole("top_logprobs", self.top_logprobs, 0)
-        _whole("prompt_top_logprobs", self.prompt_top_logprobs, 0)
-        _whole("top_k", self.top_k, 0)
-        _whole("min_tokens", self.min_tokens, 0)
-        _whole("priority", self.priority, -(2**31), 2**31)
+        real("temperature", self.temperature, 0.0, math.inf)
+        real("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        real("min_p", self.min_p, 0.0, 1.0)
+        real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        real("repetition_penalty", self.repetition_penalty, *PENALTIES)
+        whole("max_tokens", self.max_tokens, 1)
+        whole("top_logprobs", self.top_logprobs, 0)
+        whole("prompt_top_logprobs", self.prompt_top_logprobs, 0)
+        whole("top_k", self.top_k, 0)
+        whole("min_tokens", self.min_tokens, 0)
+        whole("priority", self.priority, -(2**31), 2**31)
         if self.seed is not None:
-            _whole("seed", self.seed, 0, 2**64)
+            whole("seed", self.seed, 0, 2**64)
         for name in ("ignore_eos", "prompt_logprobs", "raw_logprobs", "sampling_mask"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be True or False, not {getattr(self, name)!r}.")
@@ -120,11 +121,11 @@ class SamplingParams:
             raise InvalidRequest(f"cache_salt must be a string or None, not {self.cache_salt!r}.")
         if self.prompt_top_logprobs and not self.prompt_logprobs:
             raise InvalidRequest(f"prompt_top_logprobs={self.prompt_top_logprobs} needs prompt_logprobs=True.")
-        object.__setattr__(self, "stop_token_ids", _token_id_set("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        object.__setattr__(self, "stop_token_ids", token_id_set("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "stop", stop_strings(self.stop))
+        object.__setattr__(self, "logit_bias", biases(self.logit_bias))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _token_id_set("allowed_token_ids", self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", token_id_set("allowed_token_ids", self.allowed_token_ids))
             self._check_allowed(self.allowed_token_ids)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(
@@ -363,47 +364,3 @@ class EngineStats:
     step_microseconds: Mapping[str, float]
     ranks_busy: tuple[float, ...]
     ranks_waiting: tuple[float, ...]
-
-
-def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    if not is_number(value) or not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
-        bounds = f"{'above' if open_low else 'at least'} {low:g}"
-        if math.isfinite(high):
-            bounds = f"in {'(' if open_low else '['}{low:g}, {high:g}]"
-        raise InvalidRequest(f"{name}={value!r} must be a finite number {bounds}.")
-
-
-def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if not is_whole(value, low) or (high is not None and value >= high):
-        bounds = f"in [{low}, {high})" if high is not None else f"at least {low}"
-        raise InvalidRequest(f"{name}={value!r} must be an integer {bounds}.")
-
-
-def _token_id_set(name: str, ids: Any) -> frozenset[int]:
-    try:
-        kept = frozenset(ids)
-    except TypeError:
-        raise InvalidRequest(f"{name} must be a set of token ids, not {ids!r}.") from None
-    for token_id in kept:
-        _whole(f"{name} entry", token_id, 0)
-    return kept
-
-
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    if not isinstance(stop, str | list | tuple):
-        raise InvalidRequest(f"stop must be a list of strings, not {stop!r}.")
-    strings: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
-    for string in strings:
-        if not isinstance(string, str) or not string:
-            raise InvalidRequest(f"stop holds {string!r}; a stop string must be a non-empty string.")
-    return strings
-
-
-def _bias(bias: Any) -> dict[int, float]:
-    if not isinstance(bias, Mapping):
-        raise InvalidRequest(f"logit_bias must map token ids to numbers, not {bias!r}.")
-    entries: dict[Any, Any] = dict(bias)  # pyright: ignore[reportUnknownArgumentType]
-    for token_id, value in entries.items():
-        _whole("logit_bias key", token_id, 0)
-        _real(f"logit_bias[{token_id}]", value, -100.0, 100.0)
-    return {token_id: float(value) for token_id, value in entries.items()}

@@ -1,9 +1,12 @@
 """Building the kernels: once, safely, by many at a time, and what happens where they cannot be built."""
 
+import ctypes
 import logging
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,9 @@ import pytest
 import torch
 
 from nano_inference import ConfigError, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.cache_folder import cache_folder
 from nano_inference.engine import backends
-from nano_inference.ops.cpu import build, library
+from nano_inference.ops.cpu import build, library, stored
 from nano_inference.ops.cpu.backend import cpu_ops
 from tests.models.tiny import tiny_llama, tiny_model
 from tests.ops.compiler import NEEDS_COMPILER
@@ -44,6 +48,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has loaded no kernels, said nothing and kept no library."""
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(build, "_failed", {})
     for remembered in (library.load, backends._warn_of_the_reference):
         remembered.cache_clear()
@@ -187,8 +192,62 @@ def test_two_processes_build_at_once(sources: Path, tmp_path: Path) -> None:
     paths = {out.strip() for out, _ in said}
     assert len(paths) == 1
     assert sum("Built" in err for _, err in said) >= 1
-    (folder,) = (tmp_path / "root").iterdir()
-    assert [each.name for each in folder.iterdir()] == [build.LIBRARY], "nothing is left behind"
+    assert sum("Building" in err for _, err in said) == 1, "one builds, and the others wait for it"
+    (folder,) = (each for each in (tmp_path / "root").iterdir() if each.name != stored.LOCK)
+    assert {each.name for each in folder.iterdir()} == {build.LIBRARY, stored.MANIFEST}, "nothing is left behind"
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("harm", [lambda data: data[: len(data) // 2], lambda data: bytes(len(data)), lambda _: b""])
+def test_a_damaged_library_is_noticed_and_built_anew(
+    sources: Path, tmp_path: Path, harm: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loading it would end the process by a signal."""
+    path = build.build("portable", tmp_path / "root")
+    whole = path.read_bytes()
+    path.write_bytes(harm(whole))
+    assert build.build("portable", tmp_path / "root") == path
+    assert ctypes.CDLL(str(path)).nano_answer() == 42
+    assert sum("are damaged" in record.getMessage() for record in caplog.records) == 1
+    (path.parent / stored.MANIFEST).write_bytes(b"\xff")
+    assert ctypes.CDLL(str(build.build("portable", tmp_path / "root"))).nano_answer() == 42
+    assert {each.name for each in (tmp_path / "root").iterdir()} == {path.parent.name, stored.LOCK}
+
+
+@NEEDS_COMPILER
+def test_what_killed_builds_left_goes_once_it_is_old(sources: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for name in (".portable-old-x", ".portable-new-x", ".another", "mine"):
+        (root / name).mkdir(parents=True)
+        (root / name / "part.o").write_text("")
+    for name in (".portable-old-x", ".another", "mine"):
+        os.utime(root / name, (0, 0))
+    folder = build.build("portable", root).parent
+    assert {each.name for each in root.iterdir()} == {".portable-new-x", ".another", "mine", folder.name, stored.LOCK}
+
+
+def test_nobody_waits_for_a_build_for_ever(sources: Path, tmp_path: Path) -> None:
+    with (
+        stored.alone(tmp_path),
+        pytest.raises(TimeoutError, match=r"build\.lock for more than 0\.2 s; end that process"),
+        stored.alone(tmp_path, patience=0.2),
+    ):
+        pass
+    with stored.alone(tmp_path, patience=0.2):
+        pass
+
+
+@pytest.mark.parametrize(("base", "place"), [("", "home/.cache"), ("cache", "home/.cache"), ("/far/away", "/far/away")])
+def test_caches_lie_where_the_environment_says(
+    tmp_path: Path, fresh: None, base: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", base)
+    assert cache_folder("kernels") == tmp_path / place / "nano-inference" / "kernels"
+
+
+def test_more_threads_than_a_machine_has_any_use_for_are_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"num_threads=100000 is too many for this machine; \d+ would do"):
+        InferenceEngine(replace(config(model), num_threads=100_000))
 
 
 @NEEDS_COMPILER

@@ -157,8 +157,15 @@ def lookahead_of(config: EngineConfig, device: torch.device) -> int:
     return config.lookahead if config.lookahead is not None else int(device.type == "cuda")
 
 
+MOST_THREADS = 64  # or as many as there are cores: a process cannot be sure to get more
+
+
 def num_threads(config: EngineConfig) -> int:
-    """Threads of the CPU kernels and of torch."""
+    """Threads of the CPU kernels and of torch. Raises ConfigError for more than this machine has any use for."""
+    most = max(MOST_THREADS, psutil.cpu_count() or 1)
+    if config.num_threads is not None and config.num_threads > most:
+        would_do = psutil.cpu_count(logical=False) or 1
+        raise ConfigError(f"num_threads={config.num_threads} is too many for this machine; {would_do} would do.")
     return config.num_threads or psutil.cpu_count(logical=False) or torch.get_num_threads()
 
 

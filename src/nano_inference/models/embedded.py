@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nano_inference.cache_folder import cache_folder
 from nano_inference.errors import ModelLoadError
 
 
@@ -81,7 +82,7 @@ def find_embedded(name: str, cache_root: Path | None = None) -> Path:
 
     Args:
         name: a key of `EMBEDDED_MODELS`.
-        cache_root: where joined files live; None: `~/.cache/nano-inference/embedded`.
+        cache_root: where joined files live; None: `cache_folder("embedded")`.
 
     Raises:
         ModelLoadError: no embedded model has this name, a package of it or its file is not installed, or the parts do
@@ -93,7 +94,7 @@ def find_embedded(name: str, cache_root: Path | None = None) -> Path:
     parts = [_find_part(name, model, package) for package in model.packages]
     if len(parts) == 1:
         return parts[0]
-    root = Path.home() / ".cache" / "nano-inference" / "embedded" if cache_root is None else cache_root
+    root = cache_folder("embedded") if cache_root is None else cache_root
     whole = root / f"{name}-{model.sha256[:16]}.gguf"
     if not whole.is_file():
         _join(name, model, parts, whole)

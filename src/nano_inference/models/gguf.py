@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nano_inference.cache_folder import cache_folder
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.gguf_families import FAMILIES, GLOBAL_NAMES, OPTIONAL_NAMES, Config, Family, Transform
 from nano_inference.models.gguf_tokenizer import INSTALL_HINT, write_tokenizer
@@ -52,7 +53,7 @@ def convert_gguf(
 
     Args:
         path: the `.gguf` file, or any part of one that was split (`-00001-of-00003.gguf`); the others lie beside it.
-        cache_root: where converted folders live; None: `~/.cache/nano-inference/gguf`.
+        cache_root: where converted folders live; None: `cache_folder("gguf")`.
         tokenizer_writer: writes the tokenizer files, given the GGUF file and the folder; None: `write_tokenizer`.
 
     Raises:
@@ -62,7 +63,7 @@ def convert_gguf(
     parts = _parts(path)
     for part in parts:
         _check_header(part)
-    root = Path.home() / ".cache" / "nano-inference" / "gguf" if cache_root is None else cache_root
+    root = cache_folder("gguf") if cache_root is None else cache_root
     folder = root / f"{_sha256(parts)[:16]}-v{CONVERTER_VERSION}"
     if (folder / "model.safetensors").is_file():
         return folder

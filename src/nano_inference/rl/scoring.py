@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nano_inference.checked import real
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.scoring import ScoreRequest, checked_sequence, score_tokens
 from nano_inference.errors import InvalidRequest
-from nano_inference.options import is_number
 from nano_inference.scheduling.sequence import POLICY
 
 TokenIds = Listed[int] | Tensor
@@ -154,6 +154,5 @@ def _positions(from_position: int | Iterable[int], token_ids: list[list[int]]) -
 
 
 def _temperature(temperature: Any) -> float:
-    if not is_number(temperature) or not 0 <= temperature < math.inf:
-        raise InvalidRequest(f"temperature={temperature!r} must be a finite number of at least 0.")
+    real("temperature", temperature, 0.0, math.inf)
     return float(temperature) or 1.0

@@ -1,7 +1,8 @@
 """Builds the kernels with the system's C++ compiler, once for each (source, compiler, instruction set).
 
-The library lies in `~/.cache/nano-inference/kernels/`, which only its owner may enter. Any number of processes may
-build at once: each builds in a folder of its own and renames it into place; whoever comes second finds it there.
+The library lies in `~/.cache/nano-inference/kernels/` (see `cache_folder`), which only its owner may enter. One process
+builds, in a folder that it renames into place, and others wait for it. What does not have the bytes that its manifest
+tells of is built anew: a library that was cut short would end the process that loads it.
 """
 
 import hashlib
@@ -16,7 +17,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from nano_inference.cache_folder import cache_folder
 from nano_inference.errors import ConfigError
+from nano_inference.ops.cpu import stored
 
 logger = logging.getLogger("nano_inference")
 
@@ -56,7 +59,7 @@ def build(instruction_set: str | None = None, cache_root: Path | None = None, de
 
     Args:
         instruction_set: a key of `INSTRUCTION_SETS`; None: the best.
-        cache_root: where libraries live; None: `~/.cache/nano-inference/kernels`.
+        cache_root: where libraries live; None: `cache_folder("kernels")`.
         defines: macros of special builds; the kernels say what they do.
     """
     name = instruction_set or best_instruction_set()
@@ -64,13 +67,15 @@ def build(instruction_set: str | None = None, cache_root: Path | None = None, de
         raise KernelsUnavailable(f"instruction set {name!r} is unknown; choose one of {', '.join(INSTRUCTION_SETS)}.")
     compiler, version = _compiler()
     flags = (*FLAGS, *INSTRUCTION_SETS[name][1], *(f"-D{each}" for each in defines))
-    root = Path.home() / ".cache" / "nano-inference" / "kernels" if cache_root is None else cache_root
+    root = cache_folder("kernels") if cache_root is None else cache_root
     folder = root / f"{name}-{_key(version, flags)}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)
-        if not (folder / LIBRARY).is_file():
-            _build_once(folder, compiler, flags, name)
+        if not stored.is_whole(folder / LIBRARY):
+            with stored.alone(root):
+                if not stored.is_whole(folder / LIBRARY):
+                    _build_once(folder, compiler, flags, name)
         _require_own(folder)
     except OSError as problem:
         raise KernelsUnavailable(f"the CPU kernels cannot be kept in {root}: {problem}") from problem
@@ -89,6 +94,9 @@ def _build_once(folder: Path, compiler: str, flags: tuple[str, ...], name: str) 
 
 def _build_into(folder: Path, compiler: str, flags: tuple[str, ...], name: str) -> None:
     start = time.perf_counter()
+    stored.clean(folder.parent, tuple(f".{each}-" for each in INSTRUCTION_SETS))
+    if folder.exists():
+        logger.warning("The CPU kernels in %s are damaged.", folder)
     logger.warning("Building the CPU kernels (%s) with %s, once; it takes seconds.", name, compiler)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -105,9 +113,9 @@ def _build_into(folder: Path, compiler: str, flags: tuple[str, ...], name: str) 
         for target in objects:
             target.unlink()
         try:
-            unfinished.rename(folder)
+            stored.put(unfinished, LIBRARY, folder)
         except OSError:
-            if not (folder / LIBRARY).is_file():  # else another process was first
+            if not stored.is_whole(folder / LIBRARY):  # else another process was first, where there are no locks
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -146,7 +154,7 @@ def _key(version: str, flags: tuple[str, ...]) -> str:
 
 def _require_own(folder: Path) -> None:
     """Code is loaded from there: nobody else may be able to write it."""
-    for path in (folder.parent, folder, folder / LIBRARY):
+    for path in (folder.parent, folder, folder / LIBRARY, folder / stored.MANIFEST):
         found = path.stat()
         if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise KernelsUnavailable(f"{path} can be written by others; remove it or make it your own (chmod go-w).")
