@@ -1,6 +1,5 @@
 """What tells whether parameters were written since: also through `.data`, numpy views and fused optimizers."""
 
-import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 WORD = 8  # bytes
+GPU_ROWS = 256  # that are multiplied at once
 ROW = 2**14  # words that are multiplied by the same factors as those of every other row; they stay in a core's cache
 
 
@@ -44,7 +44,7 @@ def _hashes(tensor: Tensor) -> Tensor:
     rest = torch.zeros(row_bytes if whole else -(-len(data) // WORD) * WORD, dtype=torch.uint8, device=data.device)
     rest[: len(data) - whole] = data[whole:]
     rows = data[:whole].view(torch.int64).view(-1, ROW)
-    found = [_products(some) for some in (*rows.split(1), rest.view(torch.int64)[None]) if some.numel()]
+    found = [_products(some) for some in (rows, rest.view(torch.int64)[None]) if some.numel()]
     sums = torch.cat(found, dim=1) if found else torch.zeros(2, 1, dtype=torch.int64, device=data.device)
     size = 2 ** (sums.shape[1] - 1).bit_length()
     return (sums * _factors("rows", size, data.device)[:, : sums.shape[1]]).sum(dim=1)
@@ -53,9 +53,13 @@ def _hashes(tensor: Tensor) -> Tensor:
 def _products(rows: Tensor) -> Tensor:
     """Both sums of each row [R, W]: [2, R]."""
     words, halves = _factors("words", ROW, rows.device)[:, : rows.shape[1]]
-    if rows.device.type == "cpu":
-        return torch.stack([rows @ words, torch.bitwise_right_shift(rows, 32, out=_scratch(rows.shape[1])) @ halves])
-    return torch.stack([(rows * words).sum(dim=1), ((rows >> 32) * halves).sum(dim=1)])  # no integer products there
+    if rows.device.type != "cpu":  # where integers have no products of matrices
+        some = rows.split(GPU_ROWS)
+        sums = ([(r * words).sum(dim=1) for r in some], [((r >> 32) * halves).sum(dim=1) for r in some])
+        return torch.stack([torch.cat(each) for each in sums])
+    scratch = torch.empty(rows.shape[1], dtype=torch.int64)
+    upper = [torch.dot(torch.bitwise_right_shift(row, 32, out=scratch), halves) for row in rows]
+    return torch.stack([rows @ words, torch.stack(upper)])
 
 
 @cache
@@ -63,15 +67,3 @@ def _factors(which: str, count: int, device: torch.device) -> Tensor:
     """Odd numbers int64 [2, count]."""
     generator = torch.Generator().manual_seed(2 * count + (which == "rows"))
     return (2 * torch.randint(-(2**62), 2**62, (2, count), generator=generator) + 1).to(device)
-
-
-def _scratch(count: int) -> Tensor:
-    """Words [1, count] of the calling thread, which the next call writes again: memory of its own would cost more than
-    what is computed in it.
-    """
-    if getattr(_of_thread, "words", None) is None or _of_thread.words.shape[1] < count:
-        _of_thread.words = torch.empty((1, max(count, ROW)), dtype=torch.int64)
-    return _of_thread.words[:, :count]
-
-
-_of_thread = threading.local()
