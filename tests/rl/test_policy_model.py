@@ -233,3 +233,38 @@ def test_a_closed_model_gives_the_engine_its_memory_back(folder: Path) -> None:
         model.publish()
         assert [bits(each) for each in PolicyModel(engine).logprobs(SEQUENCES)] == expected
         engine.loop.check()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mixtral", "gemma3"])
+def test_a_saved_checkpoint_is_what_was_published(tmp_path: Path, family: str) -> None:
+    """For another engine, to the bit; and transformers finds every tensor."""
+    from transformers import AutoModelForCausalLM
+
+    source = tiny_model(tmp_path / "source", family, std=0.1)
+    (source / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    with build(source, dtype="bfloat16") as engine:
+        model = PolicyModel(engine)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.25)
+        model.publish()
+        model.save_pretrained(tmp_path / "saved")
+        checksum = engine.weights_checksum()
+        with pytest.raises(ConfigError, match="holds a model already"):
+            model.save_pretrained(tmp_path / "saved")
+    with build(tmp_path / "saved", dtype="bfloat16") as engine:
+        assert engine.weights_checksum() == checksum
+    assert (tmp_path / "saved" / "tokenizer_config.json").is_file()
+    loaded: Any
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)  # pyright: ignore
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert loaded.dtype == torch.bfloat16
+
+
+def test_a_model_whose_names_others_do_not_read_is_not_saved(tmp_path: Path) -> None:
+    with build(tiny_model(tmp_path, "phi3")) as engine:
+        model = PolicyModel(engine)
+        with pytest.raises(ConfigError, match="q, k and v in one tensor"):
+            model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()

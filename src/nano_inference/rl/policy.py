@@ -1,11 +1,13 @@
 """`PolicyModel`: the trainer's copy of the policy, whose logprobs are the engine's to the bit."""
 
 import itertools
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.models.loading import load_params
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.weights import allocate, param_table, read, slots, write
+from nano_inference.rl.checkpoint import require_savable, save_checkpoint
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
 from nano_inference.rl.parameter_states import State, states
 from nano_inference.rl.scoring import BatchScores, ScoreBatch, TokenIds, check_batch, score_batch
@@ -108,6 +111,19 @@ class PolicyModel(nn.Module):
         """Let the engine serve the parameters as a new version; options are those of `engine.update_weights`."""
         with torch.no_grad():
             return self.engine.update_weights(dict(self.named_parameters()), blocking=blocking, **options)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+        """Save the parameters as a checkpoint that this engine and transformers load, with the engine's tokenizer.
+
+        Args:
+            folder: a new one.
+            dtype: of the tensors; None: the engine's, so that an engine on the checkpoint has the bits of `publish`.
+
+        Raises `ConfigError` for a folder that holds a model, and for a model whose names others do not read.
+        """
+        require_savable(self.engine.model_folder, self.engine.spec)
+        weights = dict(self.named_parameters())
+        save_checkpoint(Path(folder), self.engine.model_folder, weights, dtype or self.engine.model.dtype)
 
     def close(self) -> None:
         """Give the engine's memory back that logprobs are computed in. The parameters and `publish` remain."""
