@@ -1,8 +1,8 @@
 """A plain GRPO loop: in four minutes on two cores SmolLM2-135M learns which of three numbers is the largest.
 
 At every token of every step the trainer's logprob is the engine's, to the bit; the loop asserts it. So the ratio of the
-two is exactly 1, nothing has to be corrected, and the last checkpoint is a function of the seed: batch size, chunks,
-cache, preemption, lookahead and threads do not change one bit of it (`same_hash.py`).
+two is exactly 1, nothing has to be corrected, and on one kind of processor the last checkpoint is a function of the
+seed: batch size, chunks, cache, preemption, lookahead and threads do not change one bit of it (`same_hash.py`).
 """
 
 import argparse

@@ -101,6 +101,10 @@ CATCHES = {
     "trl_is_never_greedy": "tests/rl/test_trl.py -k arguments_decide",
     "appended_tokens_are_trained_on": "tests/test_data.py",
     "own_weights_before_given_ones": 'tests/rl/test_replay.py -k "state_dicts or changed_sample or mixed"',
+    "experts_routed_again_in_the_backward": "tests/rl/test_expert_routes.py -k made_to_choose",
+    "routes_read_one_slot_late": "tests/rl/test_expert_routes.py -k goes_through",
+    "blocking_update_looks_at_itself_alone": "tests/engine/test_blocking_updates.py -k every_short",
+    "hash_knows_no_upper_halves": "tests/rl/test_parameter_states.py",
 }
 SECONDS = 400  # for one fault; a run that does not end is red too
 RED = 1  # pytest's exit code for failed tests; others mean that the tests did not run

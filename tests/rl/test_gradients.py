@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference.models.fused_names import fused_tensors, unfused
-from nano_inference.rl import PolicyModel
+from nano_inference.rl import PolicyModel, torch_decoder
 from nano_inference.rl.micro_batch import ScoredSequence, micro_batches
+from nano_inference.rl.torch_decoder import TorchDecoder
 from tests.models.tiny import FAMILIES, tiny_llama, tiny_model
 from tests.parity.compare import smollm2_oracle
 from tests.rl.training import SEQUENCES, bits, build, coefficients, gradients, weighted_sum
@@ -174,3 +175,31 @@ def test_micro_batches_hold_every_gradient_once_on_its_own_path(
             key = (*prefixes[int(batch.scored_rows[owner])], int(token))
             found[key] = found.get(key, 0.0) + float(grad)
     assert {key: grad for key, grad in found.items() if grad} == {key: grad for key, grad in expected.items() if grad}
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3-moe"])
+def test_long_sequences_keep_no_layer_and_no_square_of_their_length(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Computing a layer again changes no bit, and no mask has more rows than are computed at once."""
+    masks: list[tuple[int, int]] = []
+    build_mask = TorchDecoder._mask
+
+    def mask(self: TorchDecoder, n: int, length: int, *rest: Any) -> Tensor:
+        masks.append((n, length))
+        return build_mask(self, n, length, *rest)
+
+    monkeypatch.setattr(TorchDecoder, "_mask", mask)
+    with build(tiny_model(tmp_path, family), dtype="bfloat16") as engine:
+        model = PolicyModel(engine, num_workers=1)
+        whole = gradients(model)
+        monkeypatch.setattr(torch_decoder, "KEPT_ROWS", 7)
+        again = gradients(model)
+        assert {name: bits(grad) for name, grad in again.items()} == {n: bits(grad) for n, grad in whole.items()}
+        assert max(n for n, _ in masks) > 16
+        masks.clear()
+        monkeypatch.setattr(torch_decoder, "ATTENTION_ROWS", 16)
+        in_pieces = gradients(model)
+    assert max(n for n, _ in masks) == 16
+    assert {length for n, length in masks if n == 16} >= {16, 32}, "rows see no key behind them"
+    assert worst_difference(in_pieces, whole) < 0.05

@@ -72,6 +72,11 @@ def optimizer_step(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimize
     return step
 
 
+def swap_rows(matrix: Tensor) -> None:
+    """Bits that change places alone; torch's version counter stays where it is."""
+    matrix.copy_(matrix.flip(0))
+
+
 @pytest.mark.parametrize(
     "step",
     [
@@ -82,6 +87,8 @@ def optimizer_step(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimize
         lambda model: model.load_state_dict({k: v * 1.5 for k, v in model.state_dict().items()}),
         lambda model: model.to(torch.bfloat16),
         lambda model: [param.data.mul_(1.5) for param in model.parameters()],
+        lambda model: swap_rows(model.get_parameter("lm_head.weight").data),
+        lambda model: swap_rows(torch.from_numpy(model.get_parameter("model.embed_tokens.weight").detach().numpy())),
     ],
 )
 def test_every_way_to_change_a_parameter_is_seen(folder: Path, step: Step) -> None:
@@ -226,3 +233,38 @@ def test_a_closed_model_gives_the_engine_its_memory_back(folder: Path) -> None:
         model.publish()
         assert [bits(each) for each in PolicyModel(engine).logprobs(SEQUENCES)] == expected
         engine.loop.check()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mixtral", "gemma3"])
+def test_a_saved_checkpoint_is_what_was_published(tmp_path: Path, family: str) -> None:
+    """For another engine, to the bit; and transformers finds every tensor."""
+    from transformers import AutoModelForCausalLM
+
+    source = tiny_model(tmp_path / "source", family, std=0.1)
+    (source / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    with build(source, dtype="bfloat16") as engine:
+        model = PolicyModel(engine)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.25)
+        model.publish()
+        model.save_pretrained(tmp_path / "saved")
+        checksum = engine.weights_checksum()
+        with pytest.raises(ConfigError, match="holds a model already"):
+            model.save_pretrained(tmp_path / "saved")
+    with build(tmp_path / "saved", dtype="bfloat16") as engine:
+        assert engine.weights_checksum() == checksum
+    assert (tmp_path / "saved" / "tokenizer_config.json").is_file()
+    loaded: Any
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)  # pyright: ignore
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert loaded.dtype == torch.bfloat16
+
+
+def test_a_model_whose_names_others_do_not_read_is_not_saved(tmp_path: Path) -> None:
+    with build(tiny_model(tmp_path, "phi3")) as engine:
+        model = PolicyModel(engine)
+        with pytest.raises(ConfigError, match="q, k and v in one tensor"):
+            model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()

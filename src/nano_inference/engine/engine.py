@@ -279,7 +279,7 @@ class InferenceEngine:
             complete: refuse an update that does not name every tensor.
             check_finite: refuse one that holds nan or infinity.
 
-        Raises `WeightUpdateError`, with the old version serving untouched.
+        Raises `WeightUpdateError`, the old version serving untouched; also where a blocking one would wait for itself.
         """
         options = {"version": version, "complete": complete, "check_finite": check_finite}
         return self._updates.update(weights, blocking, kv_policy, **options)

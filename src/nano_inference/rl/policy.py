@@ -1,11 +1,13 @@
 """`PolicyModel`: the trainer's copy of the policy, whose logprobs are the engine's to the bit."""
 
 import itertools
+import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.models.loading import load_params
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.weights import allocate, param_table, read, slots, write
+from nano_inference.rl.checkpoint import require_savable, save_checkpoint
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
+from nano_inference.rl.parameter_states import State, states
 from nano_inference.rl.scoring import BatchScores, ScoreBatch, TokenIds, check_batch, score_batch
 from nano_inference.rl.torch_decoder import TorchDecoder
 from nano_inference.scheduling.sequence import POLICY
@@ -101,21 +105,35 @@ class PolicyModel(nn.Module):
             lengths = [len(ids) - start for ids, start in zip(batch.token_ids, batch.positions, strict=True)]
             ends = list(itertools.accumulate(lengths))
             return [flat[end - length : end] for length, end in zip(lengths, ends, strict=True)]
-        return self._score(batch).logprobs
+        return self._score(batch)[0].logprobs
 
     def publish(self, *, blocking: bool = True, **options: Any) -> WeightUpdate:
         """Let the engine serve the parameters as a new version; options are those of `engine.update_weights`."""
         with torch.no_grad():
             return self.engine.update_weights(dict(self.named_parameters()), blocking=blocking, **options)
 
+    def save_pretrained(self, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+        """Save the parameters as a checkpoint that this engine and transformers load, with the engine's tokenizer.
+
+        Args:
+            folder: a new one.
+            dtype: of the tensors; None: the engine's, so that an engine on the checkpoint has the bits of `publish`.
+
+        Raises `ConfigError` for a folder that holds a model, and for a model whose names others do not read.
+        """
+        require_savable(self.engine.model_folder, self.engine.spec)
+        weights = dict(self.named_parameters())
+        save_checkpoint(Path(folder), self.engine.model_folder, weights, dtype or self.engine.model.dtype)
+
     def close(self) -> None:
         """Give the engine's memory back that logprobs are computed in. The parameters and `publish` remain."""
         self._trainer.close()
 
-    def _score(self, batch: ScoreBatch) -> BatchScores:
+    def _score(self, batch: ScoreBatch) -> tuple[BatchScores, list[State]]:
+        """The scores, and the states of the parameters that they were computed from."""
         with self._trainer.lock:
-            self._trainer.follow(dict(self.named_parameters()))
-            return score_batch(self.engine, batch, self._trainer.name)
+            states = self._trainer.follow(dict(self.named_parameters()))
+            return score_batch(self.engine, batch, self._trainer.name), states
 
     @torch.no_grad()
     def _gradients(
@@ -166,8 +184,8 @@ class _Logprobs(torch.autograd.Function):
     def forward(ctx: Any, model: PolicyModel, batch: ScoreBatch, *params: Tensor) -> Tensor:
         ctx.model, ctx.batch = model, batch
         ctx.save_for_backward(*params)
-        scores = model._score(batch)
-        ctx.states, ctx.routes = _states(params), scores.routes
+        scores, ctx.states = model._score(batch)
+        ctx.routes = scores.routes
         return torch.cat([torch.empty(0), *scores.logprobs])
 
     @staticmethod
@@ -175,7 +193,7 @@ class _Logprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         names = [name for name, _ in ctx.model.named_parameters()]
         values = dict(zip(names, ctx.saved_tensors, strict=True))  # torch's own check is of version counters
-        if _states(ctx.saved_tensors) != ctx.states:
+        if states(ctx.saved_tensors) != ctx.states:
             raise RuntimeError(
                 "a parameter was modified between logprobs and backward; call backward before it changes."
             )
@@ -195,7 +213,7 @@ class _TrainerWeights:
         self.engine = engine
         self.lock = threading.Lock()  # held while the set is written and scored under
         self._slots = slots(param_table(engine.spec))
-        self._packed: list[tuple[int, ...]] = []  # the states of the parameters that were written last
+        self._packed: list[State] = []  # the states of the parameters that were written last
         policy = engine.model
         params = allocate(param_table(policy.spec), policy.dtype, policy.device, policy.ops.allocate)
         self._decoder = policy.twin(params)
@@ -206,15 +224,16 @@ class _TrainerWeights:
         self.closed = False
         engine.shared.between_steps(POLICY, self._register)
 
-    def follow(self, params: Mapping[str, Tensor]) -> None:
-        """Write the parameters into the set if any has changed."""
+    def follow(self, params: Mapping[str, Tensor]) -> list[State]:
+        """Write the parameters into the set if any has changed; returns their states."""
         if self.closed:
             raise InvalidRequest("the policy model was closed; make a new one.")
-        now = _states([*params.values()])
+        now = states([*params.values()])
         if now != self._packed:
             self._packed = []
             self.engine.shared.between_steps(self.name, lambda: self._write(params))
             self._packed = now
+        return now
 
     def _register(self) -> None:
         runner, versions = self.engine.runner, self.engine.loop.sequences.versions
@@ -259,21 +278,6 @@ def _initial_weights(engine: InferenceEngine, dtype: torch.dtype) -> dict[str, T
 
     engine.shared.between_steps(POLICY, take)
     return found
-
-
-def _states(params: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """What tells of each parameter whether it changed: where it lies, its version counter, and the sum of its bits.
-
-    Fused optimizers and what is written through `.data` leave the counter as it was.
-    """
-    sums = torch.stack([_sum_of_bits(param.detach()) for param in params]).tolist()
-    return [(param.data_ptr(), param._version, total) for param, total in zip(params, sums, strict=True)]
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    words = tensor.contiguous().view(-1)
-    whole = words.numel() * words.element_size() % 8 == 0
-    return words.view(torch.int64 if whole else torch.uint8).sum()
 
 
 def _place(module: nn.Module, name: str, param: nn.Parameter) -> None:

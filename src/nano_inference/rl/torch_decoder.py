@@ -5,11 +5,14 @@ from collections.abc import Mapping, Set
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from nano_inference.models.spec import ModelSpec
-from nano_inference.rl.micro_batch import MicroBatch, Segment
+from nano_inference.rl.micro_batch import MicroBatch
 
 HEAD_ROWS = 256  # rows whose logits are in memory at once
+ATTENTION_ROWS = 512  # rows of a segment whose attention is computed at once
+KEPT_ROWS = 1024  # more rows than these keep nothing of a layer but its input: it is computed again for its gradient
 
 RopeTables = Mapping[bool, tuple[Tensor, Tensor]]  # layers with a window, or without -> cosine and sine by position
 
@@ -65,18 +68,34 @@ class TorchDecoder:
     def hidden(self, params: Mapping[str, Tensor], embedded: Tensor, batch: MicroBatch) -> Tensor:
         """Rows after the last norm, in `dtype`: embedded float32 [N, H] -> [N, H]."""
         spec = self.spec
-        masks = {window: [self._mask(each, window) for each in batch.segments] for window in set(spec.windows)}
         routes = self._routes(batch)
         residual = embedded
-        for layer, window in enumerate(spec.windows):
-            name = f"layers.{layer}."
-            normed = self._norm(residual, params.get(name + "attn_norm"))
-            x = self._attention(normed, params, name, batch, masks[window], self.ropes[window > 0])
-            residual = residual + self._after(x, params.get(name + "attn_out_norm"))
-            normed = self._norm(residual, params.get(name + "mlp_norm"))
-            x = self._mlp(normed, params, name, routes.get(layer))
-            residual = residual + self._after(x, params.get(name + "mlp_out_norm"))
+        for layer in range(spec.num_layers):
+            if len(residual) > KEPT_ROWS:
+                residual = checkpoint(
+                    self._layer,
+                    residual,
+                    params,
+                    layer,
+                    batch,
+                    routes.get(layer),
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            else:
+                residual = self._layer(residual, params, layer, batch, routes.get(layer))
         return self._norm(residual, params["norm"])
+
+    def _layer(
+        self, residual: Tensor, params: Mapping[str, Tensor], layer: int, batch: MicroBatch, ids: Tensor | None
+    ) -> Tensor:
+        name, window = f"layers.{layer}.", self.spec.windows[layer]
+        normed = self._norm(residual, params.get(name + "attn_norm"))
+        x = self._attention(normed, params, name, batch, window)
+        residual = residual + self._after(x, params.get(name + "attn_out_norm"))
+        normed = self._norm(residual, params.get(name + "mlp_norm"))
+        x = self._mlp(normed, params, name, ids)
+        return residual + self._after(x, params.get(name + "mlp_out_norm"))
 
     def _attention(
         self,
@@ -84,8 +103,7 @@ class TorchDecoder:
         params: Mapping[str, Tensor],
         name: str,
         batch: MicroBatch,
-        masks: list[Tensor],
-        rope: tuple[Tensor, Tensor],
+        window: int,
     ) -> Tensor:
         spec, num_rows = self.spec, len(normed)
         width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -93,18 +111,20 @@ class TorchDecoder:
         q, k, v = qkv.split([width, kv_width, kv_width], dim=-1)
         if spec.qk_norm:
             q, k = self._norm_heads(q, params[name + "q_norm"]), self._norm_heads(k, params[name + "k_norm"])
-        cos, sin = (table[batch.positions][:, None, :] for table in rope)
+        cos, sin = (table[batch.positions][:, None, :] for table in self.ropes[window > 0])
         q, k, v = (x.view(num_rows, -1, spec.head_dim) for x in (q, k, v))
         q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
         lengths = [each.end - each.start for each in batch.segments]
         parts: list[Tensor] = []
-        for segment, mask, own_q, own_k, own_v in zip(
-            batch.segments, masks, *(x.split(lengths) for x in (q, k, v)), strict=True
-        ):
+        for segment, own_q, own_k, own_v in zip(batch.segments, *(x.split(lengths) for x in (q, k, v)), strict=True):
             shared = segment.path[: len(segment.path) - len(own_k)]
             if len(shared):
                 own_k, own_v = (torch.cat((x[shared], own)) for x, own in ((k, own_k), (v, own_v)))
-            parts.append(self._attend(own_q, own_k, own_v, mask))
+            first = len(shared)
+            for rows in own_q.split(ATTENTION_ROWS):
+                last = first + len(rows)
+                parts.append(self._attend(rows, own_k[:last], own_v[:last], window))
+                first = last
         return functional.linear(torch.cat(parts), params[name + "o"], params.get(name + "o_bias"))
 
     def _mlp(self, normed: Tensor, params: Mapping[str, Tensor], name: str, ids: Tensor | None) -> Tensor:
@@ -145,23 +165,23 @@ class TorchDecoder:
             total = total.index_add(0, rows, product.float() * weights[rows, which, None])
         return total
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Attention of q [n, heads, D] over k and v [L, kv heads, D]: [n, heads * D]."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+        """Attention of the last n of L rows, q [n, heads, D], over k and v [L, kv heads, D]: [n, heads * D]."""
         n, kv_heads, head_dim = len(q), k.shape[1], k.shape[2]
         q = q.view(n, kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # heads that share keys are rows of one matrix
         out = functional.scaled_dot_product_attention(
             q.reshape(1, kv_heads, -1, head_dim),
             k.transpose(0, 1)[None],
             v.transpose(0, 1)[None],
-            attn_mask=mask,
+            attn_mask=self._mask(n, len(k), window, q.device),
             scale=self.spec.attention_scale,
         )
         return out.view(kv_heads, -1, n, head_dim).permute(2, 0, 1, 3).reshape(n, -1)
 
-    def _mask(self, segment: Segment, window: int) -> Tensor:
-        """What a segment's rows may not see is -inf: [heads that share keys * n, L]."""
-        keys = torch.arange(len(segment.path), device=segment.path.device)
-        rows = keys[len(keys) - (segment.end - segment.start) :, None]
+    def _mask(self, n: int, length: int, window: int, device: torch.device) -> Tensor:
+        """What the last n of L rows may not see is -inf: [heads that share keys * n, L]."""
+        keys = torch.arange(length, device=device)
+        rows = keys[length - n :, None]
         outside = keys > rows
         if window:
             outside |= keys <= rows - window

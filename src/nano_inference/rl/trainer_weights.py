@@ -24,11 +24,6 @@ def require_whole(accelerator: Any) -> None:
         )
 
 
-def fingerprint(model: nn.Module) -> tuple[tuple[int, int], ...]:
-    """Tells whether parameters were written in place since, except by fused optimizers and through `.data`."""
-    return tuple((param.data_ptr(), param._version) for param in model.parameters())
-
-
 @contextmanager
 def whole_weights(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Tensors by the checkpoint's names, as the model computes with them; valid until the context ends.

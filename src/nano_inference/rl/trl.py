@@ -17,7 +17,8 @@ from nano_inference.engine import generation
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import ConfigError, InvalidRequest, RequestAborted
 from nano_inference.options import is_whole
-from nano_inference.rl.trainer_weights import fingerprint, require_whole, whole_weights
+from nano_inference.rl.parameter_states import states
+from nano_inference.rl.trainer_weights import require_whole, whole_weights
 from nano_inference.types import GROUP_COMPLETE, SamplingParams, TrainingSample
 
 # What TRL calls a field of `SamplingParams` in `generation_kwargs`, where that differs.
@@ -135,11 +136,11 @@ class RolloutFunction:
         """
         model = trainer.accelerator.unwrap_model(trainer.model)
         step = trainer.state.global_step
-        if self._synced == (step, self.engine.get_weight_version(), fingerprint(model)):
+        if self._synced == (step, self.engine.get_weight_version(), states([*model.parameters()])):
             return False
         with whole_weights(model) as weights:
             self.engine.update_weights(weights, blocking=True, complete=True, check_finite=True)
-        self._synced = (step, self.engine.get_weight_version(), fingerprint(model))
+        self._synced = (step, self.engine.get_weight_version(), states([*model.parameters()]))
         return True
 
     def close(self) -> None:
