@@ -290,6 +290,14 @@ class WeightSyncManager:
         with self.lock:
             return self._served.checksum()
 
+    def tensor(self, name: str) -> Tensor:
+        """One checkpoint tensor that serves; see `state_dict`. Raises `WeightUpdateError`."""
+        own = TIED.get(name, name) if name not in self._slots else name
+        if own not in self._slots:
+            raise WeightUpdateError(f"{name!r:.200} is not a tensor of this model; names are those of its checkpoint.")
+        with self.lock:
+            return self._served.tensor(own)
+
     def state_dict(self) -> dict[str, Tensor]:
         """All that serves, by checkpoint name: views, or copies where weights are packed."""
         with self.lock:

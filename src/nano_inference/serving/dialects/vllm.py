@@ -37,6 +37,7 @@ def routes(server: Server) -> APIRouter:
         "/pause": lambda fields: _pause(control, fields),
         "/resume": lambda _: _resume(control),
         "/abort_requests": lambda fields: _abort(control, fields),
+        "/inference/v1/abort_requests": lambda fields: _abort_named(control, fields),
         "/init_weight_transfer_engine": transfer.join,
         "/shutdown_weight_transfer_engine": transfer.leave,
         "/start_weight_update": transfer.start,
@@ -102,6 +103,12 @@ async def _abort(control: Control, fields: Fields) -> dict[str, Any]:
         names = set(ids) | {each.removeprefix(prefix) for each in ids for prefix in _PREFIXES}
         return {"status": "aborted", "aborted": await control.abort(names)}
     return {"status": "aborted", "aborted": await control.abort(None)}  # vLLM's rule: none named, all meant
+
+
+async def _abort_named(control: Control, fields: Fields) -> dict[str, Any]:
+    if fields.texts("request_ids") is None:
+        raise bad_request("request_ids is missing; it must be a list of ids.", "request_ids")
+    return await _abort(control, fields) if fields.texts("request_ids") else {"status": "aborted", "aborted": 0}
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -88,6 +88,7 @@ class Together:
             "begin_update": self._begin,
             "finish_update": self._finish,
             "cancel_update": self._cancel,
+            "weight_rows": self._first,
             "describe": self._describe,
         }
 
@@ -212,6 +213,10 @@ class Together:
                 )
             expected = checksums | expected  # of engines in lockstep each has some of the experts
         return expected
+
+    async def _first(self, name: str, seconds: float, arguments: Arguments) -> Any:
+        found: dict[str, Any] = await self.all_or_error(name, seconds, arguments)
+        return next(iter(found.values()))
 
     async def _describe(self, name: str, seconds: float, arguments: Arguments) -> dict[str, Any]:
         found: dict[str, dict[str, Any]] = await self.all_or_error("describe", seconds, arguments)
