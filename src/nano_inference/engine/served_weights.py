@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from nano_inference.engine.weight_update import Shares
+from nano_inference.errors import WeightUpdateError
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.weights import param_table, read, slots
+from nano_inference.models.weights import TIED, param_table, read, slots
 
 
 class ServedWeights:
@@ -41,7 +42,10 @@ class ServedWeights:
         return self._shares is not None or math.prod(self.own[name].local_shape) > 0
 
     def tensor(self, name: str) -> Tensor:
-        """One of them, by its name in the checkpoint."""
+        """One of them, by its name in the checkpoint, or a tied head's. Raises `WeightUpdateError`."""
+        name = name if name in self.slots else TIED.get(name, name)
+        if name not in self.slots:
+            raise WeightUpdateError(f"{name!r:.200} is not a tensor of this model; names are those of its checkpoint.")
         return self._shares.whole(name) if self._shares is not None else read(self._params, self.own[name])
 
 

@@ -80,7 +80,7 @@ class Together:
             "is_paused": self._any,
             "sleep": self._sleep,
             "wake": self._wake,
-            "sleeping": self._sleeping,
+            "sleeping": self._first,
             "take_in": self._nothing,
             "join_group": self._join,
             "leave_group": self._leave_group,
@@ -222,10 +222,6 @@ class Together:
         found: dict[str, dict[str, Any]] = await self.all_or_error("describe", seconds, arguments)
         return {**next(iter(found.values())), "replicas": len(found)}
 
-    async def _sleeping(self, name: str, seconds: float, arguments: Arguments) -> list[Memory]:
-        found = await self.all_or_error("sleeping", seconds, arguments)
-        return list(next(iter(found.values())))
-
     # -- pauses and memory --------------------------------------------------------------------------------------------
 
     async def _flush(self, name: str, seconds: float, arguments: Arguments) -> None:
@@ -288,7 +284,7 @@ class Together:
                 self._fleet.paused = False
 
     async def _parts(self, seconds: float) -> tuple[Memory, ...]:
-        return tuple(await self._sleeping("sleeping", seconds, {}))
+        return tuple(await self._first("sleeping", seconds, {}))
 
     # -- groups and updates -------------------------------------------------------------------------------------------
 
