@@ -1,6 +1,5 @@
 """Files of models and weights, opened without waiting: a FIFO or a device would keep its reader for ever."""
 
-import errno
 import os
 import stat
 from io import BufferedReader
@@ -14,7 +13,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+            raise OSError("it is not a regular file")
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)

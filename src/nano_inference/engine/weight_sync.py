@@ -14,7 +14,6 @@ from nano_inference.engine.served_weights import ServedWeights
 from nano_inference.engine.weight_session import EMPTY, Hold, WeightSession
 from nano_inference.engine.weight_sources import Weights, fill
 from nano_inference.engine.weight_update import (
-    MOST_VERSIONS,
     Bucket,
     Change,
     Shares,
@@ -22,12 +21,12 @@ from nano_inference.engine.weight_update import (
     WeightUpdate,
     cut_into_buckets,
     value_of,
+    version_of,
 )
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.fused_names import accepted_shapes, fused_tensors
 from nano_inference.models.weights import TIED
-from nano_inference.options import is_whole
 from nano_inference.types import KvPolicy
 
 __all__ = ["Bucket", "WeightPatch", "WeightSyncManager", "WeightUpdate", "Weights", "cut_into_buckets"]
@@ -36,9 +35,8 @@ __all__ = ["Bucket", "WeightPatch", "WeightSyncManager", "WeightUpdate", "Weight
 class WeightSyncManager:
     """Owns the version of one model's weights, the updates that wait for it, and the session that is open.
 
-    A state dict uses the checkpoint's Hugging Face names, or those that transformers has in memory for all experts of a
-    layer, and may name only what changed. Everything is checked before anything is written; a refused update leaves
-    the old version serving.
+    A state dict uses the checkpoint's names, or transformers' for all experts of a layer, and may name only what
+    changed. Everything is checked before anything is written; a refused update leaves the old version serving.
 
     Args:
         model: whose parameters are written.
@@ -51,6 +49,7 @@ class WeightSyncManager:
     Attributes:
         version: the version that serves.
         shapes: of every tensor that an update may name; some names are parts of others.
+        num_tensors: of the checkpoint.
         pending: updates that were checked and wait for `finish`, oldest first.
         lock: held while an update is queued, announced or written; whoever queues and announces in two steps holds it.
     """
@@ -74,7 +73,7 @@ class WeightSyncManager:
         self._served = ServedWeights(model, shares)
         self._slots, self._own = self._served.slots, self._served.own
         stored = {name: slot.shape for name, slot in self._slots.items()}
-        self._fused, self.shapes = fused_tensors(stored), accepted_shapes(stored)
+        self._fused, self.shapes, self.num_tensors = fused_tensors(stored), accepted_shapes(stored), len(stored)
         self._newest = 0
         self._open: WeightSession | None = None
         self._version: int | None = None  # that the open session asked for
@@ -84,11 +83,6 @@ class WeightSyncManager:
     def newest(self) -> int:
         """Version of the newest update, pending or applied: the next one's must be larger."""
         return self._newest
-
-    @property
-    def num_tensors(self) -> int:
-        """Tensors of the checkpoint."""
-        return len(self._slots)
 
     # -- updates in one piece -----------------------------------------------------------------------------------------
 
@@ -290,6 +284,11 @@ class WeightSyncManager:
         with self.lock:
             return self._served.checksum()
 
+    def tensor(self, name: str) -> Tensor:
+        """One checkpoint tensor that serves; see `state_dict`. Raises `WeightUpdateError`."""
+        with self.lock:
+            return self._served.tensor(name)
+
     def state_dict(self) -> dict[str, Tensor]:
         """All that serves, by checkpoint name: views, or copies where weights are packed."""
         with self.lock:
@@ -321,16 +320,9 @@ class WeightSyncManager:
             raise WeightUpdateError("these weights are an engine's; call its update_weights.")
 
     def _new_session(self, complete: bool, check_finite: bool) -> WeightSession:
-        options = {"complete": complete, "check_finite": check_finite}
-        return WeightSession(
-            self._slots,
-            self._own,
-            self.model.params,
-            room=self._room(),
-            shares=self._shares,
-            fused=self._fused,
-            **options,
-        )
+        checks = {"complete": complete, "check_finite": check_finite}
+        held = self._slots, self._own, self.model.params
+        return WeightSession(*held, room=self._room(), shares=self._shares, fused=self._fused, **checks)
 
     def _require_open(self, of: WeightUpdate | None) -> WeightSession:
         session = self._open
@@ -388,8 +380,7 @@ class WeightSyncManager:
         """Raise `WeightUpdateError` unless a new version may be called that."""
         if version is None:
             return
-        if not is_whole(version) or version >= MOST_VERSIONS:
-            raise WeightUpdateError(f"version={version!r:.40} must be an integer below 2^63.")
+        version_of(version, "the update")
         if version <= self._newest:
             raise WeightUpdateError(f"version={version} is not newer than {self._newest}; leave it out or raise it.")
 

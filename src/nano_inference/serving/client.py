@@ -198,6 +198,10 @@ class EngineClient(ABC):
         self._open(request, message, num_samples, lambda: self._begin(message, session))
         return request
 
+    def is_live(self, name: str | None) -> bool:
+        """Whether a request of this name has not ended."""
+        return any(request.name == name for request in self._streams.values())
+
     def begin(self, receiver: Receiver, message: Generate | Resume, num_samples: int) -> int:
         """Queue a request whose deltas go to `receiver`; returns its id, which `message` gets. For clients of several
         engines. Raises as `submit` does.

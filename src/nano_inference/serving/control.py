@@ -78,6 +78,12 @@ class Control:
         """Between `begin_update` and `finish_update`."""
         return self._weights.session is not None
 
+    @property
+    def model_path(self) -> str:
+        """Where the weights that serve were read, as far as they were: SGLang tells the folder of an update."""
+        self._weights.notice_restart()
+        return self._weights.served_folder or self._client.info.model_path
+
     # -- versions: opaque strings on the wire, integers in the engine ----------------------------------------------
 
     def version_name(self, version: int) -> str:
@@ -213,6 +219,7 @@ class Control:
     async def receive_folder(self, path: str, *, timeout: float | None = None) -> None:
         """Take the safetensors of a folder (or a file) on this machine."""
         self._name_session(await self._weights.receive("receive_folder", timeout, path=path))
+        self._weights.folder = path
 
     async def finish_update(
         self, *, version: str | None = None, kv_policy: KvPolicy | None = None, timeout: float | None = None
@@ -345,6 +352,12 @@ class Control:
             raise ApiError(409, "there is nothing to compare with; take a snapshot first.")
         now = await self.checksums()
         return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+
+    async def weight_rows(self, name: str, count: int) -> list[Any]:
+        """The first rows of a checkpoint tensor that serves, as lists of numbers. 400 for a name that there is none of,
+        and for more than a million numbers.
+        """
+        return await self._weights.call("weight_rows", self._config.rl_timeout, tensor=name, count=count)
 
     async def info(self) -> dict[str, Any]:
         """Device, dtype, block size and the like, for `/server_info`."""

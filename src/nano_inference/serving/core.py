@@ -66,6 +66,7 @@ WEIGHT_METHODS: dict[str, Callable[..., object]] = {
     "finish_update": WeightLink.finish_update,
     "cancel_update": WeightLink.cancel_update,
     "save_weights": WeightLink.save_weights,
+    "weight_rows": WeightLink.weight_rows,
     "describe": WeightLink.describe,
 }
 # The same, of blocks that move between replicas.

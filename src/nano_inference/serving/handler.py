@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from nano_inference.errors import VersionGone
 from nano_inference.serving.choices import Choice, Piece, new_choice
 from nano_inference.serving.client import EngineClient, RequestStream
-from nano_inference.serving.errors import ApiError, api_error_of
+from nano_inference.serving.errors import ApiError, api_error_of, bad_request
 from nano_inference.serving.protocols.interface import Ask, Builder, Served, Usage
+from nano_inference.serving.protocols.reading import shown
 from nano_inference.types import VERSION_GONE, Delta
 
 log = logging.getLogger("nano_inference.serving")
@@ -50,6 +51,9 @@ class Generation:
             raise
 
     def _submit(self, ask: Ask, client: EngineClient, request_id: str | None, session: str | None) -> None:
+        if ask.unique and client.is_live(ask.client_id):
+            text = f"rid {shown(ask.client_id)} is that of a request which has not ended; give each request its own."
+            raise bad_request(text, "rid")
         self._first.append(len(self.choices))
         params = ask.params
         eos = frozenset[int]() if params.ignore_eos else frozenset(self.served.engine.eos_token_ids)

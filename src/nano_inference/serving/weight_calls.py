@@ -28,11 +28,15 @@ class WeightCalls:
     Attributes:
         version: what the open session's version will be called, as far as anybody has said.
         snapshot: checksums that somebody asked to remember.
+        folder: of which the open session has taken weights.
+        served_folder: that the weights which serve came from, in the last update that took any of a folder.
     """
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self.version: str | None = None
         self.snapshot: dict[str, str] | None = None
+        self.folder: str | None = None
+        self.served_folder: str | None = None
         self._client, self._config = client, config
         self._restarts = client.num_restarts  # of the engine that all this is about
         self._versions: VersionNames | None = None  # None: of an engine that was not asked yet
@@ -61,7 +65,7 @@ class WeightCalls:
         """A new engine has the weights that it was built with, and knows nothing of groups, sessions and names."""
         if self._restarts != self._client.num_restarts:
             self._restarts = self._client.num_restarts
-            self._versions = self._session = self.version = self.snapshot = None
+            self._versions = self._session = self.version = self.snapshot = self.served_folder = None
 
     async def call(self, name: str, seconds: float = SOON, **arguments: Any) -> Any:
         """Call the engine; it is told the seconds where it keeps the deadline itself. Raises `ApiError`."""
@@ -92,7 +96,7 @@ class WeightCalls:
             # It knows whether this one is still open. Another one may be: of a call whose cancelling was lost.
             newest = await self.call("begin_update", session=number, known=self.session, **options)
             self.names.see(newest)
-            self._session, self.version = number, version
+            self._session, self.version, self.folder = number, version, None
         self._expire_later(number)
 
     @asynccontextmanager
@@ -134,6 +138,7 @@ class WeightCalls:
                 names.give_back(number, before)
             raise
         self._session = None
+        self.served_folder = self.folder or self.served_folder
         return names.name(number)
 
     async def cancel(self, reason: str) -> bool:

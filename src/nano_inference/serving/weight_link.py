@@ -14,7 +14,7 @@ import torch
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.transports import Deadline, WeightTransport, wire
 from nano_inference.engine.transports.files import WeightFiles, write_folder
-from nano_inference.engine.transports.group import Address
+from nano_inference.engine.transports.group import Address, check_host
 from nano_inference.engine.transports.interface import Shapes
 from nano_inference.engine.transports.receive import receive_into
 from nano_inference.engine.transports.reuse import ReusedMemory
@@ -29,6 +29,7 @@ from nano_inference.types import KvPolicy
 log = logging.getLogger("nano_inference.serving")
 
 GLANCE = 0.5  # seconds in which a trainer's store takes a connection
+MOST_NUMBERS = 2**20  # that `weight_rows` tells at once
 LOOK = 0.1  # seconds between two looks at whether an update can still be applied
 
 
@@ -96,6 +97,7 @@ class WeightLink:
         backend: str | None = None,
     ) -> None:
         """See `Control.join_group`."""
+        check_host(host)
         deadline = Deadline(seconds)
         device = self._engine.model.device
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -275,6 +277,15 @@ class WeightLink:
                 raise WeightUpdateConflict(f"weight version {self._manager.version} serves, and not {version}.")
             write_folder(path, self._manager.state_dict(), version=version)
         return version
+
+    def weight_rows(self, tensor: str, count: int) -> list[Any]:
+        """See `Control.weight_rows`."""
+        self._require_awake()
+        rows = self._manager.tensor(tensor)[:count]
+        if rows.numel() > MOST_NUMBERS:
+            fewer = max(1, count * MOST_NUMBERS // rows.numel())
+            raise WeightUpdateError(f"{len(rows)} rows of {tensor!r} are {rows.numel()} numbers; ask for {fewer} rows.")
+        return rows.to("cpu", torch.float32).tolist()
 
     def describe(self) -> dict[str, Any]:
         """What kind of engine it is, in words and numbers."""

@@ -50,7 +50,7 @@ def checksums(url: str) -> dict[str, str]:
 
 def checksums_of(weights: dict[str, Tensor]) -> dict[str, str]:
     return {
-        name: hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
         for name, tensor in weights.items()
     }
 

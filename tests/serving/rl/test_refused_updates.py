@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nano_inference.models import loading
 from nano_inference.regular_files import open_regular
+from nano_inference.serving.dialects import prime_rl
 from tests.models.tiny import llama_weights
 from tests.serving.rl.asking import GENERATE, NO_TLS, ask, body, look
 
@@ -241,6 +242,17 @@ def test_a_share_that_hangs_holds_nobody_up(
     back.set()
     assert client.post(DISK, json=told).status_code == 200
     assert serving(rl_server)[1] != was[1]
+
+
+def test_a_share_that_hangs_before_a_step_is_read(
+    client: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back = threading.Event()
+    monkeypatch.setattr(prime_rl, "_is_stable", lambda step: back.wait(60))
+    reply = client.post("/update_weights", json={"weight_dir": str(tmp_path / "step_3"), "timeout": 0.2})
+    back.set()
+    assert reply.status_code == 504
+    assert reply.json()["message"] == "weight_dir: the file system did not answer within 0.2 s."
 
 
 def test_nan_is_taken_where_it_is_asked_for(rl_server: str, client: httpx.Client, tiny_folder: Path) -> None:

@@ -48,7 +48,18 @@ def parse_address(address: str) -> Address:
         host, port, parts = None, None, None
     if parts is None or parts.scheme != "tcp" or not host or port is None or parts.path:
         raise WeightUpdateError(f"address={address!r} must be tcp://host:port.")
+    check_host(host)
     return host, port
+
+
+def check_host(host: str) -> None:
+    """Raise `WeightUpdateError` for what can be no name or address of a machine."""
+    try:
+        fits = 0 < len(host.encode("idna")) <= 255 and host.isprintable() and not set(host) & set(" /?#@%\\")
+    except UnicodeError:
+        fits = False
+    if not fits:
+        raise WeightUpdateError(f"{host!r:.80} is no name or address of a machine.")
 
 
 def url_of(address: Address) -> str:
@@ -99,7 +110,7 @@ def when_served(address: Address, deadline: Deadline, connect: Callable[[], Made
             return connect()
         except (OSError, RuntimeError) as problem:
             if not deadline.left():
-                told = f"no trainer at {url_of(address)} within {deadline.seconds:g} s: {problem}"
+                told = f"no trainer at {url_of(address)} within {deadline.seconds:g} s: {_said(problem)}"
                 raise WeightTransferError(told) from problem
             time.sleep(deadline.at_most(0.05))
 
@@ -329,6 +340,11 @@ def _let_go(holder: list[Any]) -> None:
         logger.warning("a group of trainer and engines did not end in order: %s", _first_line(problem))
     finally:
         holder.clear()
+
+
+def _said(problem: Exception) -> str:
+    """Without the number of a system's error."""
+    return (isinstance(problem, OSError) and problem.strerror) or _first_line(problem)
 
 
 def _first_line(problem: Exception) -> str:

@@ -9,6 +9,7 @@ CHANGING: frozenset[str] = frozenset(
         "/update_weights",
         # vLLM
         "/abort_requests",
+        "/inference/v1/abort_requests",
         "/finish_weight_update",
         "/inference/v1/abort_requests",
         "/init_weight_transfer_engine",
@@ -26,6 +27,7 @@ CHANGING: frozenset[str] = frozenset(
         "/continue_generation",
         "/destroy_weights_update_group",
         "/end_weight_update",
+        "/get_weights_by_name",  # it changes nothing, and tells what the model is worth
         "/init_weights_update_group",
         "/pause_generation",
         "/post_process_weights",

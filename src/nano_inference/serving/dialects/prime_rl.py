@@ -6,12 +6,12 @@ here reads; a broadcaster that is joined has to speak `WeightSender`'s format (`
 
 import asyncio
 import re
+import threading
 from contextlib import suppress
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
-from nano_inference.serving.control import Control
 from nano_inference.serving.dialects.reading import Fields, checks_of, fields_of
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import ApiError, bad_request, retry_after
@@ -71,7 +71,7 @@ async def update_weights(server: Server, fields: Fields) -> Response:
     names the step. Else they are the folder's safetensors. `step_12` in its path names the version.
     """
     try:
-        await _update(server.control, fields)
+        await _update(server, fields)
     except BaseException:  # what a broadcaster has sent and nobody took would be taken for the next update
         with suppress(ApiError):  # there is none
             await server.control.leave_group(GROUP)
@@ -79,8 +79,9 @@ async def update_weights(server: Server, fields: Fields) -> Response:
     return json_reply(200, {"status": "ok"})
 
 
-async def _update(control: Control, fields: Fields) -> None:
-    folder, checks = fields.text("weight_dir"), checks_of(fields)
+async def _update(server: Server, fields: Fields) -> None:
+    control, folder, checks = server.control, fields.text("weight_dir"), checks_of(fields)
+    timeout = fields.seconds("timeout")
     has_broadcaster = await control.has_group(GROUP)
     if folder is None and not has_broadcaster:
         raise ApiError(
@@ -88,14 +89,14 @@ async def _update(control: Control, fields: Fields) -> None:
         )
     step = None if folder is None else _step_of(folder)
     if not has_broadcaster and step is not None:
-        await _require_stable(step)
+        await _require_stable(step, timeout or server.config.rl_timeout)
     version = None if step is None else _STEP.sub(r"\1", step.name)
     async with control.updating(version=version, **checks):
         if has_broadcaster:
             await control.receive_stream(GROUP)
         else:
             assert folder is not None
-            await control.receive_folder(folder)
+            await control.receive_folder(folder, timeout=timeout)
         await control.finish_update()
 
 
@@ -107,17 +108,32 @@ def _step_of(folder: str) -> Path | None:
     return next((each for each in (path, path.parent) if _STEP.fullmatch(each.name)), None)
 
 
-async def _require_stable(step: Path) -> None:
+async def _require_stable(step: Path, seconds: float) -> None:
     """A step's folder is read when its trainer has marked it as whole. On a shared file system the marker may be seen
-    here later than by who calls; prime-rl comes again after a 503.
+    here later than by who calls; prime-rl comes again after a 503. A share that hangs keeps a thread, and nobody else.
     """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[bool] = loop.create_future()
 
-    def is_stable() -> bool:
-        try:
-            return (step / MARKER).is_file()
-        except OSError:
-            return False
+    def look() -> None:
+        found = _is_stable(step)
+        with suppress(RuntimeError):  # the server has ended
+            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(found))
 
-    if not await asyncio.to_thread(is_stable):
+    threading.Thread(target=look, name="look for a step", daemon=True).start()
+    try:
+        async with asyncio.timeout(seconds):
+            stable = await answer
+    except TimeoutError:
+        message = f"weight_dir: the file system did not answer within {seconds:g} s."
+        raise ApiError(504, message, "weight_dir") from None
+    if not stable:
         message = f"weight_dir: {step.name} has no {MARKER} marker yet; it may still be written."
         raise ApiError(503, message, "weight_dir", headers=retry_after(1.0))
+
+
+def _is_stable(step: Path) -> bool:
+    try:
+        return (step / MARKER).is_file()
+    except OSError:
+        return False

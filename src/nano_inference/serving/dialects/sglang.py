@@ -54,6 +54,7 @@ def routes(server: Server) -> APIRouter:
         "/model_info": lambda _: _model_info(server),
         "/get_model_info": lambda _: _model_info(server),
         "/get_server_info": lambda _: server_info(server),
+        "/get_weights_by_name": lambda fields: _rows(control, fields),
         "/get_weight_version": lambda _: _version(control),
         "/health_generate": lambda _: _health(server),
         "/v1/loads": lambda fields: _loads(control, fields),
@@ -67,6 +68,7 @@ def routes(server: Server) -> APIRouter:
         "/resume_memory_occupation": lambda fields: _resume_memory(control, fields),
         "/init_weights_update_group": lambda fields: _done(weights.join(fields)),
         "/destroy_weights_update_group": lambda fields: _done(weights.leave(fields)),
+        "/get_weights_by_name": lambda fields: _rows(control, fields),
         "/begin_weight_update": lambda fields: _done(_begin(weights, fields)),
         "/weights_checker": weights.check,
         **{path: _refuser(why) for path, why in _NOT_HERE.items()},
@@ -109,7 +111,7 @@ def _refuser(why: str) -> Answer:
 async def _model_info(server: Server) -> dict[str, Any]:
     served = server.require_served()
     return {
-        "model_path": served.engine.model_path,
+        "model_path": server.control.model_path,
         "served_model_name": served.name,
         "tokenizer_path": served.engine.tokenizer_folder,
         "is_generation": True,
@@ -215,6 +217,11 @@ def _memory(fields: Fields) -> list[Memory]:
     if unknown := [each for each in tags if each not in (*_PARTS, _NOTHING_TO_RELEASE)]:
         raise bad_request(f"tags holds {shown(unknown[0])}; there are {', '.join(_PARTS)}.", "tags")
     return [part for name, part in _PARTS.items() if name in tags]
+
+
+async def _rows(control: Control, fields: Fields) -> list[Any]:
+    name, count = fields.required_text("name"), fields.number("truncate_size", least=1, most=2**31)
+    return await control.weight_rows(name, 100 if count is None else count)
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

@@ -183,6 +183,7 @@ class GenerateBuilder:
             # The prompt's scores, and masks, come with the whole sample.
             stream=wanted.scored_from is None and not (wanted.hides or wanted.mask or wanted.flat_mask),
             client_id=prompt.request_id,
+            unique=self.request.rid is not None,
             num_wanted=self.request.n_wanted,
             min_version=self._min_version,
             exact_version=self._exact_version,

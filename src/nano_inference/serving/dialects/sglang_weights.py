@@ -18,9 +18,10 @@ from nano_inference.serving.protocols.reading import shown
 from nano_inference.serving.server import Server
 
 GROUP = "weight_update_group"  # where a trainer gives it no name
+MOST_NAME = 256  # characters
 WHOLE = 1 << 62  # bytes of a packed run that never ends: a flattened bucket is one broadcast
+_DIGITS = 16  # of a tensor's checksum: SGLang's have 64 bits
 _RANK: Mapping[str, object] = {
-    "role": "target",
     **dict.fromkeys(("rank", "tp_rank", "dp_rank", "pp_rank"), 0),
     **dict.fromkeys(("size", "tp_size", "dp_size", "pp_size"), 1),
 }
@@ -76,7 +77,7 @@ class Weights:
         backend = fields.text("backend")
         if backend not in (None, "gloo", "nccl"):
             raise bad_request(f"backend must be gloo or nccl, not {shown(backend)}.", "backend")
-        name = fields.text("group_name") or GROUP
+        name = _group(fields)
         await self._control.join_group(
             name,
             host,
@@ -93,7 +94,7 @@ class Weights:
 
     async def leave(self, fields: Fields) -> str:
         """`/destroy_weights_update_group`."""
-        name = fields.text("group_name") or GROUP
+        name = _group(fields)
         await self.session.cancel(f"the group {name} was destroyed.")
         await self._control.leave_group(name)
         return f"the group {name} is no more."
@@ -104,7 +105,7 @@ class Weights:
         """`/update_weights_from_distributed`."""
         tensors, group, timeout = (
             tensors_of(fields, "dtypes"),
-            fields.text("group_name") or GROUP,
+            _group(fields),
             fields.seconds("timeout"),
         )
         packed_bytes = WHOLE if _load_format(fields, ("flattened_bucket",)) == "flattened_bucket" else None
@@ -163,7 +164,7 @@ class Weights:
             _require_same(_without(await self._control.changed_tensors(), skipped))
         else:
             checksums = await self._control.checksums()
-            kept = {name: checksums[name] for name in _without(checksums, skipped)}
+            kept = {name: checksums[name][:_DIGITS] for name in _without(checksums, skipped)}
             return {"success": True, "message": "Success.", **_ranks(kept)}
         return {"success": True, "message": "Success."}
 
@@ -183,8 +184,15 @@ def _ranks(checksums: Mapping[str, str]) -> dict[str, Any]:
     own = hashlib.sha256()
     for name, each in sorted(checksums.items()):
         own.update(name.encode() + each.encode())
-    rank = {"checksums": checksums, "per_gpu_checksum": own.hexdigest(), "parallelism_info": [_RANK]}
+    rank = {"checksums": checksums, "per_gpu_checksum": own.hexdigest(), "parallelism_info": _RANK}
     return {"ranks": [rank], "per_engine_checksum": hashlib.sha256(own.hexdigest().encode()).hexdigest()}
+
+
+def _group(fields: Fields) -> str:
+    name = fields.text("group_name") or GROUP
+    if len(name) > MOST_NAME:
+        raise bad_request(f"group_name must have at most {MOST_NAME} characters, not {len(name)}.", "group_name")
+    return name
 
 
 def _load_format(fields: Fields, known: Sequence[str]) -> str | None:

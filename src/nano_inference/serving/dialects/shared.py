@@ -63,7 +63,7 @@ async def server_info(server: Server) -> dict[str, Any]:
     dtype = str(info.get("dtype", "float32")).removeprefix("torch.")
     return {
         "version": nano_inference.__version__,
-        "model_path": served.engine.model_path,
+        "model_path": server.control.model_path,
         "served_model_name": served.name,
         "max_model_len": served.engine.max_model_len,
         "weight_version": await server.control.serving_version(),
@@ -73,6 +73,7 @@ async def server_info(server: Server) -> dict[str, Any]:
         "ep_size": 1,
         "disaggregation_mode": "null",
         "enable_memory_saver": False,  # slime wants to find its own setting here
+        "max_total_num_tokens": info.get("kv_cache_tokens"),  # SGLang's word for the room of its cache
         **info,
         "vllm_config": {
             # TRL asks only whether it is null. "nccl" is vLLM's word for a group that the trainer opens as rank 0; on

@@ -106,9 +106,9 @@ async def _abort(control: Control, fields: Fields) -> dict[str, Any]:
 
 
 async def _abort_named(control: Control, fields: Fields) -> dict[str, Any]:
-    if not fields.texts("request_ids"):
-        raise bad_request("request_ids is missing; it must be a list of one or more ids.", "request_ids")
-    return await _abort(control, fields)
+    if fields.texts("request_ids") is None:
+        raise bad_request("request_ids is missing; it must be a list of ids.", "request_ids")
+    return await _abort(control, fields) if fields.texts("request_ids") else {"status": "aborted", "aborted": 0}
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

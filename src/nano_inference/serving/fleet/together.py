@@ -80,7 +80,7 @@ class Together:
             "is_paused": self._any,
             "sleep": self._sleep,
             "wake": self._wake,
-            "sleeping": self._sleeping,
+            "sleeping": self._first,
             "take_in": self._nothing,
             "join_group": self._join,
             "leave_group": self._leave_group,
@@ -88,6 +88,7 @@ class Together:
             "begin_update": self._begin,
             "finish_update": self._finish,
             "cancel_update": self._cancel,
+            "weight_rows": self._first,
             "describe": self._describe,
         }
 
@@ -213,13 +214,13 @@ class Together:
             expected = checksums | expected  # of engines in lockstep each has some of the experts
         return expected
 
+    async def _first(self, name: str, seconds: float, arguments: Arguments) -> Any:
+        found: dict[str, Any] = await self.all_or_error(name, seconds, arguments)
+        return next(iter(found.values()))
+
     async def _describe(self, name: str, seconds: float, arguments: Arguments) -> dict[str, Any]:
         found: dict[str, dict[str, Any]] = await self.all_or_error("describe", seconds, arguments)
         return {**next(iter(found.values())), "replicas": len(found)}
-
-    async def _sleeping(self, name: str, seconds: float, arguments: Arguments) -> list[Memory]:
-        found = await self.all_or_error("sleeping", seconds, arguments)
-        return list(next(iter(found.values())))
 
     # -- pauses and memory --------------------------------------------------------------------------------------------
 
@@ -283,7 +284,7 @@ class Together:
                 self._fleet.paused = False
 
     async def _parts(self, seconds: float) -> tuple[Memory, ...]:
-        return tuple(await self._sleeping("sleeping", seconds, {}))
+        return tuple(await self._first("sleeping", seconds, {}))
 
     # -- groups and updates -------------------------------------------------------------------------------------------
 

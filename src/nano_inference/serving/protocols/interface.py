@@ -25,6 +25,7 @@ class Ask:
     Attributes:
         stream: False: its samples come whole, also where the answer is a stream.
         client_id: by which `Control.abort` finds it; None: the id of the HTTP request (`x-request-id`).
+        unique: refused, 400, while another request has its `client_id`.
         num_wanted, min_version, max_staleness, exact_version: as in `InferenceEngine.add_request`; versions are the
             engine's integers. An `exact_version` that is gone is answered with 409.
         detokenize: False: its choices have no text but what the engine makes for stop strings.
@@ -38,6 +39,7 @@ class Ask:
     num_samples: int = 1
     stream: bool = True
     client_id: str | None = None
+    unique: bool = False
     detokenize: bool = True
     text: TextStyle = PLAIN
     num_wanted: int | None = None
