@@ -89,6 +89,7 @@ CATCHES = {
     "refused_tensors_stay_in_the_update": "tests/serving/rl/weights/test_weight_files.py -k closes_a_session",
     "versions_may_fall": "tests/serving/rl/weights/test_weight_updates.py -k versions_rise",
     "sglang_buckets_one_by_one": 'tests/serving/rl/test_sglang_updates.py -k "slime_like_trainer and not smollm2"',
+    "refused_request_leaves_the_session_open": 'tests/serving/rl/test_refused_updates.py -k "sglangs or vllms"',
     "depth_counts_lists_alone": "tests/serving/test_edge.py -k depth",
     "parameters_written_once": "tests/rl/test_policy_model.py -k every_way",
     "shared_scores_one_too_far": "tests/rl/test_score.py -k share",
