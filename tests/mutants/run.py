@@ -91,6 +91,8 @@ CATCHES = {
     "sglang_buckets_one_by_one": 'tests/serving/rl/test_sglang_updates.py -k "slime_like_trainer and not smollm2"',
     "refused_request_leaves_the_session_open": 'tests/serving/rl/test_refused_updates.py -k "sglangs or vllms"',
     "depth_counts_lists_alone": "tests/serving/test_edge.py -k depth",
+    "tensors_begin_where_the_last_ended": 'tests/engine/test_weight_transports.py -k "side_by_side"',
+    "old_marker_beside_new_files": "tests/engine/test_weight_transports.py -k written_anew",
     "parameters_written_once": "tests/rl/test_policy_model.py -k every_way",
     "shared_scores_one_too_far": "tests/rl/test_score.py -k share",
     "replay_keeps_rows_of_other_weights": "tests/rl/test_replay.py -k mixed_versions",
