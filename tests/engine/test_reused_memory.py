@@ -22,6 +22,19 @@ def test_memory_is_used_again_once_nobody_holds_it() -> None:
     assert memory.take(3).nbytes == 3
 
 
+def test_the_smallest_piece_that_fits_is_taken_and_none_that_is_much_too_large() -> None:
+    memory = ReusedMemory()
+    pieces = {count: memory.take(count * HUGE_PAGE) for count in (6, 2, 3)}
+    places = {count: piece.data_ptr() for count, piece in pieces.items()}
+    pieces.clear()
+    found = memory.take(2 * HUGE_PAGE)
+    assert found.data_ptr() == places[2]
+    small = memory.take(HUGE_PAGE)  # three and six times as large would be a waste
+    assert small.data_ptr() not in places.values()
+    assert len(memory._free) == 2
+    assert memory.take(5 * HUGE_PAGE).data_ptr() == places[6]
+
+
 def test_no_piece_is_given_out_twice() -> None:
     rng, memory, held = random.Random(0), ReusedMemory(), list[tuple[Tensor, int]]()
     places: set[int] = set()

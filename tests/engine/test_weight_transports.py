@@ -11,9 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import torch as safetensors_torch
 
 from nano_inference import WeightSyncManager, WeightUpdate, WeightUpdateError
 from nano_inference.engine.transports import Deadline, Incoming, WeightTransport, receive_update, wire
+from nano_inference.engine.transports import files as transport_files
 from nano_inference.engine.transports.files import MARKER, WeightFolder, write_folder
 from nano_inference.engine.transports.in_process import InProcess
 from tests.engine.weight_cases import EMBEDDING, HEAD, NEW, NEWER, NORM, OLD, UP, decoder, synced
@@ -162,6 +164,23 @@ def test_a_folder_is_read_once_it_is_complete(manager: WeightSyncManager, tmp_pa
     assert receive_update(manager, WeightFolder(folder)).result(5) == 5
 
 
+def test_a_folder_is_not_complete_while_it_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that came now would take some of the old files for all of the new update."""
+    write_folder(tmp_path, NEW, version=1)
+    seen = list[bool]()
+
+    def save_file(tensors: Weights, path: Path) -> None:
+        seen.append((tmp_path / MARKER).exists())
+        safetensors_torch.save_file(tensors, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transport_files, "save_file", save_file)
+        write_folder(tmp_path, NEW, version=2, max_file_bytes=50_000)
+    assert len(seen) > 1
+    assert not any(seen)
+    assert (tmp_path / MARKER).exists()
+
+
 def test_tensors_that_share_memory_can_be_written(tmp_path: Path) -> None:
     tied = WeightSyncManager(decoder(tie=True), lambda update: tied.finish() and None)
     write_folder(tmp_path, {EMBEDDING: NEW[EMBEDDING], HEAD: NEW[EMBEDDING]})
@@ -241,6 +260,39 @@ def test_what_is_laid_out_is_what_is_unpacked(run_bytes: int, bucket_bytes: int,
             arrived |= unpacked
     assert arrived.keys() == weights.keys()
     assert all(torch.equal(arrived[name], tensor) for name, tensor in weights.items())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from(list(wire.DTYPE_NAMES))), min_size=1, max_size=6),
+    st.sampled_from([16, 48, 64]),
+    st.booleans(),
+)
+def test_tensors_of_any_length_lie_side_by_side(
+    told: list[tuple[int, torch.dtype]], run_bytes: int, patched: bool
+) -> None:
+    """Each begins at a multiple of 16, and few end at one."""
+    random = torch.Generator().manual_seed(0)
+    values = [torch.randn(length, generator=random).to(dtype) for length, dtype in told]
+    if patched:
+        weights: Any = [(str(at), 3 * torch.arange(len(each)), each) for at, each in enumerate(values)]
+    else:
+        weights = {str(at): each for at, each in enumerate(values)}
+    bucket = wire.sendable(weights)
+    pieces = [piece for piece, _ in bucket]
+    flat = torch.full((wire.num_bytes(pieces),), 255, dtype=torch.uint8)
+    for start in range(0, len(flat), run_bytes):
+        stop = min(start + run_bytes, len(flat))
+        flat[start:stop] = wire.laid_out(bucket, start, stop, torch.empty(run_bytes, dtype=torch.uint8))
+    found: Any = wire.unpack(pieces, flat)
+    if patched:
+        for (name, indices, sent), patch in zip(weights, found, strict=True):
+            assert patch.name == name
+            assert torch.equal(patch.indices, indices)
+            assert torch.equal(patch.values, sent)
+    else:
+        assert list(found) == list(weights)
+        assert all(torch.equal(found[name], sent) for name, sent in weights.items())
 
 
 PIECE = [NORM, "float32", [64], None]
