@@ -45,7 +45,7 @@ TOO_LARGE: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": IDS, "n": 16, "max_tokens": 100, "raw_logprobs": True}, "max_tokens"),
     ("/v1/chat/completions", {"messages": CHAT, **MANY, "logprobs": True, "top_logprobs": 4}, "top_logprobs"),
     ("/v1/chat/completions", {"messages": CHAT, "n": 2, "max_tokens": 1, "prompt_logprobs": 900}, "prompt_logprobs"),
-    ("/v1/messages", {"messages": CHAT, "max_tokens": 5000}, "max_tokens"),
+    ("/v1/messages", {"model": "scripted", "messages": CHAT, "max_tokens": 5000}, "max_tokens"),
     (
         "/generate",
         {
