@@ -48,6 +48,10 @@ def in_process() -> None:
             mask = {"min_p": 1e-300, "temperature": 2.0, "sampling_mask": True, "ignore_eos": True}
             samples = engine.generate([7], SamplingParams(max_tokens=60, **mask), 128)
             assert {each.finish_reason for each in samples} == {"abort"}
+            wide = SamplingParams(max_tokens=8, top_logprobs=50_000, ignore_eos=True)
+            plain = SamplingParams(max_tokens=8, ignore_eos=True)  # in its steps, so that each has as wide a row
+            samples = engine.generate([[7]] * 200, [wide, *[plain] * 199])
+            assert [len(each.top_logprobs[-1].token_ids) for each in samples if each.top_logprobs] == [50_000]
             params = SamplingParams(
                 max_tokens=1000,
                 top_logprobs=50_000,
