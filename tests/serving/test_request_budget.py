@@ -133,6 +133,8 @@ def test_a_batch_shares_what_its_masks_may_have(bounded: tuple[str, Bounded]) ->
     asked = client.requests[before:]
     assert len(asked) == 2
     assert sum(each.max_entries or 0 for each in asked) == BUDGET
+    httpx.post(url + "/v1/completions", json=body | {"prompt": IDS * 50, "echo": True}, timeout=60)
+    assert client.requests[-1].max_entries == BUDGET - 100, "the prompt that is told twice is taken from the masks"
     post(url + "/v1/completions", {"prompt": IDS, "max_tokens": 2})
     assert client.requests[-1].max_entries is None
 
