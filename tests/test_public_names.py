@@ -76,6 +76,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "batch_invariant": None,
         "cuda_graphs": True,
         "num_threads": None,
+        "max_request_entries": 5_000_000,
         "seed": None,
         "tensor_parallel": 1,
         "pipeline_parallel": 1,

@@ -76,13 +76,13 @@ def require_affordable(demand: Demand, budget: int, names: "Names | None" = None
     cost = demand.entries()
     if cost <= budget:
         return cost
-    beyond = f"the request asks for up to {cost} entries, and max_request_entries={budget}"
-    for field in _levers(demand):
-        value = _largest(demand, field, budget)
-        if value is not None:
-            name = (names or {}).get(field, _NAMES[field])
-            raise RequestTooLarge(f"{beyond}; lower {name} from {getattr(demand, field)} to {value}.")
-    raise RequestTooLarge(f"{beyond}; no single number makes it fit: ask for less, or raise max_request_entries.")
+    changes = _remedy(demand, budget)
+    words = [
+        f"{(names or {}).get(field, _NAMES[field])} from {getattr(demand, field)} to {value}"
+        for field, value in changes.items()
+    ]
+    remedy = f"lower {' and '.join(words)}" if words else "raise it"
+    raise RequestTooLarge(f"the request asks for up to {cost} entries, and max_request_entries={budget}; {remedy}.")
 
 
 def most_mask_ids(demand: Demand, budget: int) -> int:
@@ -97,15 +97,14 @@ _NAMES: Names = {
     "max_tokens": "max_tokens",
     "top_logprobs": "top_logprobs",
     "prompt_top_logprobs": "prompt_top_logprobs",
-    "parameters": "the ids of logit_bias, allowed_token_ids and stop_token_ids, and the characters of stop,",
+    "parameters": "the ids of logit_bias, allowed_token_ids, stop_token_ids with the characters of stop",
 }
-# What each part of the cost is lowered by, the first choice first, and the least that a request can have of it.
+# What each part of the cost is lowered by, the first choice first.
 _LEVERS = {
     "prompt": ("prompt_top_logprobs", "num_samples", "prompt"),
     "completions": ("top_logprobs", "max_tokens", "num_samples"),
     "parameters": ("num_samples", "parameters"),
 }
-_LEAST = {"prompt": 1, "num_samples": 1, "max_tokens": 1}
 
 
 def _parts(demand: Demand) -> dict[str, int]:
@@ -117,16 +116,36 @@ def _parts(demand: Demand) -> dict[str, int]:
     }
 
 
-def _levers(demand: Demand) -> list[str]:
-    """Numbers that can be lowered, those of the largest part first."""
+def _remedy(demand: Demand, budget: int) -> dict[str, int]:
+    """Numbers to lower, and to what, so that a request fits: one, if one will do. Empty: nothing will."""
+    fields = [field for part in _by_size(demand) for field in _LEVERS[part]]
+    for field in fields:
+        value = _largest(demand, field, budget)
+        if value is not None:
+            return {field: value}
+    changes = dict[str, int]()
+    while left := [each for part in _by_size(demand) for each in _LEVERS[part] if getattr(demand, each) > _least(each)]:
+        value = _largest(demand, left[0], budget)
+        changes[left[0]] = _least(left[0]) if value is None else value
+        if value is not None:
+            return changes
+        demand = demand._replace(**{left[0]: changes[left[0]]})
+    return {}
+
+
+def _by_size(demand: Demand) -> list[str]:
+    """The parts of the cost, the largest first."""
     parts = _parts(demand)
-    fields = [field for part in sorted(parts, key=parts.__getitem__, reverse=True) for field in _LEVERS[part]]
-    return list(dict.fromkeys(fields))
+    return sorted(parts, key=parts.__getitem__, reverse=True)
+
+
+def _least(field: str) -> int:
+    return 1 if field in ("prompt", "num_samples", "max_tokens") else 0
 
 
 def _largest(demand: Demand, field: str, budget: int) -> int | None:
     """The largest value of a number with which the request fits; None: none does. The cost grows evenly with each."""
-    least = _LEAST.get(field, 0)
+    least = _least(field)
     low, high = (demand._replace(**{field: each}).entries() for each in (least, least + 1))
     if low > budget or high == low:
         return None

@@ -23,7 +23,7 @@ ASKED = SamplingParams(
     seed=3,
     ignore_eos=True,
     allowed_token_ids=frozenset(range(3, 299)),
-    logit_bias={each: 0.5 for each in range(3, 200)},
+    logit_bias=dict.fromkeys(range(3, 200), 0.5),
     prompt_logprobs=True,
     prompt_top_logprobs=20,
 )

@@ -27,7 +27,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine.backends import captures_graphs
 from nano_inference.engine.device import DeviceQueue, Event, queue_of
 from nano_inference.engine.graphs import DecodeGraphs, DrawResults, is_plain
-from nano_inference.engine.kept_ids import KeptIds
+from nano_inference.engine.kept_ids import BestRows, KeptIds
 from nano_inference.engine.runner import ModelRunner, StepResult
 from nano_inference.engine.step_buffers import Downloads, Uploads
 from nano_inference.engine.storage import KVStorage
@@ -77,7 +77,7 @@ class Arriving:
             raw_logprobs=columns.raw_logprobs.tolist(),
             log_kept_mass=columns.log_kept_mass.tolist(),
             masks=None if columns.kept is None else KeptIds(columns.kept.copy()),
-            top=None if columns.top is None else _pairs(*columns.top),
+            top=None if columns.top is None else BestRows(*(each.copy() for each in columns.top)),
             scores=columns.scores.tolist(),
             score_best=[pair for each in columns.best for pair in _pairs(*each)],
         )

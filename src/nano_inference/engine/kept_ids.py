@@ -1,4 +1,6 @@
-"""Sampling masks of a step on the host: one row's ids at a time, so that a step never holds them all as integers."""
+"""Sampling masks and best tokens of a step on the host: one row at a time, so that a step never holds all of them as
+Python's numbers.
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -50,6 +52,32 @@ class PackedIds(Sequence["array[int]"]):
         if are_bits:
             return _array(np.flatnonzero(np.unpackbits(np.frombuffer(data, dtype=np.uint8))))
         return _array(np.frombuffer(data, dtype=np.int32))
+
+
+BestRow = tuple[list[int], list[float]]
+
+
+class BestRows(Sequence[BestRow]):
+    """The most probable tokens and their logprobs, row by row; made when a row is asked for.
+
+    Args:
+        token_ids: int64 [R, K].
+        logprobs: float32 [R, K].
+    """
+
+    def __init__(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
+        self._ids, self._logprobs = token_ids, logprobs
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, row: int) -> BestRow: ...
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[BestRow]: ...
+    def __getitem__(self, row: int | slice) -> BestRow | Sequence[BestRow]:
+        ids, logprobs = self._ids[row], self._logprobs[row]
+        return BestRows(ids, logprobs) if isinstance(row, slice) else (ids.tolist(), logprobs.tolist())
 
 
 def pack(row: Sequence[int]) -> PackedRow:

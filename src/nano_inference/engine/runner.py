@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
-from nano_inference.engine.kept_ids import KeptIds
+from nano_inference.engine.kept_ids import BestRows, KeptIds
 from nano_inference.engine.lockstep import Lockstep
 from nano_inference.engine.loop import Pending
 from nano_inference.engine.sleeping import Sleep, give_back
@@ -38,7 +38,7 @@ class Sampled:
         draw = self.draw
         masks = top = None
         if draw.top_ids.shape[1]:
-            top = _pairs(draw.top_ids, draw.top_logprobs)
+            top = BestRows(draw.top_ids.cpu().numpy(), draw.top_logprobs.cpu().numpy())
         if draw.kept is not None:
             masks = KeptIds(draw.kept.cpu().numpy())
         return SampledTokens(

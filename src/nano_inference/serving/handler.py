@@ -12,11 +12,12 @@ from nano_inference.serving.client import EngineClient, RequestStream
 from nano_inference.serving.errors import ApiError, api_error_of, bad_request
 from nano_inference.serving.protocols.interface import Ask, Builder, Served, Usage
 from nano_inference.serving.protocols.reading import shown
-from nano_inference.types import VERSION_GONE, Delta
+from nano_inference.types import VERSION_GONE, Delta, TrainingSample
 
 log = logging.getLogger("nano_inference.serving")
 
-LARGE_ANSWER = 2048  # tokens, prompts' included; with logprobs such an answer takes a while, in which streams go on
+# Tokens and ids of masks, prompts' included. With logprobs a part of so many takes a while, in which others go on.
+LARGE_ANSWER = 2048
 
 
 @dataclass
@@ -70,6 +71,12 @@ class Generation:
         self.streams.append(client.submit(*asked, stream=stream, name=name, session=session, **ask.limits))
         self.usage.prompt_tokens += len(ask.prompt)
 
+    @property
+    def is_large(self) -> bool:
+        """Whether its answer takes a while to be made."""
+        masks = sum(_num_masked(choice.finished) for choice in self.choices)
+        return self.usage.prompt_tokens + self.usage.completion_tokens + masks > LARGE_ANSWER
+
     def close(self) -> None:
         """Abort what has not ended."""
         for stream in self.streams:
@@ -80,21 +87,29 @@ class Generation:
         if len(self.streams) == 1:  # nearly always, and then cheaply
             stream = self.streams[0]
             while stream.samples_left:
-                yield self._pieces(0, await stream.next())
+                async for pieces in self._taken(0, await _portions(stream)):
+                    yield pieces
             return
-        waiting = {asyncio.ensure_future(stream.next()): place for place, stream in enumerate(self.streams)}
+        waiting = {asyncio.ensure_future(_portions(stream)): place for place, stream in enumerate(self.streams)}
         try:
             while waiting:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for future in sorted(done, key=waiting.__getitem__):
                     place = waiting.pop(future)
-                    yield self._pieces(place, future.result())
+                    async for pieces in self._taken(place, future.result()):
+                        yield pieces
                     if self.streams[place].samples_left:
-                        waiting[asyncio.ensure_future(self.streams[place].next())] = place
+                        waiting[asyncio.ensure_future(_portions(self.streams[place]))] = place
         finally:
             for future in waiting:
                 future.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _taken(self, place: int, portions: list[list[Delta]]) -> AsyncGenerator[list[Piece]]:
+        for number, portion in enumerate(portions):
+            if number:
+                await asyncio.sleep(0)  # for the others
+            yield self._pieces(place, portion)
 
     def _pieces(self, place: int, deltas: list[Delta]) -> list[Piece]:
         usage = self.usage
@@ -137,7 +152,7 @@ async def answer(generation: Generation) -> object:
         async for _ in all_pieces:
             pass
     builder, choices, usage = generation.builder, generation.choices, generation.usage
-    if usage.prompt_tokens + usage.completion_tokens > LARGE_ANSWER:
+    if generation.is_large:
         return await asyncio.to_thread(builder.response, choices, usage)
     return builder.response(choices, usage)
 
@@ -150,9 +165,10 @@ async def events(generation: Generation) -> AsyncGenerator[bytes]:
         async with aclosing(generation.pieces()) as all_pieces:
             async for pieces in all_pieces:
                 head = b"" if started else builder.start(replace(usage, completion_tokens=0))
-                data = head + (
-                    chunk(pieces[0], usage) if len(pieces) == 1 else b"".join([chunk(each, usage) for each in pieces])
-                )
+                if any(each.finished is not None and _num_told(each.finished) > LARGE_ANSWER for each in pieces):
+                    data = head + b"".join([await asyncio.to_thread(chunk, each, usage) for each in pieces])
+                else:
+                    data = head + b"".join([chunk(each, usage) for each in pieces])
                 started = True
                 if data:
                     yield data
@@ -164,3 +180,24 @@ async def events(generation: Generation) -> AsyncGenerator[bytes]:
         if error.status == 500 and not isinstance(problem, ApiError):  # a bug; others have said what they are
             log.exception("a stream failed")
         yield builder.failure(error)
+
+
+async def _portions(stream: RequestStream) -> list[list[Delta]]:
+    """What is new of a request. Much of it is taken apart, sample by sample, so that others get their turn between."""
+    deltas = await stream.next()
+    sizes = (len(each.token_ids) if each.finished is None else _num_told(each.finished) for each in deltas)
+    if sum(sizes) <= LARGE_ANSWER:
+        return [deltas]
+    by_sample: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        by_sample.setdefault(delta.sample_index, []).append(delta)
+    return list(by_sample.values())
+
+
+def _num_told(sample: TrainingSample) -> int:
+    """Tokens and ids of which something is to be told."""
+    return len(sample.completion_tokens) + len(sample.prompt_logprobs or ()) + _num_masked(sample)
+
+
+def _num_masked(sample: TrainingSample | None) -> int:
+    return 0 if sample is None or sample.sampling_mask is None else len(sample.sampling_mask.token_ids)

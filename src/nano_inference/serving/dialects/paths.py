@@ -11,7 +11,6 @@ CHANGING: frozenset[str] = frozenset(
         "/abort_requests",
         "/inference/v1/abort_requests",
         "/finish_weight_update",
-        "/inference/v1/abort_requests",
         "/init_weight_transfer_engine",
         "/pause",
         "/reset_prefix_cache",

@@ -47,6 +47,7 @@ from nano_inference.serving.protocols.fields import (
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
 from nano_inference.serving.protocols.lines import DONE, data_event, encode_line
 from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, operation, thing
+from nano_inference.serving.protocols.pieces import Told
 from nano_inference.serving.protocols.reading import read_body, refuse_unsupported
 from nano_inference.types import SamplingParams, TrainingSample
 
@@ -279,11 +280,12 @@ class GenerateBuilder:
     def response(self, choices: Sequence[Choice], usage: Usage) -> Any:
         """One object, or a list of them for a batch or several samples."""
         self._correct(usage)
-        told: list[dict[str, Any]] = []
-        for choice in choices:
-            assert choice.finished is not None
-            told.append(self._told(choice.index, choice.finished, choice.content))
-        return told if self._is_list else told[0]
+        told = (
+            self._told(choice.index, choice.finished, choice.content)
+            for choice in choices
+            if choice.finished is not None
+        )
+        return Told(told) if self._is_list else next(told)
 
     # -- parts --------------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ from nano_inference.serving.protocols.per_token import (
     prompt_rows,
     version_spans,
 )
+from nano_inference.serving.protocols.pieces import Told
 from nano_inference.serving.protocols.reading import log_unknown, read_body, refuse_unsupported, shown
 from nano_inference.types import SamplingParams, TrainingSample
 
@@ -170,7 +171,7 @@ class GenerateBuilder:
         told = self._head() | {
             "model": self._served.name,
             "created": self._created,
-            "choices": [self._choice(choice.whole, choice.content) for choice in choices],
+            "choices": Told(self._choice(choice.whole, choice.content) for choice in choices),
             "usage": usage_told(usage, self._served),
             "prompt_logprobs": None,
             "prompt_token_ids": self._prompt if self._request.return_token_ids else None,
@@ -186,7 +187,7 @@ class GenerateBuilder:
     def _head(self) -> dict[str, Any]:
         return {"request_id": self._request_id, "output_mode": "text" if self._tells_text else "tokens"}
 
-    def _prompt_logprobs(self, sample: TrainingSample) -> list[dict[str, Any] | None]:
+    def _prompt_logprobs(self, sample: TrainingSample) -> Told:
         return prompt_rows(sample, self._name, self._num_prompt_logprobs)
 
     def _choice(self, piece: Piece, text: str) -> dict[str, Any]:

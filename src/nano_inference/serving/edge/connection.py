@@ -69,6 +69,11 @@ class Connection(HttpToolsProtocol):
         self._leave(self._running)
         super().connection_lost(exc)  # knows the last request alone
 
+    @property
+    def is_open(self) -> bool:
+        """Whether what is sent may still be read."""
+        return self.transport is not None and not self.transport.is_closing()
+
     def abort(self) -> None:
         """End the connection at once, whatever is still to be sent."""
         if self.transport is not None:

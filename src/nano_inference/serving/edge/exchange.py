@@ -15,8 +15,9 @@ from starlette.types import Receive, Scope
 from nano_inference.serving.dialects import paths
 from nano_inference.serving.edge.event_stream import EventStream
 from nano_inference.serving.edge.logs import log_texts
+from nano_inference.serving.edge.pieced_reply import reply_in_pieces
 from nano_inference.serving.edge.record import RequestRecord, record_of
-from nano_inference.serving.edge.replies import error_reply, json_reply
+from nano_inference.serving.edge.replies import error_reply
 from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of
 from nano_inference.serving.handler import Generation, answer, events
 from nano_inference.serving.protocols.cost import affordable
@@ -141,7 +142,8 @@ class Exchange:
         """Wait for all of it."""
         try:
             with self._watched(receive):
-                return json_reply(200, await answer(self._generation))
+                body = await answer(self._generation)
+                return await reply_in_pieces(body, aside=self._generation.is_large)
         except Exception as problem:
             return refusal(problem, self._record)
 

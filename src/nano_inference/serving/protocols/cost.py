@@ -43,6 +43,12 @@ def affordable(asks: Iterable[Ask], served: Served, names: Names) -> list[Ask]:
         demands.append(demand)
     share = left // max(1, sum(demand.num_samples for demand in demands))
     return [
-        replace(ask, max_entries=demand.entries() + share * demand.num_samples) if ask.params.sampling_mask else ask
+        _with_share(ask, demand, share) if ask.params.sampling_mask else ask
         for ask, demand in zip(taken, demands, strict=True)
     ]
+
+
+def _with_share(ask: Ask, demand: Demand, share: int) -> Ask:
+    """The engine repeats no prompt: what the answer needs for that is not for masks."""
+    needed = demand._replace(repeats_prompt=False).entries()
+    return replace(ask, max_entries=needed + share * demand.num_samples)

@@ -1,8 +1,7 @@
 """Server-sent events of JSON, which end at the end of a line."""
 
-import msgspec
+from nano_inference.serving.protocols.pieces import encode
 
-_encode = msgspec.json.Encoder().encode
 # Some clients split a stream's text at these too, and not only at line feeds.
 _LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 
@@ -17,7 +16,7 @@ def data_event(value: object) -> bytes:
 
 def encode_line(value: object) -> bytes:
     """JSON of one line, whatever a client takes for a line's end."""
-    data = _encode(value)
+    data = encode(value)
     if not data.isascii():
         for character, escaped in _LINE_ENDS:
             data = data.replace(character, escaped)

@@ -21,6 +21,7 @@ from nano_inference.serving.protocols.interface import Ask, Served, Usage
 from nano_inference.serving.protocols.lines import DONE, data_event, encode_line
 from nano_inference.serving.protocols.openai_requests import OpenAIFields, StreamOptions
 from nano_inference.serving.protocols.per_token import prompt_rows, token_name, version_spans
+from nano_inference.serving.protocols.pieces import Told
 from nano_inference.types import SamplingParams, TrainingSample
 
 
@@ -220,7 +221,7 @@ class OpenAIBuilder:
             return token_name(token_id)
         return self.texts.text(token_id)
 
-    def prompt_logprobs(self, sample: TrainingSample) -> list[dict[str, Any] | None]:
+    def prompt_logprobs(self, sample: TrainingSample) -> Told:
         """One entry a prompt token."""
         return prompt_rows(sample, self._decoded, self.num_prompt_logprobs)
 

@@ -20,7 +20,8 @@ from nano_inference.serving.protocols.openai_answers import OpenAIBuilder
 from nano_inference.serving.protocols.openai_requests import CHAT_UNSUPPORTED, ChatRequest, ChatTemplateFields, Message
 from nano_inference.serving.protocols.openai_schemas import CHAT
 from nano_inference.serving.protocols.openapi import operation
-from nano_inference.serving.protocols.per_token import at_least
+from nano_inference.serving.protocols.per_token import ROWS_AT_ONCE, at_least
+from nano_inference.serving.protocols.pieces import Told
 from nano_inference.serving.protocols.reading import read_body, shown
 from nano_inference.types import TopLogprobs, TrainingSample
 
@@ -223,7 +224,7 @@ class ChatBuilder(OpenAIBuilder):
     def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
         """The answer."""
         told: dict[str, Any] = self.head | {
-            "choices": [self._finished(choice) for choice in choices],
+            "choices": Told(map(self._finished, choices)),
             "usage": self.usage_of(usage, choices),
         }
         first, scored = choices[0].finished, self.request.prompt_logprobs is not None
@@ -267,13 +268,14 @@ class ChatBuilder(OpenAIBuilder):
             told["raw_logprobs"] = [at_least(each) for each in piece.raw_logprobs or ()]
         return told
 
-    def _logprobs(self, piece: Piece) -> list[dict[str, Any]]:
+    def _logprobs(self, piece: Piece) -> Told:
         tops = piece.top_logprobs or (TopLogprobs((), ()),) * len(piece.token_ids)
-        return [
+        told = (
             self._token(token_id, logprob)
             | {"top_logprobs": [self._token(*each) for each in zip(top.token_ids, top.logprobs, strict=True)]}
             for token_id, logprob, top in zip(piece.token_ids, piece.logprobs, tops, strict=True)
-        ]
+        )
+        return Told(told, ROWS_AT_ONCE)
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = b"" if self.texts is None else self.texts.bytes_of(token_id)

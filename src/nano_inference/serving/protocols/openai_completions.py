@@ -21,6 +21,7 @@ from nano_inference.serving.protocols.openai_requests import COMPLETION_UNSUPPOR
 from nano_inference.serving.protocols.openai_schemas import COMPLETION
 from nano_inference.serving.protocols.openapi import operation
 from nano_inference.serving.protocols.per_token import at_least, flat, own_first
+from nano_inference.serving.protocols.pieces import Told
 from nano_inference.serving.protocols.reading import read_body, shown
 from nano_inference.text.token_texts import Offsets
 from nano_inference.types import TopLogprobs
@@ -168,7 +169,7 @@ class CompletionBuilder(OpenAIBuilder):
     def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
         """The answer."""
         self._correct(usage)
-        told = [self._finished(choice) for choice in choices]
+        told = Told(map(self._finished, choices))
         return self.head | {"choices": told, "usage": self.usage_of(usage), "kv_transfer_params": None}
 
     def _finished(self, choice: Choice) -> dict[str, Any]:

@@ -8,9 +8,11 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from nano_inference.serving.protocols.pieces import Told
 from nano_inference.types import TopLogprobs, TrainingSample, VersionSpan
 
 LOWEST = -9999.0  # JSON has no infinity
+ROWS_AT_ONCE = 64  # of an array that is made while it is written
 
 # Numbers as they are, or as base64 of little-endian float32.
 Flat = Literal["list", "base64"]
@@ -121,9 +123,7 @@ def own_first(token_id: int, logprob: float, top: TopLogprobs) -> list[Ranked]:
     return [own, *(each for each in best if each.token_id != token_id)]
 
 
-def prompt_rows(
-    sample: TrainingSample, text: Callable[[int], str | None], count: int | None
-) -> list[dict[str, Any] | None]:
+def prompt_rows(sample: TrainingSample, text: Callable[[int], str | None], count: int | None) -> Told:
     """One row a prompt token: id -> logprob, rank and text, of the token, then of the `count` most probable ones.
 
     The first row is None: nothing stands before it. A token that is not among these has the rank None.
@@ -131,12 +131,13 @@ def prompt_rows(
     assert sample.prompt_logprobs is not None
     tops = sample.prompt_top_logprobs or (TopLogprobs((), ()),) * len(sample.prompt_tokens)
     rows = zip(sample.prompt_tokens, sample.prompt_logprobs, tops, strict=True)
-    return [
+    told = (
         _prompt_row(token_id, logprob, TopLogprobs(top.token_ids[:count], top.logprobs[:count]), text)
         if place
         else None
         for place, (token_id, logprob, top) in enumerate(rows)
-    ]
+    )
+    return Told(told, ROWS_AT_ONCE)
 
 
 def _prompt_row(
