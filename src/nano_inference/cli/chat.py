@@ -25,7 +25,10 @@ _COMMANDS = {
 }
 
 
-_OF_THE_ENGINE = ("tokenizer", "cache_type", "dtype", "device", "kv_cache_memory", "max_model_len", "threads")
+_OF_THE_ENGINE = (
+    *("tokenizer", "cache_type", "dtype", "device", "kv_cache_memory", "max_model_len", "threads"),
+    "generation_config",
+)
 _OF_A_SERVER = ("api_key", "api_key_file")
 
 
@@ -56,6 +59,7 @@ def chat(
     presence_penalty: options.PresencePenalty = 0.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
+    generation_config: options.GenerationDefaults = "auto",
     tokenizer: options.Tokenizer = None,
     cache_type: options.Cache = "paged",
     dtype: options.Dtype = "auto",
@@ -102,6 +106,7 @@ def chat(
     )
     _require_template(model, tokenizer)
     with load_engine(config) as engine:
+        params = options.with_recommended(ctx, params, engine.model_folder, generation_config)
         _Session(EngineBackend(engine), params, system).run()
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 def generate(
+    ctx: typer.Context,
     model: options.Model,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt. May be repeated.")
@@ -68,6 +69,7 @@ def generate(
     presence_penalty: options.PresencePenalty = 0.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
+    generation_config: options.GenerationDefaults = "auto",
     logprobs: Annotated[
         bool,
         typer.Option("--logprobs", help="Colour each token by its probability (numbers where there are no colours)."),
@@ -136,6 +138,7 @@ def generate(
         rank_timeout=rank_timeout,
     )
     with load_engine(config) as engine:
+        params = options.with_recommended(ctx, params, engine.model_folder, generation_config)
         if chat if chat is not None else _has_chat_template(engine):
             prompts = [as_chat(each) for each in prompts]
         # A single text grows before the eyes; of several only whole ones can be read.

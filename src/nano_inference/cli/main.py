@@ -11,7 +11,7 @@ from nano_inference.cli.chat import chat
 from nano_inference.cli.complete import complete
 from nano_inference.cli.generate import generate
 from nano_inference.cli.info import info
-from nano_inference.cli.options import DEBUG
+from nano_inference.cli.options import DEBUG, Verbose
 from nano_inference.cli.replay import replay
 from nano_inference.cli.serve import serve
 from nano_inference.cli.terminal import errors, set_up_logging, set_up_streams
@@ -62,6 +62,7 @@ def _start(  # pyright: ignore[reportUnusedFunction]
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
+    verbose: Verbose = False,
 ) -> None:
     set_up_streams()
-    set_up_logging(verbose=False)
+    set_up_logging(verbose=verbose)

@@ -1,14 +1,16 @@
 """Options that several commands share, as annotated types, and the configuration that they make."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from nano_inference.cli.terminal import set_up_logging
+from nano_inference.cli.terminal import errors, set_up_logging
 from nano_inference.config import CacheType, DType
 from nano_inference.errors import ConfigError
+from nano_inference.models.generation_defaults import GenerationConfig, as_text, generation_defaults
 from nano_inference.types import SamplingParams
 
 DEBUG = "nano_inference.debug"  # where a context keeps whether tracebacks are wanted
@@ -160,6 +162,30 @@ FrequencyPenalty = Annotated[
 RepetitionPenalty = Annotated[
     float, option(_SAMPLING, "--repetition-penalty", help="Above 1 disfavours tokens of prompt and completion.")
 ]
+
+GenerationDefaults = Annotated[
+    GenerationConfig,
+    option(
+        _SAMPLING,
+        "--generation-config",
+        help="auto: what is not given here is as the model's generation_config.json recommends.",
+    ),
+]
+
+
+def with_recommended(ctx: typer.Context, params: SamplingParams, folder: Path, use: GenerationConfig) -> SamplingParams:
+    """Parameters, of which those that the command line left out are as the model recommends."""
+    found = generation_defaults(folder) if use == "auto" else {}
+    left_out = {name: value for name, value in found.items() if not _is_given(ctx, name)}
+    if left_out:
+        errors.print(f"sampling as the model recommends: {as_text(left_out)}", style="dim")
+    return replace(params, **left_out)
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
 
 _MESSAGES = "Messages"
 Verbose = Annotated[

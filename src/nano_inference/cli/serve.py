@@ -10,6 +10,7 @@ from nano_inference.cli.options import option, parse_size, read_keys, read_templ
 from nano_inference.config import Attention, Backend, EngineConfig
 from nano_inference.errors import ConfigError
 from nano_inference.models.embedded import install_command
+from nano_inference.models.generation_defaults import GenerationConfig
 
 if TYPE_CHECKING:
     from nano_inference.serving.config import ServerConfig
@@ -242,6 +243,15 @@ def serve(
     seed: Annotated[
         int | None, option(_ENGINE, "--seed", help="Where seeds of requests without one come from.")
     ] = None,
+    generation_config: Annotated[
+        GenerationConfig | None,
+        option(
+            _LIMITS,
+            "--generation-config",
+            help="auto: what requests leave out is as the model's generation_config.json recommends. Default: auto; "
+            "none with --rl.",
+        ),
+    ] = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], option(_LOGS, "--log-level", help="What is logged.")
     ] = "info",
@@ -338,6 +348,7 @@ def serve(
         return_tokens_as_token_ids=return_tokens_as_token_ids,
         tool_format=tool_format,
         reasoning_format=reasoning_format,
+        generation_config=generation_config,
         log_level=log_level,
         log_format=log_format,
         log_prompts=log_prompts,

@@ -3,11 +3,12 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 from urllib.parse import urlsplit
 
 from nano_inference.config import require_count
 from nano_inference.errors import ConfigError
+from nano_inference.models.generation_defaults import GenerationConfig
 from nano_inference.options import is_number, is_whole, strict_options
 from nano_inference.serving.addresses import is_loopback
 from nano_inference.serving.log_lines import LogFormat
@@ -65,6 +66,8 @@ class ServerConfig:
             that speak OpenAI's protocol start their engines so).
         tool_format: name of the format of tool calls; None: found out from the chat template.
         reasoning_format: name of the format of reasoning; None: found out.
+        generation_config: `"auto"`: what a request to OpenAI's and Anthropic's routes leaves out is as the model's
+            generation_config.json recommends; `"none"`: it is neutral. None: auto, and none with `rl`.
         log_level: `"debug"`, `"info"`, `"warning"` or `"error"`.
         log_format: `"text"`, or `"json"`: one object a line.
         log_prompts: also log prompts and completions.
@@ -118,6 +121,7 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = False
     tool_format: str | None = None
     reasoning_format: str | None = None
+    generation_config: GenerationConfig | None = None  # as given, never afterwards
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: LogFormat = "text"
     log_prompts: bool = False
@@ -140,6 +144,8 @@ class ServerConfig:
             raise ConfigError(f"port={self.port!r} must be in [0, 65535].")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together; give both, or neither.")
+        if self.generation_config not in get_args(GenerationConfig):
+            raise ConfigError(f"generation_config={self.generation_config!r} must be 'auto' or 'none'.")
         self._check_names()
         self._check_counts()
         self._check_replicas()
@@ -254,7 +260,8 @@ _WITH_RL = ("rl_open", "rl_timeout", "rl_max_body_bytes", "disable_weight_update
 
 # Of those that are None: usually, and with `rl`. A trainer asks for a whole batch at once, for the logprobs of as many
 # tokens as it likes, and waits as long as its own step takes while requests are paused.
-_DEFAULTS: Mapping[str, tuple[float, float]] = {
+_DEFAULTS: Mapping[str, tuple[float | str, float | str]] = {
+    "generation_config": ("auto", "none"),  # a trainer's logprobs are of what it asked for
     "max_queued_samples": (1024, 65536),
     "max_samples": (128, 4096),
     "max_logprobs": (20, -1),

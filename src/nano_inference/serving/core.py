@@ -12,6 +12,7 @@ from nano_inference.engine.continuation import go_on
 from nano_inference.engine.delivery import deltas_since
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
+from nano_inference.models.generation_defaults import generation_defaults
 from nano_inference.models.loading import resolve_model
 from nano_inference.serving.common_parts import CommonParts, messages_of
 from nano_inference.serving.fleet.block_link import BlockLink
@@ -135,6 +136,7 @@ class EngineCore:
             pid=os.getpid(),
             block_size=engine.config.block_size,
             max_request_entries=engine.config.max_request_entries,
+            sampling_defaults=generation_defaults(engine.model_folder),
         )
 
     def prepare(self) -> None:

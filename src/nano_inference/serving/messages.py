@@ -54,6 +54,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         pid: its process.
         block_size: tokens of a block of its KV cache.
         max_request_entries: as in its configuration.
+        sampling_defaults: what the model's generation_config.json recommends, as fields of `SamplingParams`.
     """
 
     model_path: str
@@ -67,6 +68,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     pid: int
     block_size: int = 16
     max_request_entries: int = DEFAULT_ENTRIES
+    sampling_defaults: dict[str, float] = {}
 
 
 # -- to the engine ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import logging
 from typing import Any
 
+from nano_inference.models.generation_defaults import as_text
 from nano_inference.serving.addresses import is_loopback
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.edge.record import RequestRecord
@@ -108,3 +109,9 @@ def log_ready(config: ServerConfig, served: Served) -> None:
         config.max_queued_samples,
         config.request_timeout,
     )
+    if served.sampling_defaults:
+        log.info(
+            "what requests leave out is as generation_config.json recommends: %s; --generation-config none turns that "
+            "off.",
+            as_text(served.sampling_defaults),
+        )

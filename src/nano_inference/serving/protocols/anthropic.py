@@ -95,7 +95,8 @@ class MessageBuilder:
             served,
             max_tokens=min(request.max_tokens, room),
             stop=checked_stop(request.stop_sequences, served, "stop_sequences"),
-            temperature=1.0 if request.temperature is None else request.temperature,
+            defaults=served.sampling_defaults,
+            **({} if request.temperature is None else {"temperature": request.temperature}),
         )
         self.asks: Sequence[Ask] = [Ask(prompt, params)]
         self.stream = bool(request.stream)

@@ -1,6 +1,7 @@
 """What the protocols' requests have in common: the engine's sampling parameters, prompts, limits."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -14,6 +15,7 @@ from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import SamplingParams
 
 MOST = 2**31 - 1
+_NONE: Mapping[str, float] = MappingProxyType({})
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MOST)]], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
@@ -236,13 +238,16 @@ def version_number(name: object, served: Served, field: str) -> int | None:
     return number
 
 
-def sampling_params(fields: SamplingFields, served: Served, *, max_tokens: int, **more: Any) -> SamplingParams:
+def sampling_params(
+    fields: SamplingFields, served: Served, *, max_tokens: int, defaults: Mapping[str, float] = _NONE, **more: Any
+) -> SamplingParams:
     """The engine's parameters.
 
     Args:
         fields: of the request.
         served: has the limits.
         max_tokens: completion tokens at most.
+        defaults: for what the request leaves out, such as `Served.sampling_defaults`; without them it is neutral.
         more: parameters that a protocol names in its own way: temperature, stop, top_logprobs …
 
     Raises:
@@ -263,7 +268,8 @@ def sampling_params(fields: SamplingFields, served: Served, *, max_tokens: int, 
     for name in ("stop_token_ids", "allowed_token_ids"):
         if name in given:
             given[name] = _token_ids(given[name], name, vocab_size)
-    return SamplingParams(**given, max_tokens=max_tokens, **more)
+    chosen: dict[str, Any] = {**defaults, **given, **more}
+    return SamplingParams(**chosen, max_tokens=max_tokens)
 
 
 _NAMES = set(SamplingFields.model_fields)

@@ -99,6 +99,11 @@ class Served:
         return None if self.tokenizer is None else TokenTexts(self.tokenizer)
 
     @cached_property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """What holds where a request of the usual protocols leaves a sampling parameter out."""
+        return self.engine.sampling_defaults if self.config.generation_config == "auto" else {}
+
+    @cached_property
     def longest_token(self) -> int | None:
         """Characters of text that a token stands for at most; None: there is no such bound."""
         return None if self.token_texts is None else self.token_texts.longest

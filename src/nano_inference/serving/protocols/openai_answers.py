@@ -118,7 +118,8 @@ class OpenAIBuilder:
             more |= {"prompt_logprobs": True, "prompt_top_logprobs": scored_prompt}
         if request.temperature is not None:
             more["temperature"] = request.temperature
-        return sampling_params(request, self.served, max_tokens=max_tokens, stop=self.stop, **more)
+        defaults = self.served.sampling_defaults
+        return sampling_params(request, self.served, max_tokens=max_tokens, defaults=defaults, stop=self.stop, **more)
 
     def ask(self, prompt: list[int], params: SamplingParams, *, stream: bool, repeats_prompt: bool = False) -> Ask:
         """One prompt for the engine."""

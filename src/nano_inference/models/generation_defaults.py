@@ -1,0 +1,58 @@
+"""The sampling parameters that a model's generation_config.json recommends. Nothing here imports torch.
+
+They are for those who ask without saying how: the server's protocols and the command line. The library and the routes
+by which trainers sample take only what a request says.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from nano_inference.models.folders import read_json
+
+logger = logging.getLogger(__name__)
+
+# Whether they are taken: the model's, or none.
+GenerationConfig = Literal["auto", "none"]
+
+
+def _number(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # 10**400
+        return False
+
+
+# Parameters that are read -> what the engine takes of them. `top_k` is an integer; 0 and -1 keep all.
+_TAKEN: Mapping[str, Callable[[Any], bool]] = {
+    "temperature": lambda value: _number(value) and 0 <= value <= 2,
+    "top_p": lambda value: _number(value) and 0 < value <= 1,
+    "top_k": lambda value: _number(value) and isinstance(value, int) and -1 <= value < 2**31,
+    "min_p": lambda value: _number(value) and 0 <= value <= 1,
+    "repetition_penalty": lambda value: _number(value) and 0 < value <= 100,
+}
+
+
+def generation_defaults(folder: Path) -> dict[str, float]:
+    """What generation_config.json of a model's folder recommends, as fields of `SamplingParams`; empty: nothing.
+
+    A value that the engine does not take is left out, with a warning. Raises `ModelLoadError` for a file that cannot be
+    read.
+    """
+    path = folder / "generation_config.json"
+    told = read_json(path) if path.exists() else {}
+    found: dict[str, float] = {}
+    for name, is_taken in _TAKEN.items():
+        value = told.get(name)
+        if value is not None and is_taken(value):
+            found[name] = max(value, 0)
+        elif value is not None:
+            logger.warning("%s has %s=%.60r, which is left out.", path, name, value)
+    return found
+
+
+def as_text(defaults: Mapping[str, float]) -> str:
+    """For a line of a log: `temperature=0.6, top_p=0.9`."""
+    return ", ".join(f"{name}={value:g}" for name, value in defaults.items())

@@ -1,0 +1,127 @@
+"""generation_config.json: what it recommends holds where a request of the usual protocols says nothing."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from nano_inference.cli import generate as command
+from nano_inference.models.generation_defaults import generation_defaults
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.dialects.sglang_generate import SGLangGenerate
+from nano_inference.serving.dialects.vllm_generate import Generate
+from nano_inference.serving.parsing import ChatFormat
+from nano_inference.serving.protocols.anthropic import Messages
+from nano_inference.serving.protocols.interface import Protocol_, Served
+from nano_inference.serving.protocols.openai_chat import Chat
+from nano_inference.serving.protocols.openai_completions import Completions
+from nano_inference.types import SamplingParams
+from tests.cli.running import run
+from tests.serving.scripted import ScriptedClient
+
+RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+MESSAGES = {"messages": [{"role": "user", "content": "Hi"}]}
+USUAL: list[tuple[Protocol_, dict[str, Any]]] = [
+    (Completions(), {"prompt": "Hi"}),
+    (Chat(), MESSAGES),
+    (Messages(), MESSAGES | {"model": "scripted", "max_tokens": 4}),
+]
+TRAINERS: list[tuple[Protocol_, dict[str, Any]]] = [
+    (SGLangGenerate(), {"input_ids": [5]}),
+    (Generate(), {"token_ids": [5], "sampling_params": {"max_tokens": 4}}),
+]
+
+
+def served(**config: Any) -> Served:
+    engine = ScriptedClient(max_model_len=256)
+    info = replace(engine._engine_info(), sampling_defaults=RECOMMENDED)
+    return Served("scripted", info, engine.tokenizer, ChatFormat(), ServerConfig(**config))
+
+
+def params_of(protocol: Protocol_, body: dict[str, Any], to: Served) -> dict[str, Any]:
+    params = protocol.prepare(json.dumps(body).encode(), to, "id").asks[0].params
+    return {name: getattr(params, name) for name in RECOMMENDED}
+
+
+NEUTRAL = {name: getattr(SamplingParams(), name) for name in RECOMMENDED}
+
+
+@pytest.mark.parametrize(("protocol", "body"), USUAL)
+def test_what_a_request_leaves_out_is_as_recommended(protocol: Protocol_, body: dict[str, Any]) -> None:
+    assert params_of(protocol, body, served()) == RECOMMENDED
+    asked = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    assert params_of(protocol, body | asked, served()) == NEUTRAL
+    assert params_of(protocol, body | {"temperature": 0}, served()) == RECOMMENDED | {"temperature": 0}
+    assert params_of(protocol, body, served(generation_config="none")) == NEUTRAL
+
+
+@pytest.mark.parametrize(("protocol", "body"), USUAL)
+def test_under_rl_the_usual_routes_are_neutral_unless_asked(protocol: Protocol_, body: dict[str, Any]) -> None:
+    assert params_of(protocol, body, served(rl=True)) == NEUTRAL
+    assert params_of(protocol, body, served(rl=True, generation_config="auto")) == RECOMMENDED
+
+
+@pytest.mark.parametrize(("protocol", "body"), TRAINERS)
+def test_routes_of_trainers_are_always_neutral(protocol: Protocol_, body: dict[str, Any]) -> None:
+    assert params_of(protocol, body, served(rl=True, generation_config="auto")) == NEUTRAL
+
+
+def test_a_folder_recommends_what_its_file_says(tmp_path: Path) -> None:
+    assert generation_defaults(tmp_path) == {}
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps(RECOMMENDED | {"eos_token_id": 2, "do_sample": True, "max_new_tokens": 9}))
+    assert generation_defaults(tmp_path) == RECOMMENDED
+    file.write_text(json.dumps({"temperature": None, "top_k": -1}))
+    assert generation_defaults(tmp_path) == {"top_k": 0}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        *({"temperature": -1}, {"temperature": "0.6"}, {"temperature": float("nan")}, {"top_p": 0}, {"top_p": True}),
+        *({"top_k": 2.5}, {"min_p": 7}, {"repetition_penalty": 0}, {"repetition_penalty": 10**400}),
+    ],
+)
+def test_a_value_that_is_not_taken_is_left_out_with_a_warning(
+    tmp_path: Path, told: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("nano_inference"), "propagate", True)
+    (tmp_path / "generation_config.json").write_text(json.dumps(told | {"top_k": told.get("top_k", 3)}))
+    assert generation_defaults(tmp_path) == ({"top_k": 3} if "top_k" not in told else {})
+    assert f"has {next(iter(told))}=" in caplog.text
+
+
+def test_the_command_line_takes_it_where_nothing_is_given(
+    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[SamplingParams] = []
+    sample = command._sample
+
+    def noted(engine: Any, prompts: Any, params: SamplingParams, *more: Any, **options: Any) -> Any:
+        seen.append(params)
+        return sample(engine, prompts, params, *more, **options)
+
+    monkeypatch.setattr(command, "_sample", noted)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in Path(folders["chat"]).iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "generation_config.json").write_text('{"temperature": 0.0, "top_k": 5}')
+    arguments = ("-p", "[1]", "-m", "3", "--json", "--threads", "1", "--kv-cache-memory", "8MiB", "--seed", "1")
+
+    def sampled(*more: str) -> tuple[SamplingParams, str]:
+        result = run("generate", str(folder), *arguments, *more)
+        assert result.exit_code == 0, result.output
+        return seen[-1], result.stderr
+
+    params, told = sampled()
+    assert (params.temperature, params.top_k) == (0.0, 5)
+    assert "as the model recommends: temperature=0, top_k=5" in told
+    params, told = sampled("--temperature", "0.5")
+    assert (params.temperature, params.top_k) == (0.5, 5)
+    params, told = sampled("--generation-config", "none")
+    assert (params.temperature, params.top_k) == (1.0, 0)
+    assert "recommends" not in told
