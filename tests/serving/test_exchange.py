@@ -331,7 +331,8 @@ def test_a_port_that_is_taken() -> None:
 def test_a_version_that_cannot_come_is_refused_at_once() -> None:
     with serving(Script()) as (url, client):
         for path in ("/v1/completions", "/v1/chat/completions"):
-            body = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+            body: dict = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+            body["max_tokens"] = 4
             refused = httpx.post(url + path, json=body | {"min_weight_version": "7"})
             assert refused.status_code == 400
             assert "--rl" in refused.json()["error"]["message"]
