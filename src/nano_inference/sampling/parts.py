@@ -102,8 +102,8 @@ def _sample_tile(
     sums = [_sums(odds, part)]
     if batch.any_raw:
         sums.append(_sums(torch.exp(own - raw_highest[:, None]), part))
+    uncut_top = _scaled_highest(uncut_highest, temperatures)
     if batch.masks:
-        uncut_top = _scaled_highest(uncut_highest, temperatures)
         sums.append(_sums(torch.exp(divide(uncut, temperatures, uncut_highest) - uncut_top[:, None]), part))
     ids = (tokens + part.first).to(torch.int32).view(torch.float32)  # ids as they are, in a tensor of floats
     gathered = yield torch.cat([best.T, ids[:, None], *sums], dim=1)
