@@ -30,6 +30,8 @@ def require_savable(source: Path, spec: ModelSpec) -> None:
 def save_checkpoint(folder: Path, source: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     """Write weights, and the configuration and tokenizer of the model folder `source`, into a new folder.
 
+    `dtype` is what the configuration will say.
+
     The weights come last, under their name only when they are whole. Raises `ConfigError` where the folder holds a
     model already.
     """
@@ -44,6 +46,6 @@ def save_checkpoint(folder: Path, source: Path, weights: Mapping[str, Tensor], d
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
     unfinished = folder / f"{WEIGHTS}.part"
-    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
+    tensors = {name: tensor.to("cpu").contiguous() for name, tensor in weights.items()}
     save_file(tensors, unfinished, metadata={"format": "pt"})
     unfinished.replace(folder / WEIGHTS)

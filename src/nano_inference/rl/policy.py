@@ -117,13 +117,16 @@ class PolicyModel(nn.Module):
 
         Args:
             folder: a new one.
-            dtype: of the tensors; None: the engine's, so that an engine on the checkpoint has the bits of `publish`.
+            dtype: of the tensors; None: each as the engine holds it, so that an engine on the checkpoint has the
+                bits of `publish`.
 
         Raises `ConfigError` for a folder that holds a model, and for a model whose names others do not read.
         """
         require_savable(self.engine.model_folder, self.engine.spec)
-        weights = dict(self.named_parameters())
-        save_checkpoint(Path(folder), self.engine.model_folder, weights, dtype or self.engine.model.dtype)
+        own = self.engine.model  # which may hold norms in float32
+        dtypes = {name: dtype or own.params[slot.param].dtype for name, slot in self._slots.items()}
+        weights = {name: param.detach().to(dtypes[name]) for name, param in self.named_parameters()}
+        save_checkpoint(Path(folder), self.engine.model_folder, weights, dtype or own.dtype)
 
     def close(self) -> None:
         """Give the engine's memory back that logprobs are computed in. The parameters and `publish` remain."""
