@@ -1,0 +1,128 @@
+"""Where our server answers otherwise than vLLM's, and why. docs/server.md has each reason in its table."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Lines of outlines that may differ.
+
+    Attributes:
+        why: the reason, as docs/server.md tells it.
+        cases: patterns of names, as a shell's.
+        line: a regular expression of the whole line, behind `- ` where only vLLM has it and `+ ` where only we do.
+        by_chance: it may be there or not, since it depends on timing.
+    """
+
+    why: str
+    cases: tuple[str, ...]
+    line: str = ".*"
+    by_chance: bool = False
+
+    def covers(self, case: str, line: str) -> bool:
+        """Whether it explains this line of this case."""
+        return any(fnmatch(case, each) for each in self.cases) and re.fullmatch(self.line, line) is not None
+
+
+def differing(theirs: Sequence[str], own: Sequence[str]) -> list[str]:
+    """Lines that only one of two outlines has. Where the statuses differ, they alone."""
+    pairs = [(theirs[:1], own[:1]), (theirs, own)]
+    for one, other in pairs:
+        found = [f"- {line}" for line in one if line not in other] + [f"+ {line}" for line in other if line not in one]
+        if found:
+            return found
+    return []
+
+
+_ALL = ("*",)
+_STREAMS = ("*/stream*",)
+_ECHO = ("completions/echo-*logprobs*",)
+
+DIFFERENCES = (
+    # -- other answers
+    Difference("`n` may be above 1 at temperature 0.", ("*/n-greedy",), "[-+] status: .*"),
+    Difference("`bad_words` is refused.", ("*/bad-words",), "[-+] status: .*"),
+    Difference("`logit_bias` beyond 100 is refused.", ("*/bias-over",), "[-+] status: .*"),
+    Difference(
+        "`prompt_logprobs` in a stream come in its last chunk.", ("*/prompt-logprobs-streamed",), "[-+] status: .*"
+    ),
+    Difference(
+        "With `--rl`, all logprobs may be asked for.",
+        ("*/prompt-logprobs-all", "*/logprobs-all", "*/top-logprobs-over", "completions/logprobs-over"),
+        "[-+] status: .*",
+    ),
+    Difference("`echo` of a chat is refused.", ("chat/echo", "chat/stream-echo"), "[-+] status: .*"),
+    Difference("`documents` are refused where the template renders none.", ("chat/documents",), "[-+] status: .*"),
+    Difference(
+        "Tools of a model without a known call format are answered with text.", ("chat/tools-auto",), "[-+] status: .*"
+    ),
+    Difference("Null is the default of every field.", ("completions/null-fields",), "[-+] status: .*"),
+    Difference(
+        "`max_tokens: 0` of a completion computes the prompt alone.", ("completions/no-tokens",), "[-+] status: .*"
+    ),
+    Difference("`logprobs` of a completion is a number.", ("completions/logprobs-true",), "[-+] status: .*"),
+    Difference("`sampling_params` may be left out.", ("generate/no-params",), "[-+] status: .*"),
+    Difference("Ids outside the vocabulary are refused.", ("detokenize/outside",), "[-+] status: .*"),
+    # -- fields
+    Difference(
+        "Choices tell `seed`, `weight_version` and `weight_versions`.",
+        _ALL,
+        r"\+ (chunks: )?choices\[\]\.(seed|weight_version|weight_versions\[\]\..*): .*",
+    ),
+    Difference(
+        "`usage` always tells the cached tokens.",
+        _ALL,
+        r"[-+] (chunks: )?usage\.prompt_tokens_details(: null|\.cached_tokens: int)",
+    ),
+    Difference(
+        "Fields of features that are not here are left out.",
+        _ALL,
+        r"- (chunks: )?(ec_transfer_params|metrics|service_tier|prompt_text|mm_placeholders|prompt_token_id_logprobs"
+        r"|choices\[\]\.message\.(annotations|audio|function_call)|usage\.completion_tokens_details): null",
+    ),
+    Difference("Reasoning has both its names.", ("chat/*",), r"\+ choices\[\]\.message\.reasoning_content: null"),
+    Difference("Logprobs of a chat tell a `refusal`, as OpenAI's do.", ("chat/*",), r"\+ .*logprobs\.refusal: null"),
+    Difference(
+        "Errors have OpenAI's types and codes; trainers' routes add SGLang's `success` and `message`.",
+        _ALL,
+        r"[-+] (error\.(code|type|param|message)|message|success|detail): .*",
+    ),
+    Difference("`rank` is null beyond the tokens that were asked for.", _ALL, r"[-+] .*\brank: .*"),
+    Difference(
+        "Entries of `/inference/v1/generate` have a `token` beside their `token_id`.",
+        ("generate/*",),
+        r"[-+] choices\[\]\.logprobs\.content\[\]\.(token: str|top_logprobs\[\].*)",
+    ),
+    Difference(
+        "`echo` with `logprobs` tells those of the prompt there alone.",
+        _ECHO,
+        r"[-+] (chunks: )?choices\[\]\.prompt_logprobs.*",
+    ),
+    Difference(
+        "What a model writes has the role of the assistant.", ("chat/no-generation-prompt",), ".* choices.*role: .*"
+    ),
+    Difference(
+        "`/health` and `/ping` have a body.", ("health", "ping"), "[-+] (body|model_loaded|status): (nothing|bool|str)"
+    ),
+    Difference("`/v1/models` tells no permissions.", ("models",), r"- data\[\]\.permission.*"),
+    # -- streams
+    Difference(
+        "The chunk that ends a choice has an empty delta, and nulls where there is nothing to tell.",
+        _STREAMS,
+        r"\+ chunks: (choices\[\]\.(delta: \{\}|prompt_logprobs: null|routed_experts: null)|usage: null)",
+    ),
+    Difference(
+        "The prompt's ids are told where they are asked for, `echo` or not.",
+        ("completions/stream-echo*",),
+        r"[-+] (first chunk|chunks): choices\[\]\.prompt_token_ids: .*",
+    ),
+    Difference(
+        "Several tokens may come in one chunk.",
+        _STREAMS,
+        r"- chunks: (choices\[\]\.(finish_reason|stop_reason|prompt_token_ids): null|.*top_logprobs\[\]: rows .*)",
+        by_chance=True,
+    ),
+)

@@ -1,0 +1,54 @@
+"""Our server's replies to 214 requests, beside those of a real vLLM server on the same checkpoint.
+
+What vLLM said is kept in vllm.json; where it is installed (`make peers`), the slow test asks it again.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.docs.test_docs import ROOT
+from tests.vllm_gate.cases import CASES, Case
+from tests.vllm_gate.differences import DIFFERENCES, differing
+from tests.vllm_gate.outline import outline
+from tests.vllm_gate.record import Outlines, kept, recorded
+from tests.vllm_gate.servers import VLLM, ask, checkpoint, ours
+
+THEIRS = kept()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    threads = torch.get_num_threads()
+    with ours(checkpoint(tmp_path_factory.mktemp("model"))) as address:
+        yield address
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def own(url: str) -> Outlines:
+    return {case.name: outline(ask(url, case)) for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_answers_as_vllm_does(own: Outlines, case: Case) -> None:
+    lines = differing(THEIRS[case.name], own[case.name])
+    unexplained = [line for line in lines if not any(each.covers(case.name, line) for each in DIFFERENCES)]
+    assert not unexplained, "\n" + "\n".join(unexplained)
+
+
+def test_every_difference_is_there_and_documented(own: Outlines) -> None:
+    lines = {case.name: differing(THEIRS[case.name], own[case.name]) for case in CASES}
+    page = (ROOT / "docs" / "server.md").read_text()
+    for each in DIFFERENCES:
+        found = any(each.covers(name, line) for name, found in lines.items() for line in found)
+        assert found or each.by_chance, f"stale: {each}"
+        assert each.why in page, f"docs/server.md does not say: {each.why}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM.exists(), reason=f"there is no {VLLM}; make peers makes it")
+def test_vllm_still_answers_so(tmp_path: Path) -> None:
+    assert recorded(tmp_path) == THEIRS
