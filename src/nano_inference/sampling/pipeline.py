@@ -56,7 +56,10 @@ class Stage(NamedTuple):
 
 
 class SamplingPipeline:
-    """Stages, applied in the order of the list; `STANDARD` is the one that the engine draws with."""
+    """Stages, applied in the order of the list.
+
+    The engine draws with `STANDARD`, always. A pipeline of your own shapes rows of your own: a trainer's logits, say.
+    """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = tuple(stages)
