@@ -1,9 +1,13 @@
 """Files of models and weights, opened without waiting: a FIFO or a device would keep its reader for ever."""
 
+import json
 import os
 import stat
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
+
+from nano_inference.errors import ModelLoadError
 
 MOST_TEXT = 2**26  # bytes of a configuration, an index, a marker
 
@@ -27,3 +31,16 @@ def read_text(path: Path) -> str:
     if len(content) > MOST_TEXT:
         raise ValueError(f"it has more than {MOST_TEXT} bytes")
     return content.decode("utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object. Raises `ModelLoadError`."""
+    try:
+        content = json.loads(read_text(path))
+    except FileNotFoundError:
+        raise ModelLoadError(f"{path} is missing.") from None
+    except (OSError, ValueError, RecursionError) as problem:
+        raise ModelLoadError(f"{path} cannot be read: {problem}") from problem
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} holds a {type(content).__name__}, not an object.")
+    return content

@@ -1,16 +1,14 @@
 """Where a model lies, and what its config.json says. Nothing here imports torch: a server reads it, too."""
 
 import difflib
-import json
 from pathlib import Path
-from typing import Any
 
 from nano_inference.errors import ModelLoadError, one_line
 from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
 from nano_inference.models.gguf import convert_gguf
 from nano_inference.models.quantisation import SIDE_FILES, refuse_quantised, refuse_side_files
 from nano_inference.models.spec import ModelSpec, spec_from_config
-from nano_inference.regular_files import read_text
+from nano_inference.regular_files import read_json
 
 
 def resolve_model(model_path: str) -> Path:
@@ -74,19 +72,6 @@ def config_folder(model_path: str) -> Path | None:
         return Path(hf_hub_download(model_path, "config.json")).parent
     except Exception:  # whoever builds the engine says why
         return None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object. Raises `ModelLoadError`."""
-    try:
-        content = json.loads(read_text(path))
-    except FileNotFoundError:
-        raise ModelLoadError(f"{path} is missing.") from None
-    except (OSError, ValueError, RecursionError) as problem:
-        raise ModelLoadError(f"{path} cannot be read: {problem}") from problem
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path} holds a {type(content).__name__}, not an object.")
-    return content
 
 
 def _download(model_path: str) -> Path:

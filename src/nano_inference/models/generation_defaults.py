@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from nano_inference.models.folders import read_json
+from nano_inference.regular_files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _TAKEN: Mapping[str, Callable[[Any], bool]] = {
     "top_p": lambda value: _number(value) and 0 < value <= 1,
     "top_k": lambda value: _number(value) and isinstance(value, int) and -1 <= value < 2**31,
     "min_p": lambda value: _number(value) and 0 <= value <= 1,
-    "repetition_penalty": lambda value: _number(value) and 0 < value <= 100,
+    "repetition_penalty": lambda value: _number(value) and 0.01 <= value <= 100,
 }
 
 

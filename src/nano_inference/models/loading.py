@@ -10,13 +10,13 @@ from torch import Tensor
 
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.folders import load_spec as load_spec
-from nano_inference.models.folders import read_json, require_plain_weights
+from nano_inference.models.folders import require_plain_weights
 from nano_inference.models.folders import resolve_model as resolve_model
 from nano_inference.models.part import ModelPart
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import TIED, WEIGHT_DTYPES, Allocate, allocate, param_table, read, slots, write
 from nano_inference.ops import reference
-from nano_inference.regular_files import open_regular
+from nano_inference.regular_files import open_regular, read_json
 
 # Buffers that old checkpoints carry; they are computed, not loaded.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)

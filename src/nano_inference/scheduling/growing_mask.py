@@ -20,6 +20,9 @@ class GrowingMask:
         for row in rows:
             self.append(row)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GrowingMask) and vars(self) == vars(other)
+
     def has_room(self, row: Sequence[int]) -> bool:
         """Whether the ids of one more token fit."""
         return self.most is None or len(self._ids) + len(row) <= self.most
