@@ -106,7 +106,7 @@ def test_an_operation_that_breaks_the_law_is_named(
 
     monkeypatch.setattr(InferenceEngine, "__init__", build_broken)
     with InferenceEngine(config) as engine:
-        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        params = SamplingParams(max_tokens=5, ignore_eos=True, seed=1)
         write_jsonl([engine.generate([5, 6, 7], params)[0]] * 5, tmp_path / "b.jsonl")
     result = run("replay", str(tmp_path / "b.jsonl"), "--model", folders["chat"], *FAST)
     assert result.exit_code == 1
