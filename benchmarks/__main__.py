@@ -1,4 +1,6 @@
-"""`python -m benchmarks COMMAND`: measure the engine. Run it on a quiet machine; every report says what it ran on."""
+"""`python -m benchmarks COMMAND`: measure the engine. Run it on a quiet machine; every report says
+what it ran on.
+"""
 
 import signal
 import sys
@@ -12,16 +14,24 @@ from benchmarks.measure import write
 from benchmarks.ours import Options
 from benchmarks.workloads import BASE, NAMES
 
-app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
+)
 
 ALL, THE_SIX = ",".join(NAMES), ",".join(BASE)
-Model = Annotated[str, typer.Option(help="a path or name that the engine takes, or qwen3-0.6b-random")]
+Model = Annotated[
+    str, typer.Option(help="a path or name that the engine takes, or qwen3-0.6b-random")
+]
 Workloads = Annotated[str, typer.Option(help=f"of {', '.join(NAMES)}; separated by commas")]
 Repeats = Annotated[int, typer.Option(help="timed runs of each", min=1)]
-Threads = Annotated[int | None, typer.Option(help="of the engine; not given: its own choice", min=1)]
+Threads = Annotated[
+    int | None, typer.Option(help="of the engine; not given: its own choice", min=1)
+]
 Backend = Annotated[str, typer.Option(help="of the engine")]
 DType = Annotated[str, typer.Option(help="of weights and KV cache")]
-Out = Annotated[Path | None, typer.Option(help="the report; not given: benchmarks/results/COMMAND[-MODEL].json")]
+Out = Annotated[
+    Path | None, typer.Option(help="the report; not given: benchmarks/results/COMMAND[-MODEL].json")
+]
 
 
 def names(text: str, known: tuple[str, ...], separator: str = ",") -> tuple[str, ...]:
@@ -29,7 +39,9 @@ def names(text: str, known: tuple[str, ...], separator: str = ",") -> tuple[str,
     found = tuple(name.strip() for name in text.split(separator) if name.strip())
     unknown = [name for name in found if name not in known]
     if unknown or not found:
-        raise typer.BadParameter(f"{text!r} names {unknown or 'nothing'}; known are: {'; '.join(known)}.")
+        raise typer.BadParameter(
+            f"{text!r} names {unknown or 'nothing'}; known are: {'; '.join(known)}."
+        )
     return found
 
 
@@ -37,7 +49,9 @@ def numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(number) for number in text.split(",") if number.strip())
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of numbers separated by commas.") from None
+        raise typer.BadParameter(
+            f"{text!r} is not a list of numbers separated by commas."
+        ) from None
 
 
 @app.command()
@@ -78,8 +92,12 @@ def latency(
 def prefill(
     model: Model = "smollm2-135m",
     workloads: Workloads = "W5",
-    lengths: Annotated[str, typer.Option(help="prompt tokens; W4 is 4096")] = "128,512,1024,2048,4096",
-    chunks: Annotated[str, typer.Option(help="chunk sizes for the longest prompt")] = "128,256,512,1024,2048",
+    lengths: Annotated[
+        str, typer.Option(help="prompt tokens; W4 is 4096")
+    ] = "128,512,1024,2048,4096",
+    chunks: Annotated[
+        str, typer.Option(help="chunk sizes for the longest prompt")
+    ] = "128,256,512,1024,2048",
     repeats: Repeats = 3,
     threads: Threads = None,
     backend: Backend = "auto",
@@ -90,7 +108,9 @@ def prefill(
     from benchmarks.prefill import measure
 
     options = Options(model, dtype, backend, threads, repeats)
-    rows = measure(options, numbers(lengths), numbers(chunks), names(workloads, NAMES) if workloads else ())
+    rows = measure(
+        options, numbers(lengths), numbers(chunks), names(workloads, NAMES) if workloads else ()
+    )
     write("prefill", rows, asdict(options), out, model)
 
 
@@ -102,7 +122,12 @@ def host(out: Out = None) -> None:
     rows = null_model.measure()
     print(null_model.table(rows))
     named = [{"name": f"{row.case}, {row.running} sequences"} | asdict(row) for row in rows]
-    write("host", named, {"block_size": null_model.BLOCK_SIZE, "prompt_tokens": null_model.PROMPT}, out)
+    write(
+        "host",
+        named,
+        {"block_size": null_model.BLOCK_SIZE, "prompt_tokens": null_model.PROMPT},
+        out,
+    )
 
 
 @app.command()
@@ -121,20 +146,26 @@ def roofline(
     threads: Threads = None,
     backend: Backend = "auto",
     dtype: DType = "bfloat16",
-    run: Annotated[bool, typer.Option(help="also time the workloads, for their share of the bound")] = True,
+    run: Annotated[
+        bool, typer.Option(help="also time the workloads, for their share of the bound")
+    ] = True,
     out: Out = None,
 ) -> None:
     """The least time that each workload can take at this machine's rates, and our share of it."""
     from benchmarks.roofline import measure
 
     options = Options(model, dtype, backend, threads, repeats)
-    write("roofline", measure(options, names(workloads, NAMES), run=run), asdict(options), out, model)
+    write(
+        "roofline", measure(options, names(workloads, NAMES), run=run), asdict(options), out, model
+    )
 
 
 @app.command()
 def rl(
     model: Model = "smollm2-135m",
-    parts: Annotated[str, typer.Option(help="separated by commas")] = "update,policies,broadcast,score,abort,gradients",
+    parts: Annotated[
+        str, typer.Option(help="separated by commas")
+    ] = "update,policies,broadcast,score,abort,gradients",
     repeats: Repeats = 5,
     threads: Threads = None,
     backend: Backend = "auto",
@@ -151,39 +182,58 @@ def rl(
 @app.command()
 def mismatch(
     model: Model = "smollm2-135m",
-    tokens: Annotated[int, typer.Option(help="completion tokens of each of 32 samples", min=1)] = 256,
+    tokens: Annotated[
+        int, typer.Option(help="completion tokens of each of 32 samples", min=1)
+    ] = 256,
     threads: Threads = None,
     backend: Backend = "auto",
     dtype: DType = "bfloat16",
     picture: Annotated[Path | None, typer.Option(help="not given: docs/rl-mismatch.png")] = None,
     out: Out = None,
 ) -> None:
-    """The engine's logprobs against those of trainers on transformers, and of ours (needs transformers, matplotlib)."""
+    """The engine's logprobs against those of trainers on transformers, and of ours (needs
+    transformers, matplotlib).
+    """
     from benchmarks.mismatch import measure
 
     options = Options(model, dtype, backend, threads, 1)
-    write("mismatch", measure(options, tokens, picture), asdict(options) | {"tokens": tokens}, out, model)
+    write(
+        "mismatch",
+        measure(options, tokens, picture),
+        asdict(options) | {"tokens": tokens},
+        out,
+        model,
+    )
 
 
 @app.command()
 def peers(
     model: Model = "smollm2-135m",
     workloads: Workloads = "W1,W2,W3,W4,W5",
-    repeats: Annotated[int, typer.Option("--repeats", "--rounds", help="rounds of each engine once", min=1)] = 3,
+    repeats: Annotated[
+        int, typer.Option("--repeats", "--rounds", help="rounds of each engine once", min=1)
+    ] = 3,
     threads: Threads = None,
     backend: Backend = "auto",
     dtype: DType = "bfloat16",
     engines: Annotated[str, typer.Option(help="who takes part")] = "nano-inference,vllm,llama.cpp",
-    vllm: Annotated[str, typer.Option(help="settings of vLLM by name, separated by semicolons; or all")] = "",
-    llama: Annotated[str, typer.Option(help="settings of llama.cpp by name, separated by semicolons; or all")] = "",
-    limit: Annotated[float, typer.Option(help="seconds; who takes longer in a round sits out the rest")] = 60.0,
+    vllm: Annotated[
+        str, typer.Option(help="settings of vLLM by name, separated by semicolons; or all")
+    ] = "",
+    llama: Annotated[
+        str, typer.Option(help="settings of llama.cpp by name, separated by semicolons; or all")
+    ] = "",
+    limit: Annotated[
+        float, typer.Option(help="seconds; who takes longer in a round sits out the rest")
+    ] = 60.0,
     cache: Annotated[Path | None, typer.Option(help="where `make peers` put them")] = None,
     out: Out = None,
 ) -> None:
     """Ours and the installed peers in turns; ratios to each peer's best setting."""
     from benchmarks.peers import compare, install, llama_cpp, vllm_cpu
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the engines are stopped on the way out
+    # so that the engines are stopped on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = Options(model, dtype, backend, threads, repeats)
     choice = compare.Choice(
         engines=names(engines, ("nano-inference", "vllm", "llama.cpp")),
@@ -197,7 +247,9 @@ def peers(
 
 
 def settings(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Settings by name, separated by semicolons (names hold commas); `all` for all, nothing for the defaults."""
+    """Settings by name, separated by semicolons (names hold commas); `all` for all, nothing for the
+    defaults.
+    """
     if text in ("", "all"):
         return known if text else ()
     return names(text, known, ";")
@@ -206,23 +258,32 @@ def settings(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
 @app.command()
 def serve(
     model: Model = "smollm2-135m",
-    parts: Annotated[str, typer.Option(help="separated by commas")] = "throughput,first,arrival,idle",
-    repeats: Annotated[int, typer.Option("--repeats", "--rounds", help="rounds of each engine once", min=1)] = 3,
+    parts: Annotated[
+        str, typer.Option(help="separated by commas")
+    ] = "throughput,first,arrival,idle",
+    repeats: Annotated[
+        int, typer.Option("--repeats", "--rounds", help="rounds of each engine once", min=1)
+    ] = 3,
     threads: Threads = None,
     backend: Backend = "auto",
     dtype: DType = "bfloat16",
     engines: Annotated[str, typer.Option(help="who takes part")] = "nano-inference,vllm",
     requests: Annotated[int, typer.Option(help="of each run of throughput", min=1)] = 256,
     concurrency: Annotated[int, typer.Option(help="requests under way at once", min=1)] = 32,
-    budgets: Annotated[str, typer.Option(help="tokens a step, where a long prompt arrives")] = "24,40,72,264",
+    budgets: Annotated[
+        str, typer.Option(help="tokens a step, where a long prompt arrives")
+    ] = "24,40,72,264",
     cache: Annotated[Path | None, typer.Option(help="where `make peers` put them")] = None,
     out: Out = None,
 ) -> None:
-    """Our server against the engine without one and against vLLM's; single requests; a long prompt; nothing."""
+    """Our server against the engine without one and against vLLM's; single requests; a long prompt;
+    nothing.
+    """
     from benchmarks.peers import install
     from benchmarks.serve import PARTS, Choice, measure
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped on the way out
+    # so that the servers are stopped on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = Options(model, dtype, backend, threads, repeats)
     choice = Choice(
         engines=names(engines, ("nano-inference", "vllm")),
@@ -232,7 +293,13 @@ def serve(
         cache=cache or install.CACHE,
     )
     rows = measure(options, names(parts, PARTS), choice)
-    write("serve", rows, asdict(options) | {"requests": requests, "concurrency": concurrency}, out, model)
+    write(
+        "serve",
+        rows,
+        asdict(options) | {"requests": requests, "concurrency": concurrency},
+        out,
+        model,
+    )
 
 
 @app.command()
@@ -252,19 +319,33 @@ def stages(
 
     options = Options(model, dtype, backend, 1, repeats)
     rows = measure(options, number, numbers(groups), sequences, tokens)
-    write("stages", rows, asdict(options) | {"stages": number, "sequences": sequences, "tokens": tokens}, out, model)
+    write(
+        "stages",
+        rows,
+        asdict(options) | {"stages": number, "sequences": sequences, "tokens": tokens},
+        out,
+        model,
+    )
 
 
 @app.command()
 def fleet(
-    parts: Annotated[str, typer.Option(help="router,broadcast; separated by commas")] = "router,broadcast",
+    parts: Annotated[
+        str, typer.Option(help="router,broadcast; separated by commas")
+    ] = "router,broadcast",
     replicas: Annotated[int, typer.Option(help="simulated", min=2)] = 1000,
-    requests: Annotated[int, typer.Option(help="of the first run of the router", min=100)] = 2_000_000,
-    runs: Annotated[str, typer.Option(help="of the router, by name, separated by semicolons; not given: all")] = "",
+    requests: Annotated[
+        int, typer.Option(help="of the first run of the router", min=100)
+    ] = 2_000_000,
+    runs: Annotated[
+        str, typer.Option(help="of the router, by name, separated by semicolons; not given: all")
+    ] = "",
     seed: Annotated[int, typer.Option(help="of all draws")] = 0,
     out: Out = None,
 ) -> None:
-    """The real router over simulated replicas, and new weights to all of them. Its times are simulated ones."""
+    """The real router over simulated replicas, and new weights to all of them. Its times are
+    simulated ones.
+    """
     from benchmarks.fleet import broadcast, scenarios
 
     chosen = names(parts, ("router", "broadcast"))
@@ -291,7 +372,9 @@ def replicas(
     routed: Annotated[int, typer.Option(help="replicas of the router's part", min=2)] = 1000,
     out: Out = None,
 ) -> None:
-    """The router's time; two replicas against two bare engines, one thread each; the pause when one is killed."""
+    """The router's time; two replicas against two bare engines, one thread each; the pause when one
+    is killed.
+    """
     from benchmarks.replicas import PARTS, Shape, measure
 
     options = Options(model, dtype, backend, 1, repeats)
@@ -304,7 +387,9 @@ def replicas(
 def rl_wire(
     model: Model = "smollm2-135m",
     parts: Annotated[str, typer.Option(help="separated by commas")] = "logprobs,update",
-    repeats: Annotated[int, typer.Option("--repeats", "--rounds", help="rounds of each form once", min=1)] = 5,
+    repeats: Annotated[
+        int, typer.Option("--repeats", "--rounds", help="rounds of each form once", min=1)
+    ] = 5,
     threads: Threads = None,
     backend: Backend = "auto",
     dtype: DType = "bfloat16",
@@ -317,36 +402,57 @@ def rl_wire(
     """Logprobs over HTTP in every form; new weights from a second process while streams run."""
     from benchmarks.rl_wire import PARTS, choice_of, measure
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped on the way out
+    # so that the servers are stopped on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = Options(model, dtype, backend, threads, repeats)
     choice = choice_of(names(engines, ("nano-inference", "vllm")), requests, concurrency, cache)
     rows = measure(options, names(parts, PARTS), choice)
-    write("rl-wire", rows, asdict(options) | {"requests": requests, "concurrency": concurrency}, out, model)
+    write(
+        "rl-wire",
+        rows,
+        asdict(options) | {"requests": requests, "concurrency": concurrency},
+        out,
+        model,
+    )
 
 
 @app.command()
 def load(
     url: Annotated[str, typer.Argument(help="of the server, such as http://127.0.0.1:8000")],
-    model: Annotated[str, typer.Option(help="its name there; not given: the first of /v1/models")] = "",
+    model: Annotated[
+        str, typer.Option(help="its name there; not given: the first of /v1/models")
+    ] = "",
     api_key: Annotated[str | None, typer.Option(help="sent as a bearer token")] = None,
     requests: Annotated[int, typer.Option(min=1)] = 256,
     concurrency: Annotated[int, typer.Option(help="requests under way at once", min=1)] = 32,
-    rate: Annotated[float | None, typer.Option(help="requests a second at random times, instead", min=1e-3)] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="requests a second at random times, instead", min=1e-3)
+    ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="with --chat: words", min=1)] = 64,
     output_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    chat: Annotated[bool, typer.Option(help="chat completions instead of completions of token ids")] = False,
+    chat: Annotated[
+        bool, typer.Option(help="chat completions instead of completions of token ids")
+    ] = False,
     stream: Annotated[bool, typer.Option()] = True,
-    warm_up: Annotated[int, typer.Option(help="requests that are sent first and not counted", min=0)] = 32,
+    warm_up: Annotated[
+        int, typer.Option(help="requests that are sent first and not counted", min=0)
+    ] = 32,
     repeats: Repeats = 1,
-    pid: Annotated[int | None, typer.Option(help="of a server on this machine, for its CPU seconds")] = None,
+    pid: Annotated[
+        int | None, typer.Option(help="of a server on this machine, for its CPU seconds")
+    ] = None,
     seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
     out: Out = None,
 ) -> None:
-    """Put load on a server: tokens a second, waiting times, CPU seconds. Ours, or another with OpenAI's routes."""
+    """Put load on a server: tokens a second, waiting times, CPU seconds. Ours, or another with
+    OpenAI's routes.
+    """
     from benchmarks import load_table
     from benchmarks.load import Target
 
-    shape = load_table.Shape(requests, concurrency, rate, prompt_tokens, output_tokens, chat, stream, warm_up, seed)
+    shape = load_table.Shape(
+        requests, concurrency, rate, prompt_tokens, output_tokens, chat, stream, warm_up, seed
+    )
     rows = load_table.measure(Target(url, model, api_key), shape, repeats, pid)
     if out is not None:
         write("load", rows, asdict(shape) | {"url": url}, out, None)
@@ -357,7 +463,9 @@ def load(
 @app.command()
 def plots(
     results: Annotated[Path | None, typer.Option(help="folder of the reports")] = None,
-    out: Annotated[Path | None, typer.Option(help="folder of the pictures; not given: docs/")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the pictures; not given: docs/")
+    ] = None,
 ) -> None:
     """Draw the reports as PNG pictures for the documents (needs matplotlib)."""
     from benchmarks.plots import draw

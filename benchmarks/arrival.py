@@ -1,4 +1,6 @@
-"""Streams that run, and a long prompt that arrives among them: what it does to the time between their tokens."""
+"""Streams that run, and a long prompt that arrives among them: what it does to the time between
+their tokens.
+"""
 
 import asyncio
 import itertools
@@ -14,13 +16,16 @@ STREAMS = 8
 PROMPT = 64  # tokens, of each stream
 QUIET = 128  # pieces that each stream brings before the long prompt sets out
 SETTLE = 16  # of them the first, which are not counted
-OUTPUT = 1024  # tokens of each stream, at most: they are dropped when the long prompt's first token is there
+# tokens of each stream, at most: they are dropped when the long prompt's first token is there
+OUTPUT = 1024
 POLL = 0.01  # seconds
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """99th percentiles of the times between tokens of all streams, in milliseconds; of the long prompt seconds."""
+    """99th percentiles of the times between tokens of all streams, in milliseconds; of the long
+    prompt seconds.
+    """
 
     before: float
     during: float
@@ -70,7 +75,9 @@ async def until_all_have(
 
 
 def gaps_ending_in(times: Sequence[Sequence[float]], begin: float, end: float) -> list[float]:
-    """Gaps between neighbours, of those that end between two times; each stream's first ones are left out."""
+    """Gaps between neighbours, of those that end between two times; each stream's first ones are
+    left out.
+    """
     return [
         later - earlier
         for stream in times

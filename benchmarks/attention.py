@@ -1,7 +1,9 @@
-"""`python benchmarks/attention.py --log FILE`: flex attention against the reference's, on the shapes of SmolLM2-135M.
+"""`python benchmarks/attention.py --log FILE`: flex attention against the reference's, on the
+shapes of SmolLM2-135M.
 
-One layer's attention and the plan of a step, which all layers share: CPU time of one thread, medians. The KV cache has
-100,000 slots. Compilation is wall-clock time, from an empty cache; the first one warms the compiler up too.
+One layer's attention and the plan of a step, which all layers share: CPU time of one thread,
+medians. The KV cache has 100,000 slots. Compilation is wall-clock time, from an empty cache; the
+first one warms the compiler up too.
 """
 
 import argparse
@@ -30,7 +32,9 @@ class View:
     block_size = BLOCK_SIZE
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.keys, self.values = torch.randn(2, KV_HEADS, NUM_BLOCKS * BLOCK_SIZE, HEAD_DIM).to(dtype)
+        self.keys, self.values = torch.randn(2, KV_HEADS, NUM_BLOCKS * BLOCK_SIZE, HEAD_DIM).to(
+            dtype
+        )
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         self.keys.index_copy_(1, slots, keys.transpose(0, 1))
@@ -38,7 +42,10 @@ class View:
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         shape = (KV_HEADS, *slots.shape, HEAD_DIM)
-        keys, values = (part.index_select(1, slots.flatten()).float().view(shape) for part in (self.keys, self.values))
+        keys, values = (
+            part.index_select(1, slots.flatten()).float().view(shape)
+            for part in (self.keys, self.values)
+        )
         return keys, values
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -75,10 +82,16 @@ def measure(name: str, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
     return {
         "what": name,
         "dtype": str(dtype).removeprefix("torch."),
-        "reference_ms": milliseconds(lambda: reference_attention.attention(q, view, 0, tiles, scale), repeats),
+        "reference_ms": milliseconds(
+            lambda: reference_attention.attention(q, view, 0, tiles, scale), repeats
+        ),
         "flex_ms": milliseconds(lambda: flex.attention(q, view, 0, plan, scale), repeats),
-        "reference_plan_ms": milliseconds(lambda: reference_attention.plan_attention(step, BLOCK_SIZE), repeats),
-        "flex_plan_ms": milliseconds(lambda: flex.plan_attention(NUM_BLOCKS, step, BLOCK_SIZE), repeats),
+        "reference_plan_ms": milliseconds(
+            lambda: reference_attention.plan_attention(step, BLOCK_SIZE), repeats
+        ),
+        "flex_plan_ms": milliseconds(
+            lambda: flex.plan_attention(NUM_BLOCKS, step, BLOCK_SIZE), repeats
+        ),
         "compile_s": round(compile_s, 1),
     }
 

@@ -1,8 +1,10 @@
-"""`python -m benchmarks.closed_loop OPTIONS`: the engine alone in a process, what a server is compared with.
+"""`python -m benchmarks.closed_loop OPTIONS`: the engine alone in a process, what a server is
+compared with.
 
-Two questions, as JSON lines (see `peers.channel`). `prompts`: the same closed loop that a load sends to a server, so
-many requests always under way; answered with seconds, tokens and CPU seconds. `singles`: one request after the other,
-streamed; answered with the seconds until each one's first token.
+Two questions, as JSON lines (see `peers.channel`). `prompts`: the same closed loop that a load
+sends to a server, so many requests always under way; answered with seconds, tokens and CPU seconds.
+`singles`: one request after the other, streamed; answered with the seconds until each one's first
+token.
 """
 
 import json
@@ -20,7 +22,8 @@ def closed_loop(
 ) -> dict[str, Any]:
     waiting, tokens = iter(prompts), 0
     began, busy = time.perf_counter(), time.process_time()
-    for _, prompt in zip(range(concurrency), waiting, strict=False):  # in this order: it must not drop a prompt
+    # in this order: it must not drop a prompt
+    for _, prompt in zip(range(concurrency), waiting, strict=False):
         engine.add_request(prompt, params)
     while engine.has_pending():
         for sample in engine.step():
@@ -34,7 +37,9 @@ def closed_loop(
     }
 
 
-def first_tokens(engine: InferenceEngine, prompts: Sequence[list[int]], params: SamplingParams) -> list[float]:
+def first_tokens(
+    engine: InferenceEngine, prompts: Sequence[list[int]], params: SamplingParams
+) -> list[float]:
     found: list[float] = []
     for prompt in prompts:
         began, first = time.perf_counter(), None

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.cold_start OPTIONS`: a fresh process up to its first token, then W2; prints times and memory.
+"""`python -m benchmarks.cold_start OPTIONS`: a fresh process up to its first token, then W2; prints
+times and memory.
 
 Run by `latency`, which passes the options as JSON and watches the clock from outside.
 """

@@ -7,7 +7,9 @@ import psutil
 
 
 class CpuMeter:
-    """CPU seconds of this process as "client", and of process trees by name. A tree ends where another one begins."""
+    """CPU seconds of this process as "client", and of process trees by name. A tree ends where
+    another one begins.
+    """
 
     def __init__(self, watched: Mapping[str, int]) -> None:
         self._watched = dict(watched)
@@ -26,7 +28,15 @@ def tree(pid: int, without: set[int]) -> list[int]:
         below = psutil.Process(pid).children()
     except psutil.NoSuchProcess:
         return [pid]
-    return [pid, *(found for child in below if child.pid not in without for found in tree(child.pid, without))]
+    return [
+        pid,
+        *(
+            found
+            for child in below
+            if child.pid not in without
+            for found in tree(child.pid, without)
+        ),
+    ]
 
 
 def cpu_seconds(pid: int) -> float:
@@ -39,7 +49,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def server_parts(pid: int) -> dict[str, int]:
-    """`api`: the server's first process. `engine`: its busiest child with all below it, where it has one."""
+    """`api`: the server's first process. `engine`: its busiest child with all below it, where it
+    has one.
+    """
     try:
         below = psutil.Process(pid).children()
     except psutil.NoSuchProcess:

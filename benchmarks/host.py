@@ -1,7 +1,9 @@
-"""`python -m benchmarks.host`: what a step costs on the host, by phase, with a model that does nothing.
+"""`python -m benchmarks.host`: what a step costs on the host, by phase, with a model that does
+nothing.
 
-The real loop, scheduler, cache, batches and commits; the runner answers at once with fixed tokens. Means over the steps
-of a window (sequences cross the end of a block every 16 steps), medians and extremes over windows.
+The real loop, scheduler, cache, batches and commits; the runner answers at once with fixed tokens.
+Means over the steps of a window (sequences cross the end of a block every 16 steps), medians and
+extremes over windows.
 """
 
 import argparse
@@ -41,7 +43,9 @@ RESULTS = Path(__file__).parent / "results" / "host.json"
 
 @dataclass(frozen=True)
 class Case:
-    """One workload. `running` samples decode at once; `turnover` is how many tokens each of them makes (0: no end)."""
+    """One workload. `running` samples decode at once; `turnover` is how many tokens each of them
+    makes (0: no end).
+    """
 
     name: str
     running: int
@@ -61,13 +65,16 @@ CASES = (
     Case("decode, top_p and top_k", 256, FILTERS),
     Case("decode, penalties", 256, PENALTIES),
     Case("groups of 8", 256, num_samples=8),
-    Case("turnover", 256, turnover=64),  # samples end and new prompts enter, half of each found in the cache
+    # samples end and new prompts enter, half of each found in the cache
+    Case("turnover", 256, turnover=64),
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """Microseconds a step: over windows the median, the least and the most of the window's mean; phases: medians."""
+    """Microseconds a step: over windows the median, the least and the most of the window's mean;
+    phases: medians.
+    """
 
     case: str
     running: int
@@ -77,7 +84,9 @@ class Row:
     median: float
     least: float
     most: float
-    cpu: float  # of the thread that steps: where other programs want the cores too, this is the figure to compare
+    # of the thread that steps: where other programs want the cores too, this is the figure to
+    # compare
+    cpu: float
     cpu_least: float
     phases: dict[str, float]
     least_phases: dict[str, float]
@@ -90,7 +99,10 @@ class NullRunner:
         self.draws: dict[int, Sampled] = {}
 
     def forward(
-        self, batches: tuple[ForwardBatch, ...], block_copies: tuple[tuple[int, int], ...], previous: Sampled | None
+        self,
+        batches: tuple[ForwardBatch, ...],
+        block_copies: tuple[tuple[int, int], ...],
+        previous: Sampled | None,
     ) -> None:
         pass
 
@@ -170,14 +182,22 @@ class Bench:
             busy += time.thread_time_ns() - woke
             for _ in finished:
                 self.add()
-        figures = clock.microseconds(self.steps) | {"step": spent / 1e3 / self.steps, "cpu": busy / 1e3 / self.steps}
+        figures = clock.microseconds(self.steps) | {
+            "step": spent / 1e3 / self.steps,
+            "cpu": busy / 1e3 / self.steps,
+        }
         return figures, (self.loop.num_completion_tokens - tokens) / self.steps
 
 
 def measure(windows: int = 7, steps: int = 64, cases: tuple[Case, ...] = CASES) -> list[Row]:
-    """Measure every case; `windows` times `steps` steps each, the cases in turn: a machine is not busy all the time."""
+    """Measure every case; `windows` times `steps` steps each, the cases in turn: a machine is not
+    busy all the time.
+    """
     rounds = [[measure_window(case, steps) for case in cases] for _ in range(windows)]
-    return [summary(case, steps, list(own)) for case, own in zip(cases, zip(*rounds, strict=True), strict=True)]
+    return [
+        summary(case, steps, list(own))
+        for case, own in zip(cases, zip(*rounds, strict=True), strict=True)
+    ]
 
 
 def measure_window(case: Case, steps: int) -> tuple[dict[str, float], float]:
@@ -213,7 +233,14 @@ def table(rows: list[Row]) -> str:
     lines = [["µs a step", "running", "median", "least", "most", "CPU", "CPU least", *phases]]
     lines.append(["---", *["---:"] * (len(lines[0]) - 1)])
     for row in rows:
-        figures = (row.median, row.least, row.most, row.cpu, row.cpu_least, *(row.phases[name] for name in phases))
+        figures = (
+            row.median,
+            row.least,
+            row.most,
+            row.cpu,
+            row.cpu_least,
+            *(row.phases[name] for name in phases),
+        )
         lines.append([row.case, str(row.running), *(f"{figure:.0f}" for figure in figures)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -243,8 +270,12 @@ def report(rows: list[Row]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--windows", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=64, help="in a window; a multiple of the block size")
-    parser.add_argument("--log", type=Path, default=None, help=f"where to write the figures, e.g. {RESULTS.name}")
+    parser.add_argument(
+        "--steps", type=int, default=64, help="in a window; a multiple of the block size"
+    )
+    parser.add_argument(
+        "--log", type=Path, default=None, help=f"where to write the figures, e.g. {RESULTS.name}"
+    )
     arguments = parser.parse_args()
     rows = measure(arguments.windows, arguments.steps)
     print(table(rows))

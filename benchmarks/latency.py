@@ -1,4 +1,6 @@
-"""Waiting times: the first token, gaps between tokens in a full batch, a cold start; and the memory that it takes."""
+"""Waiting times: the first token, gaps between tokens in a full batch, a cold start; and the memory
+that it takes.
+"""
 
 import json
 import subprocess
@@ -25,7 +27,10 @@ def measure(options: Options, workloads: Sequence[str]) -> list[Row]:
     rows: list[Row] = []
     with opened(options) as engine:
         for name in workloads:
-            rows += [row | {"config": described(engine)} for row in streamed(engine, name, options.repeats)]
+            rows += [
+                row | {"config": described(engine)}
+                for row in streamed(engine, name, options.repeats)
+            ]
     rows += cold_start(options)
     show(f"latency, {options.model}: {options.repeats} runs", COLUMNS, rows)
     return rows
@@ -34,7 +39,8 @@ def measure(options: Options, workloads: Sequence[str]) -> list[Row]:
 def streamed(engine: InferenceEngine, name: str, repeats: int) -> list[Row]:
     """Time to the first token and gaps between tokens, as a consumer of the stream sees them.
 
-    All requests arrive at once, so the time to the first token includes the wait for the others' prompts.
+    All requests arrive at once, so the time to the first token includes the wait for the others'
+    prompts.
     """
     run(engine, warm_up(name))
     watch = Stopwatch()
@@ -49,7 +55,8 @@ def streamed(engine: InferenceEngine, name: str, repeats: int) -> list[Row]:
     if any(gaps):
         figures += [("between tokens", "p50", 50, gaps), ("between tokens", "p99", 99, gaps)]
         figures += [("between tokens", "longest", 100, gaps)]
-    if workload(name).num_sequences == 1:  # of one sequence there is one first token: no percentiles
+    # of one sequence there is one first token: no percentiles
+    if workload(name).num_sequences == 1:
         figures = [(what, "", share, runs) for what, _, share, runs in figures[:1]] + figures[2:]
     return [
         watch.row(
@@ -88,7 +95,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def cold_start(options: Options) -> list[Row]:
-    """From the start of a fresh process to its first token, and its memory. Files are in the system's cache."""
+    """From the start of a fresh process to its first token, and its memory. Files are in the
+    system's cache.
+    """
     runs = [fresh_process(options) for _ in range(options.repeats)]
     what = {
         "started": "cold start: process start to first token",
@@ -97,7 +106,8 @@ def cold_start(options: Options) -> list[Row]:
         "first": "cold start: of it the first token",
     }
     rows: list[Row] = [
-        {"name": name, "figure": spread(each[key] for each in runs), "unit": "s"} for key, name in what.items()
+        {"name": name, "figure": spread(each[key] for each in runs), "unit": "s"}
+        for key, name in what.items()
     ]
     memory = {"after_load": "memory after load", "peak": "peak memory, after W2"}
     rows += [

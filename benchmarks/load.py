@@ -1,7 +1,9 @@
-"""`python -m benchmarks load URL`: put load on an OpenAI-compatible server, ours or another, and time what it answers.
+"""`python -m benchmarks load URL`: put load on an OpenAI-compatible server, ours or another, and
+time what it answers.
 
-Closed loop: so many requests are always under way. Poisson: requests set out at random times, and waiting counts from
-the time at which one was to set out, also where the client was late. One process, one thread; see `wire`.
+Closed loop: so many requests are always under way. Poisson: requests set out at random times, and
+waiting counts from the time at which one was to set out, also where the client was late. One
+process, one thread; see `wire`.
 """
 
 import asyncio
@@ -32,9 +34,13 @@ except ImportError:
     from asyncio import new_event_loop
 
 Result = TypeVar("Result")
-WORDS = "time year way day thing man world life hand part child eye woman place work week case point company number"
+WORDS = (
+    "time year way day thing man world life hand part child eye woman place work week case "
+    "point company number"
+)
 TIMEOUT = 600.0  # seconds for one request
-IDLE_LIMIT = 2.0  # seconds; servers close a connection that rests for 5 s, perhaps just when it is used again
+# seconds; servers close a connection that rests for 5 s, perhaps just when it is used again
+IDLE_LIMIT = 2.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -60,7 +66,11 @@ class Target:
             f"{'GET' if body is None else 'POST'} {path} HTTP/1.1",
             f"Host: {':'.join(map(str, self.address))}",
             *([f"Authorization: Bearer {self.key}"] if self.key else []),
-            *(["Content-Type: application/json", f"Content-Length: {len(content)}"] if body is not None else []),
+            *(
+                ["Content-Type: application/json", f"Content-Length: {len(content)}"]
+                if body is not None
+                else []
+            ),
         ]
         return "\r\n".join([*lines, "", ""]).encode() + content
 
@@ -148,7 +158,11 @@ def gaps(pieces: Sequence[float]) -> list[float]:
 
 def shares(seconds: Sequence[float], *percents: int) -> dict[str, float] | None:
     """Percentiles in milliseconds by name; None where there is nothing."""
-    return {f"p{share}": round(percentile(seconds, share) * 1e3, 3) for share in percents} if seconds else None
+    return (
+        {f"p{share}": round(percentile(seconds, share) * 1e3, 3) for share in percents}
+        if seconds
+        else None
+    )
 
 
 def token_requests(
@@ -158,21 +172,34 @@ def token_requests(
     rng = random.Random(seed)
     options = answer_of(output_tokens, stream) | more
     return [
-        Ask(COMPLETIONS, {"prompt": [rng.randrange(LOWEST_ID, HIGHEST_ID) for _ in range(prompt_tokens)]} | options)
+        Ask(
+            COMPLETIONS,
+            {"prompt": [rng.randrange(LOWEST_ID, HIGHEST_ID) for _ in range(prompt_tokens)]}
+            | options,
+        )
         for _ in range(count)
     ]
 
 
-def chat_requests(count: int, words: int, output_tokens: int, *, stream: bool, seed: int = 0, **more: Any) -> list[Ask]:
+def chat_requests(
+    count: int, words: int, output_tokens: int, *, stream: bool, seed: int = 0, **more: Any
+) -> list[Ask]:
     """Chats of one message of random words."""
     rng = random.Random(seed)
     options = answer_of(output_tokens, stream) | more
     texts = [" ".join(rng.choices(WORDS.split(), k=words)) for _ in range(count)]
-    return [Ask(CHAT, {"messages": [{"role": "user", "content": text}]} | options) for text in texts]
+    return [
+        Ask(CHAT, {"messages": [{"role": "user", "content": text}]} | options) for text in texts
+    ]
 
 
 def answer_of(output_tokens: int, stream: bool) -> dict[str, Any]:
-    options: dict[str, Any] = {"max_tokens": output_tokens, "ignore_eos": True, "temperature": 1.0, "stream": stream}
+    options: dict[str, Any] = {
+        "max_tokens": output_tokens,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "stream": stream,
+    }
     return options | ({"stream_options": {"include_usage": True}} if stream else {})
 
 
@@ -256,7 +283,8 @@ async def drive(
         timeout: seconds for one request.
         watched: process ids by name, whose CPU time and whose children's is wanted.
     """
-    requests = [(ask, target.request(ask.path, ask.body)) for ask in asks]  # encoded before the clock runs
+    # encoded before the clock runs
+    requests = [(ask, target.request(ask.path, ask.body)) for ask in asks]
     records: list[_Record] = []
     connections = Connections(target)
     waiting = iter(requests)
@@ -311,7 +339,10 @@ def outcome(record: _Record) -> Outcome:
         return Outcome(record.began, record.ended, error=record.error)
     try:
         if reply.status != 200:
-            raise Broken(f"status {reply.status}: {(reply.body or b' '.join(e for _, e in reply.events))[:300]!r}")
+            raise Broken(
+                f"status {reply.status}: "
+                f"{(reply.body or b' '.join(e for _, e in reply.events))[:300]!r}"
+            )
         if record.ask.body.get("stream"):
             return _of_stream(record.began, reply)
         return _of_body(record.began, reply)
@@ -324,7 +355,12 @@ def _of_body(began: float, reply: Reply) -> Outcome:
     if "meta_info" in content:  # SGLang's shape
         meta = content["meta_info"]
         return Outcome(
-            began, reply.ended, (), meta["prompt_tokens"], meta.get("cached_tokens", 0), meta["completion_tokens"]
+            began,
+            reply.ended,
+            (),
+            meta["prompt_tokens"],
+            meta.get("cached_tokens", 0),
+            meta["completion_tokens"],
         )
     if not content["choices"]:
         raise Broken("the reply has no choices")
@@ -335,7 +371,10 @@ def _of_stream(began: float, reply: Reply) -> Outcome:
     pieces: list[float] = []
     usage: Mapping[str, Any] | None = None
     if not reply.events or reply.events[-1][1] != b"[DONE]":
-        raise Broken(f"the stream ended without [DONE], behind {reply.events[-1][1][:200] if reply.events else b''!r}")
+        raise Broken(
+            "the stream ended without [DONE], behind "
+            f"{reply.events[-1][1][:200] if reply.events else b''!r}"
+        )
     for when, data in reply.events[:-1]:
         event = decode(data)
         if "error" in event:
@@ -348,11 +387,15 @@ def _of_stream(began: float, reply: Reply) -> Outcome:
 
 
 def has_text(choice: Mapping[str, Any]) -> bool:
-    """Whether a choice of an event holds a piece of the answer. The role alone, or how it ended, is none."""
+    """Whether a choice of an event holds a piece of the answer. The role alone, or how it ended, is
+    none.
+    """
     if "text" in choice:
         return bool(choice["text"]) or choice.get("finish_reason") is None
     delta: Mapping[str, Any] = choice.get("delta") or {}
-    return any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls"))
+    return any(
+        delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls")
+    )
 
 
 def _counts(usage: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -1,4 +1,6 @@
-"""The load tool on its own: some runs of one shape against a server that is already there, and a table of them."""
+"""The load tool on its own: some runs of one shape against a server that is already there, and a
+table of them.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +19,9 @@ SHOWN_ERRORS = 5
 
 @dataclass(frozen=True)
 class Shape:
-    """What a run sends. `prompt_tokens` are words where it is a chat; with a `rate`, `concurrency` is not used."""
+    """What a run sends. `prompt_tokens` are words where it is a chat; with a `rate`, `concurrency`
+    is not used.
+    """
 
     requests: int = 256
     concurrency: int = 32
@@ -49,7 +53,9 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
     "between tokens, ms, p50 / p99 / most": percentiles("between_tokens_ms"),
     "whole, ms, p50 / p90 / p99": percentiles("whole_ms"),
     "errors": lambda row: row["errors"],
-    "CPU s": lambda row: ", ".join(f"{name} {seconds:.2f}" for name, seconds in row["cpu_s"].items()),
+    "CPU s": lambda row: ", ".join(
+        f"{name} {seconds:.2f}" for name, seconds in row["cpu_s"].items()
+    ),
 }
 
 
@@ -60,14 +66,25 @@ def measure(target: load.Target, shape: Shape, repeats: int, pid: int | None = N
         if not target.model:
             target = replace(target, model=load.run(load.model_of(target)))
         if shape.warm_up:
-            load.run(load.drive(target, shape.asks(shape.warm_up, shape.seed - 1), concurrency=shape.concurrency))
+            load.run(
+                load.drive(
+                    target, shape.asks(shape.warm_up, shape.seed - 1), concurrency=shape.concurrency
+                )
+            )
     except (Broken, ValueError, LookupError) as problem:
         raise typer.BadParameter(f"{target.url}: {problem}.") from None
     for number in range(repeats):
         asks = shape.asks(shape.requests, shape.seed + number)
         watched = server_parts(pid) if pid is not None else {}
         done = load.run(
-            load.drive(target, asks, concurrency=shape.concurrency, rate=shape.rate, watched=watched, seed=shape.seed)
+            load.drive(
+                target,
+                asks,
+                concurrency=shape.concurrency,
+                rate=shape.rate,
+                watched=watched,
+                seed=shape.seed,
+            )
         )
         rows.append({"name": f"run {number + 1}"} | done.row())
         for error, count in Counter(done.errors).most_common(SHOWN_ERRORS):
@@ -81,4 +98,7 @@ def described(shape: Shape) -> str:
     kind = "chats" if shape.chat else "completions"
     unit = "words" if shape.chat else "tokens"
     form = "streamed" if shape.stream else "whole"
-    return f"{shape.requests} {kind}, {shape.prompt_tokens} {unit} -> {shape.output_tokens} tokens, {pace}, {form}"
+    return (
+        f"{shape.requests} {kind}, {shape.prompt_tokens} {unit} -> {shape.output_tokens} "
+        f"tokens, {pace}, {form}"
+    )

@@ -1,6 +1,8 @@
-"""`python -m benchmarks.logprobs`: what logprobs cost on W2, against kernels that were built without them.
+"""`python -m benchmarks.logprobs`: what logprobs cost on W2, against kernels that were built
+without them.
 
-Two engines in turns: one as it is, one whose head skips the sums that logprobs need (what it reports is wrong).
+Two engines in turns: one as it is, one whose head skips the sums that logprobs need (what it
+reports is wrong).
 """
 
 import argparse
@@ -36,7 +38,8 @@ def main() -> None:
                     watches[key].time(lambda each=each, t=temperature: run(each, workload("W2"), t))
             rows += [watch.row(name=f"{label}, {key} logprobs") for key, watch in watches.items()]
             costs = measure.spread(
-                a / b - 1 for a, b in zip(watches["with"].seconds, watches["without"].seconds, strict=True)
+                a / b - 1
+                for a, b in zip(watches["with"].seconds, watches["without"].seconds, strict=True)
             )
             rows.append({"name": f"{label}, cost", "share": costs})
             print(f"{label}: logprobs cost {100 * costs['median']:.2f} % of W2 {costs['runs']}")

@@ -1,4 +1,6 @@
-"""`python -m benchmarks.long_context`: decode of one stream behind a long context, and the time of a weight update."""
+"""`python -m benchmarks.long_context`: decode of one stream behind a long context, and the time of
+a weight update.
+"""
 
 import argparse
 import random
@@ -34,7 +36,11 @@ def main() -> None:
             size = sum(tensor.numel() * 2 for tensor in weights.values())
             rows.append(watch.row(name=f"update from {dtype}", bytes_per_s=watch.rates(size)))
     rates = ("tokens_per_s", "bytes_per_s")
-    columns = {"what": lambda r: r["name"], "seconds": lambda r: r["seconds"], "cores": lambda r: r["placement"]}
+    columns = {
+        "what": lambda r: r["name"],
+        "seconds": lambda r: r["seconds"],
+        "cores": lambda r: r["placement"],
+    }
     columns["a second"] = lambda r: next(r[name] for name in rates if name in r)
     measure.show("one stream, and updates", columns, rows)
     measure.write("long_context", rows, options.as_dict(), None, options.model)

@@ -1,7 +1,9 @@
-"""What a figure was measured on: processor, versions, commit, and where the cores sit while it is measured.
+"""What a figure was measured on: processor, versions, commit, and where the cores sit while it is
+measured.
 
-On a virtual machine the host may move the cores between core complexes. Then a hand-over between two threads takes
-300 ns instead of 50, single streams become faster and shared activations slower, so every timing says which it was.
+On a virtual machine the host may move the cores between core complexes. Then a hand-over between
+two threads takes 300 ns instead of 50, single streams become faster and shared activations slower,
+so every timing says which it was.
 """
 
 import functools
@@ -58,7 +60,9 @@ def handover_ns() -> float | None:
 
 
 def placement(handovers: list[tuple[float | None, float | None]]) -> str:
-    """`"near"`, `"far"`, or `"moved"` where the (before, after) pairs do not agree; `"unknown"` without figures."""
+    """`"near"`, `"far"`, or `"moved"` where the (before, after) pairs do not agree; `"unknown"`
+    without figures.
+    """
     seen = [each for pair in handovers for each in pair if each is not None]
     if not seen:
         return "unknown"
@@ -67,11 +71,17 @@ def placement(handovers: list[tuple[float | None, float | None]]) -> str:
 
 
 def available_cores() -> int:
-    return len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
+    return (
+        len(psutil.Process().cpu_affinity())
+        if hasattr(psutil.Process, "cpu_affinity")
+        else os.cpu_count() or 1
+    )
 
 
 def others_load(seconds: float = 0.2) -> float:
-    """Cores that are busy while this thread sleeps: other programs, and threads of ours that spin."""
+    """Cores that are busy while this thread sleeps: other programs, and threads of ours that
+    spin.
+    """
     psutil.cpu_percent()
     time.sleep(seconds)
     return round(psutil.cpu_percent() / 100 * (psutil.cpu_count() or 1), 2)
@@ -107,7 +117,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this tree, with "-dirty" where files differ from it; "unknown" outside of git."""
+    """The commit of this tree, with "-dirty" where files differ from it; "unknown" outside of
+    git.
+    """
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--exclude", "*"],

@@ -1,8 +1,8 @@
 """Repeat, take the median, say on what: what all benchmarks share.
 
-One warm-up rule for every engine: one run on the same prompt shapes with other token ids and completions cut to 32
-tokens; then every timed run starts from an empty prefix cache. The hand-over between the cores is measured right before
-and right after each timed run.
+One warm-up rule for every engine: one run on the same prompt shapes with other token ids and
+completions cut to 32 tokens; then every timed run starts from an empty prefix cache. The hand-over
+between the cores is measured right before and right after each timed run.
 """
 
 import datetime
@@ -33,7 +33,9 @@ def spread(values: Iterable[float]) -> dict[str, Any]:
 
 
 class Stopwatch:
-    """Times of one thing that is repeated, each with the hand-over between the cores before and after it."""
+    """Times of one thing that is repeated, each with the hand-over between the cores before and
+    after it.
+    """
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -65,10 +67,17 @@ class Stopwatch:
         return spread(count / seconds for seconds in self.seconds)
 
 
-def write(command: str, rows: list[Row], options: dict[str, Any], out: Path | None, model: str | None = None) -> Path:
+def write(
+    command: str,
+    rows: list[Row],
+    options: dict[str, Any],
+    out: Path | None,
+    model: str | None = None,
+) -> Path:
     """Write a report; rows of an earlier one whose `name` is not among the new ones are kept.
 
-    So a long benchmark can be run workload by workload. Each row says when and on which commit it was measured.
+    So a long benchmark can be run workload by workload. Each row says when and on which commit it
+    was measured.
     """
     suffix = f"-{Path(model).name}" if model and model != "smollm2-135m" else ""
     path = out or RESULTS / f"{command}{suffix}.json"

@@ -1,4 +1,6 @@
-"""How far other trainers' logprobs are from the engine's: the same samples, scored by `transformers` and by ours."""
+"""How far other trainers' logprobs are from the engine's: the same samples, scored by
+`transformers` and by ours.
+"""
 
 from pathlib import Path
 
@@ -15,13 +17,19 @@ TOPICS = ("rivers", "bread", "the moon", "a lost dog", "winter", "trains", "ches
 
 
 def measure(options: Options, tokens: int, picture: Path | None = None) -> list[Row]:
-    """Compare samples at temperature 1 with three trainers; draws the histogram of `transformers` in bfloat16."""
+    """Compare samples at temperature 1 with three trainers; draws the histogram of `transformers`
+    in bfloat16.
+    """
     with opened(options) as engine:
         samples = story_samples(engine, tokens)
         reports = {
             "PolicyModel": mismatch_report(samples, by_policy_model(engine, samples)),
-            "transformers, float32": mismatch_report(samples, by_transformers(engine, samples, torch.float32)),
-            "transformers, bfloat16": mismatch_report(samples, by_transformers(engine, samples, torch.bfloat16)),
+            "transformers, float32": mismatch_report(
+                samples, by_transformers(engine, samples, torch.float32)
+            ),
+            "transformers, bfloat16": mismatch_report(
+                samples, by_transformers(engine, samples, torch.bfloat16)
+            ),
         }
     for name, report in reports.items():
         print(f"{name}\n{report}\n")
@@ -30,14 +38,27 @@ def measure(options: Options, tokens: int, picture: Path | None = None) -> list[
 
 
 def row(name: str, report: MismatchReport) -> Row:
-    names = ("num_tokens", "num_equal", "kl_k1", "kl_k3", "max_abs", "mean_abs", "std", "p99_abs", "outside")
+    names = (
+        "num_tokens",
+        "num_equal",
+        "kl_k1",
+        "kl_k3",
+        "max_abs",
+        "mean_abs",
+        "std",
+        "p99_abs",
+        "outside",
+    )
     return {"name": name} | {each: getattr(report, each) for each in names}
 
 
 def story_samples(engine: InferenceEngine, tokens: int) -> list[TrainingSample]:
     """Eight groups of four, at temperature 1."""
     prompts = [f"A story about {topic}. Once" for topic in TOPICS]
-    params = [SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed) for seed in range(len(prompts))]
+    params = [
+        SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed)
+        for seed in range(len(prompts))
+    ]
     return engine.generate(prompts, params, 4, progress=False)
 
 
@@ -49,7 +70,9 @@ def by_policy_model(engine: InferenceEngine, samples: list[TrainingSample]) -> l
         )
 
 
-def by_transformers(engine: InferenceEngine, samples: list[TrainingSample], dtype: torch.dtype) -> list[torch.Tensor]:
+def by_transformers(
+    engine: InferenceEngine, samples: list[TrainingSample], dtype: torch.dtype
+) -> list[torch.Tensor]:
     """As trainers do it: the model in this dtype, logprobs from its logits in float32."""
     from transformers import AutoModelForCausalLM
 
@@ -58,7 +81,9 @@ def by_transformers(engine: InferenceEngine, samples: list[TrainingSample], dtyp
     with torch.no_grad():
         for sample in samples:
             token_ids = torch.tensor([sample.prompt_tokens + sample.completion_tokens])
-            logits = model(input_ids=token_ids).logits[0, len(sample.prompt_tokens) - 1 : -1].float()
+            logits = (
+                model(input_ids=token_ids).logits[0, len(sample.prompt_tokens) - 1 : -1].float()
+            )
             targets = torch.tensor(sample.completion_tokens)
             found.append(logits.log_softmax(-1).gather(1, targets[:, None])[:, 0])
     return found

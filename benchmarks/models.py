@@ -1,4 +1,6 @@
-"""Models by the names that the benchmarks use. One is made from a seed: its shape is real and its weights are noise."""
+"""Models by the names that the benchmarks use. One is made from a seed: its shape is real and its
+weights are noise.
+"""
 
 import json
 import shutil
@@ -41,12 +43,16 @@ QWEN_CONFIG = {
 
 
 def model_path(name: str) -> Path:
-    """The folder of a model: any path that the engine takes, or `qwen3-0.6b-random`, made when first asked for."""
+    """The folder of a model: any path that the engine takes, or `qwen3-0.6b-random`, made when
+    first asked for.
+    """
     return random_qwen(CACHE / RANDOM_QWEN) if name == RANDOM_QWEN else resolve_model(name)
 
 
 def random_qwen(folder: Path, seed: int = 0) -> Path:
-    """Write the shape of Qwen3-0.6B with normal weights, and SmolLM2's tokenizer, which peers want to see."""
+    """Write the shape of Qwen3-0.6B with normal weights, and SmolLM2's tokenizer, which peers want
+    to see.
+    """
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,5 +66,6 @@ def random_qwen(folder: Path, seed: int = 0) -> Path:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(resolve_model("smollm2-135m") / name, folder)
-    (folder / "config.json").write_text(json.dumps(QWEN_CONFIG, indent=1) + "\n")  # last: it says that all is there
+    # last: it says that all is there
+    (folder / "config.json").write_text(json.dumps(QWEN_CONFIG, indent=1) + "\n")
     return folder

@@ -60,7 +60,14 @@ def arguments(load: Workload) -> tuple[list[list[int]], list[SamplingParams], in
     """What `generate` takes: prompts, their parameters, samples of each."""
     prompts = [list(request.prompt) for request in load.requests]
     params = [
-        SamplingParams(**{"temperature": 1.0, "ignore_eos": True, **load.sampling, "max_tokens": request.max_tokens})
+        SamplingParams(
+            **{
+                "temperature": 1.0,
+                "ignore_eos": True,
+                **load.sampling,
+                "max_tokens": request.max_tokens,
+            }
+        )
         for request in load.requests
     ]
     return prompts, params, load.requests[0].n
@@ -68,14 +75,18 @@ def arguments(load: Workload) -> tuple[list[list[int]], list[SamplingParams], in
 
 def run(engine: InferenceEngine, load: Workload) -> int:
     """Run a workload to its end; returns the tokens that it made, each of which has its logprob."""
-    tokens = sum(len(sample.logprobs) for sample in engine.generate(*arguments(load), progress=False))
+    tokens = sum(
+        len(sample.logprobs) for sample in engine.generate(*arguments(load), progress=False)
+    )
     if tokens != load.output_tokens:
         raise AssertionError(f"{load.name} made {tokens} tokens, not {load.output_tokens}.")
     return tokens
 
 
 def timed(engine: InferenceEngine, name: str, repeats: int) -> Row:
-    """Warm up, then time a workload by name. For W1 also the first token and the rate of the others alone."""
+    """Warm up, then time a workload by name. For W1 also the first token and the rate of the others
+    alone.
+    """
     first, load = Stopwatch(), workload(name)
     run(engine, warm_up(name))
     whole = Stopwatch()
@@ -95,11 +106,15 @@ def timed_prompt(engine: InferenceEngine, load: Workload, warm: Workload, repeat
     for _ in range(repeats):
         engine.flush_cache()
         watch.time(lambda: run(engine, load))
-    return watch.row(prompt_tokens=load.prompt_tokens, prompt_tokens_per_s=watch.rates(load.prompt_tokens))
+    return watch.row(
+        prompt_tokens=load.prompt_tokens, prompt_tokens_per_s=watch.rates(load.prompt_tokens)
+    )
 
 
 def figures(load: Workload, whole: list[float], first: list[float]) -> Row:
-    """Rates of a workload from the times of its runs, and of its first token's where they were measured."""
+    """Rates of a workload from the times of its runs, and of its first token's where they were
+    measured.
+    """
     row: Row = {
         "workload": load.name,
         "what": load.what,

@@ -1,4 +1,6 @@
-"""The reports as PNG pictures for the documents. A picture whose report is not there is left out."""
+"""The reports as PNG pictures for the documents. A picture whose report is not there is left
+out.
+"""
 
 import json
 from collections.abc import Callable
@@ -18,8 +20,8 @@ HOST_BUDGET_US = 3.9  # a sequence and step: 1 ms at 256 sequences
 
 # What others report that exactness costs them, as extra time; each engine is compared with itself.
 PUBLISHED = {
-    # "reduces performance overhead to just 34.35% (vs. TML's 61.5%)", on a GPU, average over their tests:
-    # https://lmsys.org/blog/2025-09-22-sglang-deterministic
+    # "reduces performance overhead to just 34.35% (vs. TML's 61.5%)", on a GPU, average over their
+    # tests: https://lmsys.org/blog/2025-09-22-sglang-deterministic
     "SGLang": 0.3435,
     # The same place, of https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/
     "Thinking\nMachines": 0.615,
@@ -63,11 +65,19 @@ def rows_of(results: Path, name: str) -> list[Row]:
 def figure_of(columns: int, width: float, height: float = 3.0) -> tuple[Any, list[Any]]:
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, columns, figsize=(width, height), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        1, columns, figsize=(width, height), squeeze=False, layout="constrained"
+    )
     return figure, list(axes[0])
 
 
-def bars(axis: Any, labels: list[str], spreads: list[dict[str, Any]], colors: list[str], form: str = "{:.0f}") -> None:
+def bars(
+    axis: Any,
+    labels: list[str],
+    spreads: list[dict[str, Any]],
+    colors: list[str],
+    form: str = "{:.0f}",
+) -> None:
     """Bars at the medians, lines from the least to the most, and the median written above."""
     middles = [each["median"] for each in spreads]
     reach = [
@@ -79,7 +89,9 @@ def bars(axis: Any, labels: list[str], spreads: list[dict[str, Any]], colors: li
         up = each["median"] >= 0
         text, end = form.format(each["median"]), each["max"] if up else each["min"]
         aligned = {"ha": "center", "va": "bottom" if up else "top"}
-        axis.annotate(text, (place, end), xytext=(0, 2 if up else -2), textcoords="offset points", **aligned)
+        axis.annotate(
+            text, (place, end), xytext=(0, 2 if up else -2), textcoords="offset points", **aligned
+        )
     axis.margins(y=0.15)
     axis.tick_params(axis="x", labelsize=7.5)
 
@@ -110,7 +122,9 @@ def share_of_bound(results: Path) -> Any:
     if not rows:
         return None
     figure, (axis,) = figure_of(1, 5.5)
-    percent = [{key: 100 * row["share_of_bound"][key] for key in ("median", "min", "max")} for row in rows]
+    percent = [
+        {key: 100 * row["share_of_bound"][key] for key in ("median", "min", "max")} for row in rows
+    ]
     bars(axis, [row["workload"] for row in rows], percent, [COLORS[OURS]] * len(rows), "{:.0f} %")
     axis.axhline(100, color=WARM, linewidth=1)
     axis.set_ylabel("% of what the machine could do")
@@ -119,7 +133,9 @@ def share_of_bound(results: Path) -> Any:
 
 
 def host(results: Path) -> Any:
-    """Microseconds a step against sequences: lines where a case was measured at several numbers, else points."""
+    """Microseconds a step against sequences: lines where a case was measured at several numbers,
+    else points.
+    """
     report = results / "host.json"
     if not report.exists():
         return None
@@ -130,8 +146,20 @@ def host(results: Path) -> Any:
     figure, (axis,) = figure_of(1, 6.5, 3.6)
     for case, rows in cases.items():
         numbers, middles = [row["running"] for row in rows], [row["median"] for row in rows]
-        reach = [[row["median"] - row["least"] for row in rows], [row["most"] - row["median"] for row in rows]]
-        axis.errorbar(numbers, middles, yerr=reach, marker="o", markersize=3, capsize=2, linewidth=1, label=case)
+        reach = [
+            [row["median"] - row["least"] for row in rows],
+            [row["most"] - row["median"] for row in rows],
+        ]
+        axis.errorbar(
+            numbers,
+            middles,
+            yerr=reach,
+            marker="o",
+            markersize=3,
+            capsize=2,
+            linewidth=1,
+            label=case,
+        )
     most = max(row["running"] for rows in cases.values() for row in rows)
     axis.plot([0, most], [0, most * HOST_BUDGET_US], color="#222222", linestyle=":", label="budget")
     axis.set_xlabel("sequences in a step")
@@ -141,45 +169,62 @@ def host(results: Path) -> Any:
 
 
 def exactness(results: Path) -> Any:
-    """Extra time of exact logprobs: published figures, and ours against the best that is not exact here."""
+    """Extra time of exact logprobs: published figures, and ours against the best that is not exact
+    here.
+    """
     own = own_costs(results)
     if not own:
         return None
     figure, (axis,) = figure_of(1, 8.0, 3.4)
     costs = PUBLISHED | own
-    spreads = [{"median": 100 * cost, "min": 100 * cost, "max": 100 * cost} for cost in costs.values()]
+    spreads = [
+        {"median": 100 * cost, "min": 100 * cost, "max": 100 * cost} for cost in costs.values()
+    ]
     colors = [WARM] * len(PUBLISHED) + [COLORS[OURS]] * len(own)
     bars(axis, list(costs), spreads, colors, "{:+.0f} %")
     axis.axhline(0, color="#222222", linewidth=1)
     axis.set_ylabel("extra time, %")
-    axis.set_title("What exactness costs: as published (GPUs), and here against what is not exact (CPU)", fontsize=9)
+    axis.set_title(
+        "What exactness costs: as published (GPUs), and here against what is not exact (CPU)",
+        fontsize=9,
+    )
     return figure
 
 
 def own_costs(results: Path) -> dict[str, float]:
-    """Extra time by workload against the faster peer, and of the products against torch's at the same rate of work."""
+    """Extra time by workload against the faster peer, and of the products against torch's at the
+    same rate of work.
+    """
     rows, costs = rows_of(results, "peers"), {}
     for name in sorted({row["workload"] for row in rows}):
         ours = best(rows, name, OURS)
         others = [row for peer in ("vllm", "llama.cpp") if (row := best(rows, name, peer))]
         if ours and others:
             other = min(others, key=lambda row: row["seconds"]["median"])
-            costs[f"{name} against\n{other['engine']}"] = ours["seconds"]["median"] / other["seconds"]["median"] - 1
+            costs[f"{name} against\n{other['engine']}"] = (
+                ours["seconds"]["median"] / other["seconds"]["median"] - 1
+            )
     for row in rows_of(results, "roofline"):
         if "kernel_product" in row:
-            costs["products\nagainst torch"] = row["torch_product"]["median"] / row["kernel_product"]["median"] - 1
+            costs["products\nagainst torch"] = (
+                row["torch_product"]["median"] / row["kernel_product"]["median"] - 1
+            )
     return costs
 
 
 def server(results: Path) -> Any:
-    """Tokens a second through servers; and the time between tokens before and while a long prompt arrives."""
+    """Tokens a second through servers; and the time between tokens before and while a long prompt
+    arrives.
+    """
     rows = rows_of(results, "serve")
     rates = [row for row in rows if row["part"] == "throughput"]
     arrivals = [row for row in rows if row["part"] == "arrival"]
     if not (rates and arrivals):
         return None
     figure, (left, right) = figure_of(2, 8.0, 3.2)
-    labels = [row["engine"].replace("-", "-\n").replace(", ", ",\n") + "\n" + row["form"] for row in rates]
+    labels = [
+        row["engine"].replace("-", "-\n").replace(", ", ",\n") + "\n" + row["form"] for row in rates
+    ]
     colors = [COLORS["vllm" if row["engine"] == "vllm" else OURS] for row in rates]
     bars(left, labels, [row["output_tokens_per_s"] for row in rates], colors)
     left.tick_params(axis="x", labelsize=6)
@@ -190,9 +235,13 @@ def server(results: Path) -> Any:
         (0.2, "during_p99_ms", WARM, "meanwhile"),
     ):
         heights = [row[key]["median"] for row in arrivals]
-        right.bar([place + shift for place in places], heights, width=0.38, color=color, label=label)
+        right.bar(
+            [place + shift for place in places], heights, width=0.38, color=color, label=label
+        )
         for place, height in zip(places, heights, strict=True):
-            right.annotate(f"{height:,.0f}", (place + shift, height), ha="center", va="bottom", fontsize=7)
+            right.annotate(
+                f"{height:,.0f}", (place + shift, height), ha="center", va="bottom", fontsize=7
+            )
     right.set_yscale("log")
     right.set_xticks(places, [str(row["budget"] or "unbounded") for row in arrivals])
     right.set_xlabel("tokens a step")

@@ -19,20 +19,32 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
 }
 
 
-def measure(options: Options, lengths: Sequence[int], chunks: Sequence[int], workloads: Sequence[str]) -> list[Row]:
-    """A prompt of each length whole; the longest one in chunks of each size; then whole workloads."""
+def measure(
+    options: Options, lengths: Sequence[int], chunks: Sequence[int], workloads: Sequence[str]
+) -> list[Row]:
+    """A prompt of each length whole; the longest one in chunks of each size; then whole
+    workloads.
+    """
     rows: list[Row] = []
     with opened(options) as engine:
         for length in lengths:
             row = timed_prompt(engine, prompt(length, 0), prompt(length, 1), options.repeats)
             rows.append({"name": f"{length} tokens"} | row | {"config": described(engine)})
         for name in workloads:
-            rows.append({"name": name} | timed(engine, name, options.repeats) | {"config": described(engine)})
+            rows.append(
+                {"name": name}
+                | timed(engine, name, options.repeats)
+                | {"config": described(engine)}
+            )
     for chunk in chunks:
         with opened(options, max_chunk_tokens=chunk) as engine:
             longest = max(lengths)
             row = timed_prompt(engine, prompt(longest, 0), prompt(longest, 1), options.repeats)
-            rows.append({"name": f"{longest} tokens, chunks of {chunk}"} | row | {"config": described(engine)})
+            rows.append(
+                {"name": f"{longest} tokens, chunks of {chunk}"}
+                | row
+                | {"config": described(engine)}
+            )
     show(f"prefill, {options.model}: median [min..max] of {options.repeats}", COLUMNS, rows)
     return rows
 

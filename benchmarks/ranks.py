@@ -1,6 +1,8 @@
-"""What it costs to tell another rank of a step: encoding, the socket, decoding, in the real loop without a model.
+"""What it costs to tell another rank of a step: encoding, the socket, decoding, in the real loop
+without a model.
 
-The other end is a process that does what a worker does up to the model. The clock is the system's, which both read.
+The other end is a process that does what a worker does up to the model. The clock is the system's,
+which both read.
 """
 
 import gc
@@ -40,7 +42,10 @@ class TellingRunner(NullRunner):
         self.num_bytes = 0
 
     def forward(
-        self, batches: tuple[ForwardBatch, ...], block_copies: tuple[tuple[int, int], ...], previous: Sampled | None
+        self,
+        batches: tuple[ForwardBatch, ...],
+        block_copies: tuple[tuple[int, int], ...],
+        previous: Sampled | None,
     ) -> None:
         """See `Runner`."""
         self.began.append(time.monotonic_ns())
@@ -60,7 +65,9 @@ class TellingRunner(NullRunner):
 
 
 def worker(end: socket.socket, told: Connection) -> None:
-    """The other rank: takes steps in until the link ends, then tells when it had decoded each message."""
+    """The other rank: takes steps in until the link ends, then tells when it had decoded each
+    message.
+    """
     link, decoder, done = Link(end), StepDecoder(BLOCK_SIZE), list[int]()
     link.settle(60.0)
     gc.disable()
@@ -79,9 +86,11 @@ def worker(end: socket.socket, told: Connection) -> None:
 
 
 def measure(steps: int = 128, windows: int = 5) -> list[Row]:
-    """Microseconds a step (both of its messages), over windows of so many steps: the median of the windows' medians.
+    """Microseconds a step (both of its messages), over windows of so many steps: the median of the
+    windows' medians.
 
-    `forward_us` is of the first message alone: then the other rank computes, and the draw arrives meanwhile.
+    `forward_us` is of the first message alone: then the other rank computes, and the draw arrives
+    meanwhile.
     """
     return [summary(case, [window(case, steps) for _ in range(windows)]) for case in CASES]
 
@@ -105,7 +114,8 @@ def window(case: Case, steps: int) -> dict[str, float]:
         gc.collect()
         for _ in range(steps):
             bench.step()
-            time.sleep(0.0005)  # as if a model ran: the worker waits for the next step, not behind the last one
+            # as if a model ran: the worker waits for the next step, not behind the last one
+            time.sleep(0.0005)
         link.send(b"")
         done = told.recv()
     finally:

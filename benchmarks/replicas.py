@@ -1,4 +1,6 @@
-"""Replicas: what the router costs, two behind one client against two bare engines, and the pause when one is killed."""
+"""Replicas: what the router costs, two behind one client against two bare engines, and the pause
+when one is killed.
+"""
 
 import asyncio
 import multiprocessing
@@ -30,14 +32,18 @@ MAX_BACKLOG = 1 << 20
 
 @dataclass(frozen=True)
 class Shape:
-    """Of what runs on real engines: `requests` of `prompt_tokens` and `output_tokens`, all at once."""
+    """Of what runs on real engines: `requests` of `prompt_tokens` and `output_tokens`, all at
+    once.
+    """
 
     requests: int = 64
     prompt_tokens: int = 64
     output_tokens: int = 128
 
 
-def measure(options: Options, parts: tuple[str, ...], shape: Shape, num_replicas: int = 1000) -> list[Row]:
+def measure(
+    options: Options, parts: tuple[str, ...], shape: Shape, num_replicas: int = 1000
+) -> list[Row]:
     """Rows of the parts. Engines have one thread each."""
     options = replace(options, threads=1)
     rows: list[Row] = []
@@ -47,16 +53,28 @@ def measure(options: Options, parts: tuple[str, ...], shape: Shape, num_replicas
             for just_read in (True, False)
             for length in LENGTHS
         ]
-        columns = {"prompt": _of("prompt_tokens"), "just read": _of("just_read"), "µs a request": _of("us")}
+        columns = {
+            "prompt": _of("prompt_tokens"),
+            "just read": _of("just_read"),
+            "µs a request": _of("us"),
+        }
         show(f"the router, {num_replicas} replicas", columns, rows)
     config = engine_config(options, kv_cache_memory=1 << 30)
     if "throughput" in parts:
         found = throughput_rows(config, shape, options.repeats)
-        show("two replicas", {"": _of("name"), "tokens/s": _of("tokens_per_s"), "of bare": _of("of_bare")}, found)
+        show(
+            "two replicas",
+            {"": _of("name"), "tokens/s": _of("tokens_per_s"), "of bare": _of("of_bare")},
+            found,
+        )
         rows += found
     if "failover" in parts:
         found = [failover_row(config, shape, options.repeats)]
-        columns = {"longest": _of("longest_pause_s"), "mean": _of("mean_pause_s"), "moved": _of("moved")}
+        columns = {
+            "longest": _of("longest_pause_s"),
+            "mean": _of("mean_pause_s"),
+            "moved": _of("moved"),
+        }
         show("one of two replicas is killed", columns, found)
         rows += found
     return rows
@@ -66,32 +84,42 @@ def _of(name: str) -> Callable[[Row], Any]:
     return lambda row: row.get(name)
 
 
-# -- the router --------------------------------------------------------------------------------------------------------
+# -- the router ------------------------------------------------------------------------------------
 
 
-def router_row(length: int, num_replicas: int, repeats: int, just_read: bool, requests: int = 2000) -> Row:
-    """Placing, starting and finishing requests, half of whose prompt one in ten others has too, at a steady load.
+def router_row(
+    length: int, num_replicas: int, repeats: int, just_read: bool, requests: int = 2000
+) -> Row:
+    """Placing, starting and finishing requests, half of whose prompt one in ten others has too, at
+    a steady load.
 
     Args:
         length: tokens of a prompt.
         num_replicas: that the router has.
         repeats: of all.
-        just_read: each prompt is decoded before it is placed, as a server does; that is not counted. Else all of them
-            were made beforehand, so that for long ones the core waits for memory at each token that is looked at.
+        just_read: each prompt is decoded before it is placed, as a server does; that is not
+            counted. Else all of them were made beforehand, so that for long ones the core waits for
+            memory at each token that is looked at.
         requests: how many.
     """
     rng, watch = random.Random(0), Stopwatch()
     stems = [_tokens(rng, length // 2) for _ in range(requests // 10)]
-    prompts: list[Any] = [rng.choice(stems) + _tokens(rng, length - length // 2) for _ in range(requests)]
+    prompts: list[Any] = [
+        rng.choice(stems) + _tokens(rng, length - length // 2) for _ in range(requests)
+    ]
     if just_read:
         prompts = [msgspec.msgpack.encode(prompt) for prompt in prompts]
-    read: Callable[[Any], list[int]] = msgspec.msgpack.Decoder(list[int]).decode if just_read else lambda prompt: prompt
+    read: Callable[[Any], list[int]] = (
+        msgspec.msgpack.Decoder(list[int]).decode if just_read else lambda prompt: prompt
+    )
     for _ in range(repeats):
         router, live = Router(), list[Ticket]()
         for replica in range(num_replicas):
             router.add(str(replica))
         before, nanoseconds = machine.handover_ns(), 0
-        for each, which in zip(prompts, rng.choices(range(4 * num_replicas), k=requests), strict=True):
+        for each, which in zip(
+            prompts, rng.choices(range(4 * num_replicas), k=requests), strict=True
+        ):
             prompt = read(each)
             began = time.perf_counter_ns()
             ticket = router.place(prompt)
@@ -104,14 +132,16 @@ def router_row(length: int, num_replicas: int, repeats: int, just_read: bool, re
         watch.add(nanoseconds / 1e9, before)
     us = spread(seconds / requests * 1e6 for seconds in watch.seconds)
     name = f"router, {length} tokens{', just read' if just_read else ''}"
-    return watch.row(name=name, prompt_tokens=length, replicas=num_replicas, just_read=just_read, us=us)
+    return watch.row(
+        name=name, prompt_tokens=length, replicas=num_replicas, just_read=just_read, us=us
+    )
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:
     return rng.choices(range(VOCABULARY), k=count)
 
 
-# -- engines -----------------------------------------------------------------------------------------------------------
+# -- engines ---------------------------------------------------------------------------------------
 
 
 def asked(shape: Shape, seed: int, vocabulary: int) -> list[tuple[list[int], SamplingParams]]:
@@ -127,7 +157,9 @@ def asked(shape: Shape, seed: int, vocabulary: int) -> list[tuple[list[int], Sam
 
 
 def throughput_rows(config: EngineConfig, shape: Shape, repeats: int) -> list[Row]:
-    """Two engines that know nothing of each other, each with half of the requests; and a fleet of two with all."""
+    """Two engines that know nothing of each other, each with half of the requests; and a fleet of
+    two with all.
+    """
     watches = {name: Stopwatch() for name in ("two bare engines", "fleet", "fleet, streams")}
     bare = [_Bare(config) for _ in range(2)]
     with asyncio.Runner() as runner:
@@ -142,13 +174,19 @@ def throughput_rows(config: EngineConfig, shape: Shape, repeats: int) -> list[Ro
                         used.time(lambda work=work: _run_bare(bare, work))
                     else:
                         streaming = name.endswith("streams")
-                        used.time(lambda work=work, streaming=streaming: runner.run(_run_fleet(fleet, work, streaming)))
+                        used.time(
+                            lambda work=work, streaming=streaming: runner.run(
+                                _run_fleet(fleet, work, streaming)
+                            )
+                        )
         finally:
             runner.run(fleet.close())
             for each in bare:
                 each.close()
     tokens = shape.requests * shape.output_tokens
-    rows = [watch.row(name=name, tokens_per_s=watch.rates(tokens)) for name, watch in watches.items()]
+    rows = [
+        watch.row(name=name, tokens_per_s=watch.rates(tokens)) for name, watch in watches.items()
+    ]
     for row in rows:
         row["of_bare"] = row["tokens_per_s"]["median"] / rows[0]["tokens_per_s"]["median"]
     return rows
@@ -179,7 +217,9 @@ def _generate(config: EngineConfig, pipe: Connection) -> None:
             except EOFError:
                 return
             engine.flush_cache()
-            engine.generate([prompt for prompt, _ in work], [params for _, params in work], progress=False)
+            engine.generate(
+                [prompt for prompt, _ in work], [params for _, params in work], progress=False
+            )
             pipe.send("done")
 
 
@@ -190,7 +230,9 @@ def _run_bare(engines: list[_Bare], work: list[tuple[list[int], SamplingParams]]
         each.pipe.recv()
 
 
-async def _run_fleet(client: EngineClient, work: list[tuple[list[int], SamplingParams]], streaming: bool) -> None:
+async def _run_fleet(
+    client: EngineClient, work: list[tuple[list[int], SamplingParams]], streaming: bool
+) -> None:
     await client.call("flush_cache")
     streams = [client.submit(prompt, params, stream=streaming) for prompt, params in work]
     await asyncio.gather(*(_read(stream) for stream in streams))
@@ -205,7 +247,9 @@ async def _read(stream: RequestStream) -> list[int]:
 
 
 def failover_row(config: EngineConfig, shape: Shape, repeats: int) -> Row:
-    """One of two replicas is killed (-9) in the middle of streams: how long nothing comes, and that nothing changes."""
+    """One of two replicas is killed (-9) in the middle of streams: how long nothing comes, and that
+    nothing changes.
+    """
     return asyncio.run(_failover(config, shape, repeats))
 
 
@@ -221,7 +265,9 @@ async def _failover(config: EngineConfig, shape: Shape, repeats: int) -> Row:
             failovers = fleet.failovers
             failovers.longest = 0.0
             before = sum(failovers.counts), failovers.seconds
-            reading = [asyncio.create_task(_read(fleet.submit(*each, stream=True))) for each in work]
+            reading = [
+                asyncio.create_task(_read(fleet.submit(*each, stream=True))) for each in work
+            ]
             await asyncio.sleep(0.3 * (1 + turn % 3))
             victim = list(fleet.roster.living().values())[turn % 2]
             began = time.perf_counter()
@@ -232,7 +278,10 @@ async def _failover(config: EngineConfig, shape: Shape, repeats: int) -> Row:
             moved += count
             longest.append(failovers.longest)
             mean.append((failovers.seconds - before[1]) / count if count else 0.0)
-            print(f"{count} streams went on; all ended {time.perf_counter() - began:.2f} s after the kill")
+            print(
+                f"{count} streams went on; all ended {time.perf_counter() - began:.2f} s after "
+                "the kill"
+            )
     finally:
         await fleet.close()
     figures = {"longest_pause_s": spread(longest), "mean_pause_s": spread(mean), "moved": moved}

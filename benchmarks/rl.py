@@ -1,4 +1,6 @@
-"""What the trainer's side costs: new weights, scores, gradients, abort. Whatever is compared is run in turns."""
+"""What the trainer's side costs: new weights, scores, gradients, abort. Whatever is compared is run
+in turns.
+"""
 
 import random
 import statistics
@@ -37,35 +39,55 @@ def measure(options: Options, parts: tuple[str, ...]) -> list[Row]:
 def figure(row: Row) -> Any:
     if "ratio" in row:
         return row["ratio"]
-    return {name: value if name == "runs" else value * 1e3 for name, value in row["seconds"].items()}
+    return {
+        name: value if name == "runs" else value * 1e3 for name, value in row["seconds"].items()
+    }
 
 
 def update(options: Options) -> Iterator[Row]:
-    """A blocking update of all weights against one copy of their bytes; and how long running requests stand still."""
+    """A blocking update of all weights against one copy of their bytes; and how long running
+    requests stand still.
+    """
     with opened(options) as engine:
         weights = weight_transfer.state_dict(engine.model)
         weight_transfer.copy_and_update(engine, weights, 2)
         seconds = weight_transfer.copy_and_update(engine, weights, max(options.repeats, 3))
         size = sum(tensor.nbytes for tensor in weights.values())
-        yield {"name": "copy of the weights' bytes", "bytes": size, "seconds": spread(seconds["copy"])}
+        yield {
+            "name": "copy of the weights' bytes",
+            "bytes": size,
+            "seconds": spread(seconds["copy"]),
+        }
         yield {"name": "blocking update", "bytes": size, "seconds": spread(seconds["update"])}
         yield ratio("blocking update / copy", seconds["update"], seconds["copy"])
         run_many(engine, RUNNING)
-        blocking = [seconds_of(lambda: engine.update_weights(weights, blocking=True, kv_policy="keep"))]
+        blocking = [
+            seconds_of(lambda: engine.update_weights(weights, blocking=True, kv_policy="keep"))
+        ]
         pauses = [pause_of_background_update(engine, weights) for _ in range(options.repeats)]
         blocking += [
             seconds_of(lambda: engine.update_weights(weights, blocking=True, kv_policy="keep"))
             for _ in range(options.repeats)
         ]
         engine.abort()
-        yield {"name": f"pause of {RUNNING} requests, blocking update, keep", "seconds": spread(blocking[1:])}
-        yield {"name": f"pause of {RUNNING} requests, update from another thread", "seconds": spread(pauses)}
+        yield {
+            "name": f"pause of {RUNNING} requests, blocking update, keep",
+            "seconds": spread(blocking[1:]),
+        }
+        yield {
+            "name": f"pause of {RUNNING} requests, update from another thread",
+            "seconds": spread(pauses),
+        }
 
 
 def pause_of_background_update(engine: InferenceEngine, weights: dict[str, torch.Tensor]) -> float:
-    """Seconds by which the longest step exceeds the usual one while another thread hands over new weights."""
+    """Seconds by which the longest step exceeds the usual one while another thread hands over new
+    weights.
+    """
     updates: list[Any] = []
-    trainer = threading.Thread(target=lambda: updates.append(engine.update_weights(weights, kv_policy="keep")))
+    trainer = threading.Thread(
+        target=lambda: updates.append(engine.update_weights(weights, kv_policy="keep"))
+    )
     usual = [seconds_of(engine.step) for _ in range(5)]
     trainer.start()
     steps = [seconds_of(engine.step)]
@@ -76,7 +98,9 @@ def pause_of_background_update(engine: InferenceEngine, weights: dict[str, torch
 
 
 def policies(options: Options) -> Iterator[Row]:
-    """What running requests wait between two tokens because of an update, by what becomes of their context."""
+    """What running requests wait between two tokens because of an update, by what becomes of their
+    context.
+    """
     with opened(options) as engine:
         weights = weight_transfer.state_dict(engine.model)
         for policy in ("keep", "recompute", "finish_old", "abort"):
@@ -87,7 +111,10 @@ def policies(options: Options) -> Iterator[Row]:
                 extra.append(seconds_of(lambda p=policy: gap(engine, weights, p)) - usual)
                 engine.abort()
                 engine.step()
-            yield {"name": f"{RUNNING} requests of {CONTEXT} tokens, {policy}", "seconds": spread(extra[1:])}
+            yield {
+                "name": f"{RUNNING} requests of {CONTEXT} tokens, {policy}",
+                "seconds": spread(extra[1:]),
+            }
 
 
 def gap(engine: InferenceEngine, weights: dict[str, torch.Tensor], policy: Any) -> None:
@@ -99,13 +126,17 @@ def gap(engine: InferenceEngine, weights: dict[str, torch.Tensor], policy: Any) 
 
 
 def broadcast(options: Options) -> Iterator[Row]:
-    """An update that a second process sends by gloo against a bare `dist.broadcast` of as many bytes."""
+    """An update that a second process sends by gloo against a bare `dist.broadcast` of as many
+    bytes.
+    """
     with opened(options) as engine:
         runs = max(options.repeats, 3)
         seconds = weight_transfer.broadcast_and_send(WeightSyncManager(engine.model), runs)
         yield {"name": "bare gloo broadcast", "seconds": spread(seconds["broadcast"])}
         yield {"name": "update received by gloo and staged", "seconds": spread(seconds["update"])}
-        yield ratio("bare broadcast / update: share of its speed", seconds["broadcast"], seconds["update"])
+        yield ratio(
+            "bare broadcast / update: share of its speed", seconds["broadcast"], seconds["update"]
+        )
 
 
 def scores(options: Options) -> Iterator[Row]:
@@ -119,12 +150,16 @@ def scores(options: Options) -> Iterator[Row]:
             found: list[list[torch.Tensor]] = []
             for watch, engine in zip(watches.values(), (sharing, alone), strict=True):
                 used = watch if warm else Stopwatch()
-                found.append(used.time(lambda e=engine, m=members: score(e, m, from_position=SHARED)))
+                found.append(
+                    used.time(lambda e=engine, m=members: score(e, m, from_position=SHARED))
+                )
             assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
         what = f"score of {MEMBERS} x {OWN} tokens after {SHARED:,} in common"
         yield watches["shared"].row(name=f"{what}, shared")
         yield watches["unshared"].row(name=f"{what}, each alone")
-        yield ratio(f"{what}: each alone / shared", watches["unshared"].seconds, watches["shared"].seconds)
+        yield ratio(
+            f"{what}: each alone / shared", watches["unshared"].seconds, watches["shared"].seconds
+        )
 
 
 def abort(options: Options) -> Iterator[Row]:
@@ -138,13 +173,16 @@ def abort(options: Options) -> Iterator[Row]:
                 samples = engine.abort()
                 watch.add(time.perf_counter() - began, None)
                 assert len(samples) == ABORTED
-                del samples  # or the next round would be timed with what it costs to let go of these
+                # or the next round would be timed with what it costs to let go of these
+                del samples
             watch.seconds, watch.handovers = watch.seconds[1:], watch.handovers[1:]
             yield watch.row(name=f"abort of {ABORTED} running requests with {tokens} tokens each")
 
 
 def gradients(options: Options) -> Iterator[Row]:
-    """Logprobs and gradients of `PolicyModel`, a step of AdamW, and the weights back into the engine."""
+    """Logprobs and gradients of `PolicyModel`, a step of AdamW, and the weights back into the
+    engine.
+    """
     rng = random.Random(0)
     with opened(options) as engine:
         policy = PolicyModel(engine)
@@ -164,7 +202,9 @@ def gradients(options: Options) -> Iterator[Row]:
 
 
 def run_many(engine: InferenceEngine, number: int, tokens: int = 8) -> None:
-    """Let so many requests run, in groups of 8, until each has sampled so many tokens and is far from its end."""
+    """Let so many requests run, in groups of 8, until each has sampled so many tokens and is far
+    from its end.
+    """
     rng = random.Random(0)
     for _ in range(number // 8):
         engine.add_request(token_ids(rng, 32), SamplingParams(max_tokens=3000, ignore_eos=True), 8)

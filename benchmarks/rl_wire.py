@@ -1,8 +1,10 @@
 """What RL costs over HTTP: logprobs with every token, and new weights while requests run.
 
-logprobs     a closed loop of completions without logprobs, with them in each dialect's form, and as flat arrays; the
+logprobs     a closed loop of completions without logprobs, with them in each dialect's form, and as
+flat arrays; the
              forms take turns on one server. vLLM's server the same way.
-update       all weights from a second process over gloo while streams run: how much longer than usual they wait for a
+update       all weights from a second process over gloo while streams run: how much longer than
+usual they wait for a
              token, against a blocking update in process.
 """
 
@@ -57,8 +59,15 @@ def as_vllm(body: Mapping[str, Any], **more: Any) -> Ask:
 
 
 def as_sglang(body: Mapping[str, Any]) -> Ask:
-    params = {"max_new_tokens": body["max_tokens"], "ignore_eos": True, "temperature": body["temperature"]}
-    return Ask("/generate", {"input_ids": body["prompt"], "sampling_params": params, "return_logprob": True})
+    params = {
+        "max_new_tokens": body["max_tokens"],
+        "ignore_eos": True,
+        "temperature": body["temperature"],
+    }
+    return Ask(
+        "/generate",
+        {"input_ids": body["prompt"], "sampling_params": params, "return_logprob": True},
+    )
 
 
 Form = Callable[[Mapping[str, Any]], Ask]
@@ -78,7 +87,7 @@ def measure(options: Options, parts: Sequence[str], choice: Choice) -> list[Row]
     return [row for part in parts for row in measured[part](options, choice)]
 
 
-# -- logprobs ---------------------------------------------------------------------------------------------------------
+# -- logprobs --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -97,15 +106,21 @@ def logprobs(options: Options, choice: Choice) -> list[Row]:
             rows += forms(server, OURS, OUR_FORMS, options, choice)
     if "vllm" in choice.engines:
         try:
-            with servers.vllm(options, choice.cache, log_of(choice, "vllm"), choice.setting) as server:
+            with servers.vllm(
+                options, choice.cache, log_of(choice, "vllm"), choice.setting
+            ) as server:
                 rows += forms(server, "vllm", VLLM_FORMS, options, choice)
         except PeerFailed as why:
             console.print(f"vllm is left out: {why}", markup=False)
-    show(f"logprobs over HTTP, {options.model}, {choice.concurrency} at once", LOGPROB_COLUMNS, rows)
+    show(
+        f"logprobs over HTTP, {options.model}, {choice.concurrency} at once", LOGPROB_COLUMNS, rows
+    )
     return rows
 
 
-def forms(server: Running, engine: str, table: Mapping[str, Form], options: Options, choice: Choice) -> list[Row]:
+def forms(
+    server: Running, engine: str, table: Mapping[str, Form], options: Options, choice: Choice
+) -> list[Row]:
     """Every form once a round, in turns; each against the round's completions without logprobs."""
     seen = {name: Seen([], [], []) for name in table}
     for form in table.values():
@@ -116,7 +131,9 @@ def forms(server: Running, engine: str, table: Mapping[str, Form], options: Opti
         for place, name in enumerate(order):
             before = handover_ns()
             done = under_load(
-                server, asks_of(table[name], choice, number * len(order) + place, choice.requests), choice
+                server,
+                asks_of(table[name], choice, number * len(order) + place, choice.requests),
+                choice,
             )
             require_whole(done, engine, choice)
             found = seen[name]
@@ -124,18 +141,24 @@ def forms(server: Running, engine: str, table: Mapping[str, Form], options: Opti
             found.handovers.append((before, handover_ns()))
             found.cpu.append(done.cpu)
             console.print(f"round {number + 1}: {engine}, {name}: {found.rates[-1]:,.0f} tok/s")
-    return [row_of(engine, name, each, seen[PLAIN].rates, server.config) for name, each in seen.items()]
+    return [
+        row_of(engine, name, each, seen[PLAIN].rates, server.config) for name, each in seen.items()
+    ]
 
 
 def asks_of(form: Form, choice: Choice, variant: int, count: int) -> list[Ask]:
     """No two variants have a prompt in common."""
-    made = token_requests(count, choice.prompt_tokens, choice.output_tokens, stream=False, seed=20_000 + variant)
+    made = token_requests(
+        count, choice.prompt_tokens, choice.output_tokens, stream=False, seed=20_000 + variant
+    )
     return [form(ask.body) for ask in made]
 
 
 def require_whole(done: Load, engine: str, choice: Choice) -> None:
     if done.errors or done.tokens != choice.requests * choice.output_tokens:
-        raise PeerFailed(f"{engine} made {done.tokens} tokens, {len(done.errors)} errors: {done.errors[:3]}.")
+        raise PeerFailed(
+            f"{engine} made {done.tokens} tokens, {len(done.errors)} errors: {done.errors[:3]}."
+        )
 
 
 def row_of(engine: str, name: str, seen: Seen, plain: Sequence[float], config: str) -> Row:
@@ -154,16 +177,27 @@ def row_of(engine: str, name: str, seen: Seen, plain: Sequence[float], config: s
     }
 
 
-# -- an update --------------------------------------------------------------------------------------------------------
+# -- an update -------------------------------------------------------------------------------------
 
 
 def update(options: Options, choice: Choice) -> list[Row]:
     swaps = in_process(options)
     rows: list[Row] = [
-        {"name": f"update: in process, {RUNNING} requests stand still", "part": "update", "seconds": spread(swaps)}
+        {
+            "name": f"update: in process, {RUNNING} requests stand still",
+            "part": "update",
+            "seconds": spread(swaps),
+        }
     ]
     with servers.ours(options, log_of(choice, "ours"), "--rl") as server:
-        command = [sys.executable, "-m", "benchmarks.wire_trainer", server.target.url, options.model, options.dtype]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.wire_trainer",
+            server.target.url,
+            options.model,
+            options.dtype,
+        ]
         worker = Worker("trainer", "", command, os.environ, log_of(choice, "trainer"), "")
         try:
             for flow in FLOWS:
@@ -182,7 +216,9 @@ def in_process(options: Options) -> list[float]:
         run_many(engine, RUNNING)
         swaps: list[float] = []
         for _ in range(options.repeats + 1):
-            swaps.append(seconds_of(lambda: engine.update_weights(weights, blocking=True, kv_policy="keep")))
+            swaps.append(
+                seconds_of(lambda: engine.update_weights(weights, blocking=True, kv_policy="keep"))
+            )
             for _ in range(5):
                 engine.step()
         return swaps[1:]
@@ -215,7 +251,9 @@ def over_the_wire(server: Running, worker: Worker, flow: str, options: Options, 
     }
 
 
-async def meet(server: Running, worker: Worker, flow: str, number: int) -> tuple[Load, dict[str, Any]]:
+async def meet(
+    server: Running, worker: Worker, flow: str, number: int
+) -> tuple[Load, dict[str, Any]]:
     """Streams, and an update that comes when they run."""
     asks = token_requests(RUNNING, 32, STREAMED, stream=True, seed=30_000 + number)
     before = await completion_tokens(server.target)
@@ -251,5 +289,9 @@ UPDATE_COLUMNS: dict[str, Callable[[Row], Any]] = {
 }
 
 
-def choice_of(engines: tuple[str, ...], requests: int, concurrency: int, cache: Path | None) -> Choice:
-    return Choice(engines=engines, requests=requests, concurrency=concurrency, cache=cache or install.CACHE)
+def choice_of(
+    engines: tuple[str, ...], requests: int, concurrency: int, cache: Path | None
+) -> Choice:
+    return Choice(
+        engines=engines, requests=requests, concurrency=concurrency, cache=cache or install.CACHE
+    )

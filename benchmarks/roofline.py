@@ -1,16 +1,18 @@
-"""How fast a workload could be on this machine: its arithmetic and its bytes at the rates measured in the same run.
+"""How fast a workload could be on this machine: its arithmetic and its bytes at the rates measured
+in the same run.
 
-The model of an ideal engine, step by step: the first step computes every distinct prompt token once; each later step
-computes one token of every sequence that is still running. A step costs
+The model of an ideal engine, step by step: the first step computes every distinct prompt token
+once; each later step computes one token of every sequence that is still running. A step costs
 
-- arithmetic: the products of its rows with all weights, the head where a token is sampled, and attention (4 x heads x
-  head size for each row, key and layer: scores and weighted values);
+- arithmetic: the products of its rows with all weights, the head where a token is sampled, and
+  attention (4 x heads x head size for each row, key and layer: scores and weighted values);
 - bytes: all weights once, and the keys and values that its rows attend to, a shared prompt once.
 
-At the measured rates these are two times. `bound` takes the larger of the two in each step (arithmetic and reading
-overlap perfectly) and adds the steps up; `serial` adds both (no overlap at all). `arithmetic` and `reading` are the
-totals of each alone. No engine beats `bound` unless it batches prompts and decodes of different requests better than
-step by step, which can only gain where some steps read and others compute. Windows of attention are not modelled.
+At the measured rates these are two times. `bound` takes the larger of the two in each step
+(arithmetic and reading overlap perfectly) and adds the steps up; `serial` adds both (no overlap at
+all). `arithmetic` and `reading` are the totals of each alone. No engine beats `bound` unless it
+batches prompts and decodes of different requests better than step by step, which can only gain
+where some steps read and others compute. Windows of attention are not modelled.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,9 +31,15 @@ from nano_inference.models.spec import ModelSpec
 
 READ_BYTES = 512 << 20  # far above the caches
 RATE_RUNS = 5
-# SmolLM2-135M at 436 GFLOP/s, arithmetic alone, worked out by hand: what this module has to reproduce.
+# SmolLM2-135M at 436 GFLOP/s, arithmetic alone, worked out by hand: what this module has to
+# reproduce.
 REFERENCE_RATE = 436e9
-REFERENCE = {"W2": (1265, "output tok/s"), "W3": (502, "output tok/s"), "W4": (1232, "prompt tok/s"), "W5": (2.64, "s")}
+REFERENCE = {
+    "W2": (1265, "output tok/s"),
+    "W3": (502, "output tok/s"),
+    "W4": (1232, "prompt tok/s"),
+    "W5": (2.64, "s"),
+}
 
 
 @dataclass(frozen=True)
@@ -92,9 +100,14 @@ def shape_of(spec: ModelSpec, bytes_per_value: int = 2) -> Shape:
 
 
 def steps_of(load: Workload, shape: Shape) -> list[Step]:
-    """The steps of an ideal engine: every distinct prompt token in the first, then one token a sequence."""
+    """The steps of an ideal engine: every distinct prompt token in the first, then one token a
+    sequence.
+    """
     distinct = distinct_prompt_tokens(load.requests)
-    pairs = sum(triangle(len(r.prompt)) - triangle(shared) for r, shared in with_shared_prefix(load.requests))
+    pairs = sum(
+        triangle(len(r.prompt)) - triangle(shared)
+        for r, shared in with_shared_prefix(load.requests)
+    )
     operations = distinct * shape.layers + len(load.requests) * shape.head + pairs * shape.attention
     steps = [Step(operations, shape.weights + distinct * shape.kv)]
     for made in range(1, max(request.max_tokens for request in load.requests)):
@@ -102,7 +115,12 @@ def steps_of(load: Workload, shape: Shape) -> list[Step]:
         rows = sum(request.n for request in running)
         keys = sum(request.n * (len(request.prompt) + made) for request in running)
         operations = rows * (shape.layers + shape.head) + keys * shape.attention
-        steps.append(Step(operations, shape.weights + (distinct_prompt_tokens(running) + rows * made) * shape.kv))
+        steps.append(
+            Step(
+                operations,
+                shape.weights + (distinct_prompt_tokens(running) + rows * made) * shape.kv,
+            )
+        )
     return steps
 
 
@@ -133,7 +151,10 @@ def measure_rates(threads: int) -> Row:
     """Operations and bytes a second: of the engine's kernels where they are there, and of torch."""
     library, watch = machine.kernels(), Stopwatch()
     row: Row = {"name": f"rates, {threads} threads", "threads": threads}
-    measures: dict[str, Callable[[], float]] = {"torch_product": torch_product_rate, "torch_read": torch_read_rate}
+    measures: dict[str, Callable[[], float]] = {
+        "torch_product": torch_product_rate,
+        "torch_read": torch_read_rate,
+    }
     if hasattr(library, "product_rate") and hasattr(library, "read_rate"):
         assert library is not None
         measures["kernel_product"] = lambda: library.product_rate(threads)
@@ -144,7 +165,9 @@ def measure_rates(threads: int) -> Row:
 
 
 def rates_in(row: Row) -> Rates:
-    """The better product rate and the better read rate of those measured: an engine may use either."""
+    """The better product rate and the better read rate of those measured: an engine may use
+    either.
+    """
     products = [row[name]["median"] for name in ("kernel_product", "torch_product") if name in row]
     reads = [row[name]["median"] for name in ("kernel_read", "torch_read") if name in row]
     return Rates(max(products), max(reads))
@@ -195,16 +218,25 @@ REFERENCE_COLUMNS: dict[str, Callable[[Row], Any]] = {
 
 
 def measure(options: Options, workloads: Sequence[str], *, run: bool = True) -> list[Row]:
-    """Rates, then bounds; with `run` each workload is also timed and its share of the bound given."""
+    """Rates, then bounds; with `run` each workload is also timed and its share of the bound
+    given.
+    """
     shape = shape_of(load_spec(model_path(options.model)), 4 if options.dtype == "float32" else 2)
     if options.model == "smollm2-135m":
-        show("SmolLM2-135M at 436 GFLOP/s, arithmetic alone", REFERENCE_COLUMNS, reference_rows(shape))
+        show(
+            "SmolLM2-135M at 436 GFLOP/s, arithmetic alone",
+            REFERENCE_COLUMNS,
+            reference_rows(shape),
+        )
     with opened(options) as engine:
         config, measured = described(engine), measure_rates(torch.get_num_threads())
         show_rates(measured)
         rows = [bound_row(name, shape, rates_in(measured)) for name in workloads]
         if run:
-            rows = [row | with_share(timed(engine, row["workload"], options.repeats), row) for row in rows]
+            rows = [
+                row | with_share(timed(engine, row["workload"], options.repeats), row)
+                for row in rows
+            ]
         rows = [row | {"config": config} for row in rows]
     show(f"roofline, {options.model}", COLUMNS, rows)
     console.print("bound: the larger of arithmetic and reading in each step; serial: their sum.")
@@ -231,7 +263,9 @@ def bound_row(name: str, shape: Shape, rates: Rates) -> Row:
 
 
 def with_share(measured: Row, bound: Row) -> Row:
-    return measured | {"share_of_bound": spread(bound["bound_s"] / each for each in measured["seconds"]["runs"])}
+    return measured | {
+        "share_of_bound": spread(bound["bound_s"] / each for each in measured["seconds"]["runs"])
+    }
 
 
 def show_rates(row: Row) -> None:
@@ -242,4 +276,8 @@ def show_rates(row: Row) -> None:
             unit, scale = names[key.split("_")[1]]
             figure = spread(each / scale for each in row[key]["runs"])
             lines.append({"what": key.replace("_", " "), "figure": figure, "unit": unit})
-    show(f"rates, {row['threads']} threads, cores {row['placement']}: {cell(row['seconds'])} s", RATE_COLUMNS, lines)
+    show(
+        f"rates, {row['threads']} threads, cores {row['placement']}: {cell(row['seconds'])} s",
+        RATE_COLUMNS,
+        lines,
+    )

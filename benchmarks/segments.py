@@ -1,8 +1,8 @@
 """`python -m benchmarks.segments`: what adding up o and down in eight segments costs one rank.
 
-The products by themselves, in turns with the same ones in one piece, one thread: the fastest of many rounds, so that
-other work on the machine matters little. And W1 and W2 on two engines in turns, one of them without segments (which
-makes other bits than its fingerprint says).
+The products by themselves, in turns with the same ones in one piece, one thread: the fastest of
+many rounds, so that other work on the machine matters little. And W1 and W2 on two engines in
+turns, one of them without segments (which makes other bits than its fingerprint says).
 """
 
 import argparse
@@ -21,7 +21,8 @@ from nano_inference.ops.cpu.recorder import Recorder
 from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.parallel.bounds import row_segments, segment_unit
 
-SHAPES = ((576, 576, 64), (1536, 576, None), (1024, 3072, 128), (2048, 3072, 128))  # K, N, unit of the segments
+# K, N, unit of the segments
+SHAPES = ((576, 576, 64), (1536, 576, None), (1024, 3072, 128), (2048, 3072, 128))
 BATCHES = (1, 8, 64)
 WEIGHTS = 2**23  # bytes of different weights that are read in turn
 
@@ -29,15 +30,26 @@ WEIGHTS = 2**23  # bytes of different weights that are read in turn
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--repeats", type=int, default=5, help="of the workloads; 0: the products alone")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="of the workloads; 0: the products alone"
+    )
     given = parser.parse_args()
     rows: list[measure.Row] = []
     for columns, outputs, unit in SHAPES:
         segments = row_segments(columns, unit or segment_unit(columns))
         for batch in BATCHES:
             plain, cut = fastest(columns, outputs, batch, (None, segments), given.rounds)
-            rows.append({"name": f"{columns} x {outputs}, {batch} rows", "plain_us": plain, "segments_us": cut})
-            print(f"{rows[-1]['name']}: {plain:.1f} us, in segments {cut:.1f} ({100 * (cut / plain - 1):+.1f} %)")
+            rows.append(
+                {
+                    "name": f"{columns} x {outputs}, {batch} rows",
+                    "plain_us": plain,
+                    "segments_us": cut,
+                }
+            )
+            print(
+                f"{rows[-1]['name']}: {plain:.1f} us, in segments {cut:.1f} "
+                f"({100 * (cut / plain - 1):+.1f} %)"
+            )
     options = Options(backend="cpu")
     if given.repeats:
         with opened(options) as usual, opened(options) as without:
@@ -49,8 +61,12 @@ def main() -> None:
                 for _ in range(given.repeats):
                     for key, each in (("with", usual), ("without", without)):
                         each.flush_cache()
-                        watches[key].time(lambda each=each, name=name: each.generate(*arguments(workload(name))))
-                rows += [watch.row(name=f"{name}, {key} segments") for key, watch in watches.items()]
+                        watches[key].time(
+                            lambda each=each, name=name: each.generate(*arguments(workload(name)))
+                        )
+                rows += [
+                    watch.row(name=f"{name}, {key} segments") for key, watch in watches.items()
+                ]
                 pairs = zip(watches["with"].seconds, watches["without"].seconds, strict=True)
                 costs = measure.spread(a / b - 1 for a, b in pairs)
                 rows.append({"name": f"{name}, cost", "share": costs})
@@ -58,7 +74,9 @@ def main() -> None:
     measure.write("segments", rows, options.as_dict(), None, options.model)
 
 
-def fastest(columns: int, outputs: int, batch: int, ways: Sequence[tuple[int, ...] | None], rounds: int) -> list[float]:
+def fastest(
+    columns: int, outputs: int, batch: int, ways: Sequence[tuple[int, ...] | None], rounds: int
+) -> list[float]:
     """Microseconds of a product with each of these segments, in turns."""
     count = max(2, WEIGHTS // (2 * columns * outputs))
     weights = [PackedWeight(outputs, columns, torch.bfloat16, 1) for _ in range(count)]

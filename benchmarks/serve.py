@@ -1,11 +1,12 @@
 """Our server against the engine that it serves, and against vLLM's server, under the same load.
 
-Parts, each with rounds in which every entrant runs once, in a process that is started for it and stopped behind it, so
-that nobody else computes:
+Parts, each with rounds in which every entrant runs once, in a process that is started for it and
+stopped behind it, so that nobody else computes:
 
-throughput   a closed loop of completions, answered whole and streamed; the same loop on the engine without a server.
-first        one request at a time: milliseconds to the first token, of the server and of the engine alone.
-arrival      streams that run, and a long prompt that arrives: the time between tokens before and meanwhile, with
+throughput   a closed loop of completions, answered whole and streamed; the same loop on the engine
+without a server. first        one request at a time: milliseconds to the first token, of the server
+and of the engine alone. arrival      streams that run, and a long prompt that arrives: the time
+between tokens before and meanwhile, with
              prompts computed in pieces of several sizes, and at once.
 idle         what the server's processes cost while nobody asks anything.
 """
@@ -46,7 +47,8 @@ class Choice:
 
     Attributes:
         engines: of "nano-inference" and "vllm"; the engine alone always runs with the first.
-        budgets: tokens that a step may have, by which long prompts are cut; the engine's own default comes last.
+        budgets: tokens that a step may have, by which long prompts are cut; the engine's own
+            default comes last.
         setting: of vLLM, a name of `vllm_cpu.SETTINGS`.
     """
 
@@ -86,7 +88,9 @@ class Seen:
             "engine": engine,
             "form": form,
             "output_tokens_per_s": spread(self.rates),
-            "cpu_s": {name: spread(each["cpu_s"].get(name, 0.0) for each in self.loads) for name in parts},
+            "cpu_s": {
+                name: spread(each["cpu_s"].get(name, 0.0) for each in self.loads) for name in parts
+            },
             "handover_ns": [list(pair) for pair in self.handovers],
             "placement": placement(self.handovers),
             "runs": self.loads,
@@ -113,7 +117,10 @@ def throughput(options: Options, choice: Choice) -> list[Row]:
 
 def ours_and_alone(options: Options, choice: Choice, number: int, table: Table) -> None:
     def loop(worker: Worker) -> None:
-        for prompts, note in ((prompts_of(choice, -1, choice.warm_up), None), (prompts_of(choice, number), ALONE)):
+        for prompts, note in (
+            (prompts_of(choice, -1, choice.warm_up), None),
+            (prompts_of(choice, number), ALONE),
+        ):
             before = handover_ns()
             question = {"output_tokens": choice.output_tokens, "concurrency": choice.concurrency}
             done = worker.ask(question | {"prompts": prompts})
@@ -145,7 +152,10 @@ def vllm(options: Options, choice: Choice, number: int, table: Table) -> None:
         console.print(f"vllm is left out: {why}", markup=False)
 
 
-THROUGHPUT: dict[str, Callable[[Options, Choice, int, Table], None]] = {OURS: ours_and_alone, "vllm": vllm}
+THROUGHPUT: dict[str, Callable[[Options, Choice, int, Table], None]] = {
+    OURS: ours_and_alone,
+    "vllm": vllm,
+}
 
 
 def both_forms(server: Running, engine: str, choice: Choice, number: int, table: Table) -> None:
@@ -157,13 +167,23 @@ def both_forms(server: Running, engine: str, choice: Choice, number: int, table:
         done = under_load(server, token_prompts(choice, number, choice.requests, stream), choice)
         row = done.row()
         if done.errors or done.tokens != choice.requests * choice.output_tokens:
-            raise PeerFailed(f"{engine} made {done.tokens} tokens, {len(done.errors)} errors: {done.errors[:3]}.")
+            raise PeerFailed(
+                f"{engine} made {done.tokens} tokens, {len(done.errors)} errors: {done.errors[:3]}."
+            )
         note_run(table, (engine, form), row["output_tokens_per_s"], row, before, server.config)
-        console.print(f"round {number + 1}: {engine}, {form}: {row['output_tokens_per_s']:,.0f} tok/s, {row['cpu_s']}")
+        console.print(
+            f"round {number + 1}: {engine}, {form}: {row['output_tokens_per_s']:,.0f} tok/s, "
+            f"{row['cpu_s']}"
+        )
 
 
 def note_run(
-    table: Table, key: tuple[str, str], rate: float, done: dict[str, Any], before: float | None, config: str
+    table: Table,
+    key: tuple[str, str],
+    rate: float,
+    done: dict[str, Any],
+    before: float | None,
+    config: str,
 ) -> None:
     seen = table.setdefault(key, Seen([], [], []))
     seen.rates.append(rate)
@@ -180,12 +200,19 @@ def under_load(server: Running, asks: list[Any], choice: Choice) -> Load:
 def token_prompts(choice: Choice, variant: int, count: int, stream: bool) -> list[Any]:
     """The load's requests; no two variants have a prompt in common."""
     return token_requests(
-        count, choice.prompt_tokens, choice.output_tokens, stream=stream, seed=2 * variant + 1_000 + stream
+        count,
+        choice.prompt_tokens,
+        choice.output_tokens,
+        stream=stream,
+        seed=2 * variant + 1_000 + stream,
     )
 
 
 def prompts_of(choice: Choice, variant: int, count: int | None = None) -> list[list[int]]:
-    return [ask.body["prompt"] for ask in token_prompts(choice, variant, count or choice.requests, False)]
+    return [
+        ask.body["prompt"]
+        for ask in token_prompts(choice, variant, count or choice.requests, False)
+    ]
 
 
 @contextmanager
@@ -215,7 +242,9 @@ def targets(table: Table) -> list[str]:
         if (engine, form) in table and against in table:
             pairs = zip(table[engine, form].rates, table[against].rates, strict=True)
             found = spread(own / other for own, other in pairs)
-            lines.append(f"{form}: {found['median']:.3f} [{found['min']:.3f}..{found['max']:.3f}] {what}")
+            lines.append(
+                f"{form}: {found['median']:.3f} [{found['min']:.3f}..{found['max']:.3f}] {what}"
+            )
     return lines
 
 
@@ -223,12 +252,17 @@ def first(options: Options, choice: Choice) -> list[Row]:
     """Milliseconds to the first token of single requests, medians of each round."""
     middles: dict[str, list[float]] = {ALONE: [], OURS: []}
     asks = [
-        token_requests(choice.singles, choice.prompt_tokens, SINGLES_OUTPUT, stream=True, seed=5_000 + number)
+        token_requests(
+            choice.singles, choice.prompt_tokens, SINGLES_OUTPUT, stream=True, seed=5_000 + number
+        )
         for number in range(options.repeats + 1)
     ]
     with alone(options, choice) as worker:
         for number, each in enumerate(asks):
-            question = {"singles": [ask.body["prompt"] for ask in each], "output_tokens": SINGLES_OUTPUT}
+            question = {
+                "singles": [ask.body["prompt"] for ask in each],
+                "output_tokens": SINGLES_OUTPUT,
+            }
             if number:  # the first one warms up
                 middles[ALONE].append(statistics.median(worker.ask(question)["first_tokens"]) * 1e3)
             else:
@@ -238,12 +272,18 @@ def first(options: Options, choice: Choice) -> list[Row]:
             done = run(drive(server.target, each, concurrency=1))
             if done.errors or not done.first_tokens:
                 raise PeerFailed(
-                    f"{len(done.first_tokens)} first tokens, {len(done.errors)} errors: {done.errors[:3]}."
+                    f"{len(done.first_tokens)} first tokens, {len(done.errors)} errors: "
+                    f"{done.errors[:3]}."
                 )
             if number:
                 middles[OURS].append(statistics.median(done.first_tokens) * 1e3)
     rows: list[Row] = [
-        {"name": f"first token, one at a time: {engine}", "part": "first", "engine": engine, "ms": spread(values)}
+        {
+            "name": f"first token, one at a time: {engine}",
+            "part": "first",
+            "engine": engine,
+            "ms": spread(values),
+        }
         for engine, values in middles.items()
     ]
     show(f"first token of single requests, {options.model}", FIRST_COLUMNS, rows)
@@ -256,7 +296,9 @@ def arriving(options: Options, choice: Choice) -> list[Row]:
     for budget in (*choice.budgets, None):
         flags = ("--max-tokens-per-batch", str(budget)) if budget is not None else ()
         with servers.ours(options, log_of(choice, "ours"), *flags) as server:
-            runs = [arrive(server.target, choice, number) for number in range(options.repeats + 1)][1:]
+            runs = [arrive(server.target, choice, number) for number in range(options.repeats + 1)][
+                1:
+            ]
         rows.append(
             {
                 "name": f"arrival: {budget or 'unbounded'}",
@@ -268,7 +310,11 @@ def arriving(options: Options, choice: Choice) -> list[Row]:
                 "long_prompt_s": spread(each.waited for each in runs),
             }
         )
-        show(f"a prompt of {choice.long_prompt} tokens arrives, {options.model}", ARRIVAL_COLUMNS, rows[-1:])
+        show(
+            f"a prompt of {choice.long_prompt} tokens arrives, {options.model}",
+            ARRIVAL_COLUMNS,
+            rows[-1:],
+        )
     return rows
 
 
@@ -288,7 +334,9 @@ def idle(options: Options, choice: Choice) -> list[Row]:
             for name, seconds in meter.read().items():
                 seen.setdefault(name, []).append((seconds - before[name]) / IDLE * 100)
     del seen["client"]
-    rows: list[Row] = [{"name": f"idle: {name}", "part": "idle", "percent": spread(seen[name])} for name in seen]
+    rows: list[Row] = [
+        {"name": f"idle: {name}", "part": "idle", "percent": spread(seen[name])} for name in seen
+    ]
     show(f"an idle server, {options.model}", IDLE_COLUMNS, rows)
     return rows
 
@@ -301,7 +349,9 @@ THROUGHPUT_COLUMNS: dict[str, Callable[[Row], Any]] = {
     "engine": lambda row: row["engine"],
     "answers": lambda row: row["form"],
     "output tok/s": lambda row: row["output_tokens_per_s"],
-    "CPU s": lambda row: ", ".join(f"{name} {each['median']:.1f}" for name, each in row["cpu_s"].items()),
+    "CPU s": lambda row: ", ".join(
+        f"{name} {each['median']:.1f}" for name, each in row["cpu_s"].items()
+    ),
     "cores": lambda row: row["placement"],
 }
 FIRST_COLUMNS: dict[str, Callable[[Row], Any]] = {

@@ -1,4 +1,6 @@
-"""Servers under test as child processes: started, waited for until they are healthy, and stopped whatever happens."""
+"""Servers under test as child processes: started, waited for until they are healthy, and stopped
+whatever happens.
+"""
 
 import os
 import shlex
@@ -31,7 +33,8 @@ class Running:
 
     target: Target
     pid: int
-    config: str  # how it was started, without what belongs to this machine: interpreter, port, path of the model
+    # how it was started, without what belongs to this machine: interpreter, port, path of the model
+    config: str
     memory: int  # bytes, when it had started
 
 
@@ -44,13 +47,17 @@ def started(
     limit: float = LOAD_LIMIT,
     config: str | None = None,
 ) -> Iterator[Running]:
-    """Start a server on a port. Raises `PeerFailed` where it ends or is not healthy within the limit."""
+    """Start a server on a port. Raises `PeerFailed` where it ends or is not healthy within the
+    limit.
+    """
     log.unlink(missing_ok=True)
     processes = Processes(command, variables, log)
     target = Target(f"http://127.0.0.1:{port}", NAME)
     try:
         wait_until_healthy(processes, target, limit)
-        yield Running(target, processes.process.pid, config or shlex.join(command), processes.memory())
+        yield Running(
+            target, processes.process.pid, config or shlex.join(command), processes.memory()
+        )
     finally:
         processes.stop()
 
@@ -66,10 +73,14 @@ def wait_until_healthy(processes: Processes, target: Target, limit: float) -> No
         except (urllib.error.URLError, OSError):
             pass
         time.sleep(0.1)
-    raise PeerFailed(f"the server on {target.url} was not healthy within {limit:g} s; {processes.log} says why.")
+    raise PeerFailed(
+        f"the server on {target.url} was not healthy within {limit:g} s; {processes.log} says why."
+    )
 
 
-def ours(options: Options, log: Path, *more: str, in_process: bool = False) -> AbstractContextManager[Running]:
+def ours(
+    options: Options, log: Path, *more: str, in_process: bool = False
+) -> AbstractContextManager[Running]:
     """`nano-inference serve`, with the settings of `ours.engine_config`."""
     port = free_port()
     settings = {
@@ -82,13 +93,24 @@ def ours(options: Options, log: Path, *more: str, in_process: bool = False) -> A
         "log-level": "warning",
     } | ({"threads": options.threads} if options.threads else {})
     flags = [*flags_of(settings), *more, *(["--in-process"] if in_process else [])]
-    command = [sys.executable, "-c", ENTRY, "serve", str(model_path(options.model)), "--port", str(port), *flags]
+    command = [
+        sys.executable,
+        "-c",
+        ENTRY,
+        "serve",
+        str(model_path(options.model)),
+        "--port",
+        str(port),
+        *flags,
+    ]
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     config = shlex.join(["nano-inference", "serve", options.model, *flags])
     return started(command, os.environ | paths, port, log, config=config)
 
 
-def vllm(options: Options, cache: Path, log: Path, setting: str = "compiled") -> AbstractContextManager[Running]:
+def vllm(
+    options: Options, cache: Path, log: Path, setting: str = "compiled"
+) -> AbstractContextManager[Running]:
     """vLLM's own server, with the settings of `peers.vllm_worker`."""
     port, chosen = free_port(), SETTINGS[setting]
     settings = {

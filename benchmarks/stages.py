@@ -1,4 +1,6 @@
-"""Bubbles of a pipeline: which share of the time its stages wait, by how many groups of sequences take turns."""
+"""Bubbles of a pipeline: which share of the time its stages wait, by how many groups of sequences
+take turns.
+"""
 
 import random
 import time
@@ -15,15 +17,21 @@ BEAT = 1.5  # seconds until rank 0 knows how long the others have worked
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "what": lambda row: row["name"],
     "tok/s": lambda row: row["output_tokens_per_s"],
-    "waiting, by stage": lambda row: " / ".join(f"{share['median']:.0%}" for share in row["waiting_shares"]),
+    "waiting, by stage": lambda row: " / ".join(
+        f"{share['median']:.0%}" for share in row["waiting_shares"]
+    ),
     "steps": lambda row: row["steps"],
     "sequences a step": lambda row: row["sequences_per_step"],
     "cores": lambda row: row["placement"],
 }
 
 
-def measure(options: Options, stages: int, groups: Sequence[int], sequences: int, tokens: int) -> list[Row]:
-    """So many sequences decode: on one rank of one thread, and of as many as there are stages; then in a pipeline."""
+def measure(
+    options: Options, stages: int, groups: Sequence[int], sequences: int, tokens: int
+) -> list[Row]:
+    """So many sequences decode: on one rank of one thread, and of as many as there are stages; then
+    in a pipeline.
+    """
     rows: list[Row] = []
     for threads in sorted({1, stages}):
         with opened(replace(options, threads=threads)) as engine:
@@ -35,7 +43,11 @@ def measure(options: Options, stages: int, groups: Sequence[int], sequences: int
             loop.config, loop.lookahead = replace(loop.config, groups=number), number - 1
             name = f"{stages} stages of one thread, {number} group{'s' * (number > 1)}"
             rows.append({"name": name} | _timed(engine, options.repeats, sequences, tokens))
-    show(f"{sequences} sequences of {tokens} tokens, {options.model}: median of {options.repeats}", COLUMNS, rows)
+    show(
+        f"{sequences} sequences of {tokens} tokens, {options.model}: median of {options.repeats}",
+        COLUMNS,
+        rows,
+    )
     return rows
 
 

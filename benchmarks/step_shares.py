@@ -1,6 +1,8 @@
-"""`python benchmarks/step_shares.py`: which operation of the reference backend a step's CPU time goes to.
+"""`python benchmarks/step_shares.py`: which operation of the reference backend a step's CPU time
+goes to.
 
-One thread, and the thread's own CPU time, so that other work on the machine disturbs it little. Medians over steps.
+One thread, and the thread's own CPU time, so that other work on the machine disturbs it little.
+Medians over steps.
 """
 
 import argparse
@@ -51,17 +53,31 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--log", type=Path, default=None, help="where to write the figures")
     arguments = parser.parse_args()
-    rows = [measure(arguments.model, dtype, batch) for dtype in ("bfloat16", "float32") for batch in (1, 16, 64)]
+    rows = [
+        measure(arguments.model, dtype, batch)
+        for dtype in ("bfloat16", "float32")
+        for batch in (1, 16, 64)
+    ]
     print(table(rows))
     if arguments.log is not None:
         figures = [asdict(row) for row in rows]
-        report = {"machine": processor(), "threads": 1, "torch": torch.__version__, "figures": figures}
+        report = {
+            "machine": processor(),
+            "threads": 1,
+            "torch": torch.__version__,
+            "figures": figures,
+        }
         arguments.log.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def measure(model: str, dtype: Any, batch: int) -> Shares:
     config = EngineConfig(
-        model_path=model, dtype=dtype, device="cpu", max_batch_size=batch, max_model_len=512, num_threads=1
+        model_path=model,
+        dtype=dtype,
+        device="cpu",
+        max_batch_size=batch,
+        max_model_len=512,
+        num_threads=1,
     )
     rng = random.Random(0)
     with InferenceEngine(config) as engine:
@@ -80,7 +96,10 @@ def measure(model: str, dtype: Any, batch: int) -> Shares:
             spent["step"] = time.thread_time() - began
             steps.append(spent.copy())
     decodes = steps[2:-1]  # the first step computes the prompts, the second warms up
-    middle = {name: 1e3 * statistics.median(step[name] for step in decodes) for name in ("step", *OPERATIONS)}
+    middle = {
+        name: 1e3 * statistics.median(step[name] for step in decodes)
+        for name in ("step", *OPERATIONS)
+    }
     total = middle.pop("step")
     return Shares(str(dtype), batch, total, middle, total - sum(middle.values()))
 
@@ -100,7 +119,10 @@ def table(rows: list[Shares]) -> str:
     heads = [f"{row.dtype}, {row.batch}" for row in rows]
     lines = [["", *heads], ["---", *["---:"] * len(rows)]]
     lines.append(["one step, ms", *(f"{row.step:.0f}" for row in rows)])
-    lines += [[f"`{name}`", *(f"{row.operations[name] / row.step:.0%}" for row in rows)] for name in OPERATIONS]
+    lines += [
+        [f"`{name}`", *(f"{row.operations[name] / row.step:.0%}" for row in rows)]
+        for name in OPERATIONS
+    ]
     lines.append(["everything else", *(f"{row.rest / row.step:.0%}" for row in rows)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -1,4 +1,6 @@
-"""Tokens a second: every workload at the engine's own number of threads, W1 and W2 also with one thread."""
+"""Tokens a second: every workload at the engine's own number of threads, W1 and W2 also with one
+thread.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,6 +1,8 @@
-"""How fast weights reach a live model: in process against a copy of their bytes, by gloo against a bare broadcast.
+"""How fast weights reach a live model: in process against a copy of their bytes, by gloo against a
+bare broadcast.
 
-The functions return seconds, the two sides taken in turns; `python -m benchmarks.weight_transfer` prints their minima.
+The functions return seconds, the two sides taken in turns; `python -m benchmarks.weight_transfer`
+prints their minima.
 """
 
 import argparse
@@ -31,7 +33,10 @@ Seconds = dict[str, list[float]]
 
 def state_dict(model: Decoder) -> dict[str, Tensor]:
     """A model's weights under checkpoint names, copied."""
-    return {name: read(model.params, slot).clone() for name, slot in slots(param_table(model.spec)).items()}
+    return {
+        name: read(model.params, slot).clone()
+        for name, slot in slots(param_table(model.spec)).items()
+    }
 
 
 def copy_and_update(engine: InferenceEngine, weights: dict[str, Tensor], runs: int = 20) -> Seconds:
@@ -47,8 +52,11 @@ def copy_and_update(engine: InferenceEngine, weights: dict[str, Tensor], runs: i
     return seconds
 
 
-def broadcast_and_send(manager: WeightSyncManager, runs: int = 10, bucket_bytes: int = BUCKET_BYTES) -> Seconds:
-    """Seconds of a bare `dist.broadcast` of the weights' bytes, and of an update received and staged; both gloo.
+def broadcast_and_send(
+    manager: WeightSyncManager, runs: int = 10, bucket_bytes: int = BUCKET_BYTES
+) -> Seconds:
+    """Seconds of a bare `dist.broadcast` of the weights' bytes, and of an update received and
+    staged; both gloo.
 
     A second process sends ones of the weights' shapes and dtype. Nothing is written into the model.
     """
@@ -101,9 +109,14 @@ def _receive_all(
 
 def _send_all(shapes: dict[str, list[int]], dtype: str, runs: int, bucket_bytes: int) -> None:
     torch.set_num_threads(1)
-    whole = torch.ones(sum(torch.Size(shape).numel() for shape in shapes.values()), dtype=getattr(torch, dtype))
+    whole = torch.ones(
+        sum(torch.Size(shape).numel() for shape in shapes.values()), dtype=getattr(torch, dtype)
+    )
     pieces = whole.split([torch.Size(shape).numel() for shape in shapes.values()])
-    weights = {name: piece.clone().view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
+    weights = {
+        name: piece.clone().view(shape)
+        for (name, shape), piece in zip(shapes.items(), pieces, strict=True)
+    }
     probe = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     bare = f"tcp://127.0.0.1:{probe.port}"
     del probe
@@ -133,13 +146,24 @@ def main() -> None:
     if arguments.send:
         _send_all(*json.loads(arguments.send))
         return
-    config: dict[str, Any] = {"model_path": MODEL, "num_threads": 2, "dtype": "bfloat16", "kv_cache_memory": 2**26}
+    config: dict[str, Any] = {
+        "model_path": MODEL,
+        "num_threads": 2,
+        "dtype": "bfloat16",
+        "kv_cache_memory": 2**26,
+    }
     with InferenceEngine(EngineConfig(**config)) as engine:
         weights = state_dict(engine.model)
         size = sum(tensor.nbytes for tensor in weights.values())
-        for seconds in (copy_and_update(engine, weights), broadcast_and_send(WeightSyncManager(engine.model))):
+        for seconds in (
+            copy_and_update(engine, weights),
+            broadcast_and_send(WeightSyncManager(engine.model)),
+        ):
             base, ours = (min(each) for each in seconds.values())
-            print(f"{size / 1e6:.0f} MB: {dict(zip(seconds, (base, ours), strict=True))}, ratio {ours / base:.2f}")
+            print(
+                f"{size / 1e6:.0f} MB: {dict(zip(seconds, (base, ours), strict=True))}, ratio "
+                f"{ours / base:.2f}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""HTTP/1.1 for a load generator: one request at a time on a connection, read with as little work as possible.
+"""HTTP/1.1 for a load generator: one request at a time on a connection, read with as little work as
+possible.
 
-A reply's events are taken apart and given a time as they arrive; what is in them is read when the load is over, so
-that the client costs the machine it shares with the server little. Plain `asyncio`, no TLS.
+A reply's events are taken apart and given a time as they arrive; what is in them is read when the
+load is over, so that the client costs the machine it shares with the server little. Plain
+`asyncio`, no TLS.
 """
 
 import asyncio
@@ -22,7 +24,8 @@ class Reply:
     """What came back.
 
     Attributes:
-        sent: when the request was handed to the system, by `time.perf_counter`; so are all times here.
+        sent: when the request was handed to the system, by `time.perf_counter`; so are all times
+            here.
         status: of the response.
         events: of an event stream: when each ended, and its data.
         body: of any other response.
@@ -37,7 +40,9 @@ class Reply:
 
 
 class Chunks:
-    """Takes the chunked transfer coding off a body. `done` behind the last chunk and its trailers."""
+    """Takes the chunked transfer coding off a body. `done` behind the last chunk and its
+    trailers.
+    """
 
     class _Expects(Enum):
         SIZE = auto()
@@ -157,7 +162,9 @@ class Connection(asyncio.Protocol):
         return [when for when, _ in self._reply.events] if self._reply is not None else []
 
     async def ask(self, request: bytes, timeout: float) -> Reply:
-        """Send a whole request and wait for the whole reply. Raises `Broken`, also when it takes too long."""
+        """Send a whole request and wait for the whole reply. Raises `Broken`, also when it takes
+        too long.
+        """
         if self._transport is None or not self.is_open:
             raise Broken("the connection is closed")
         self._answer = asyncio.get_running_loop().create_future()
@@ -170,7 +177,12 @@ class Connection(asyncio.Protocol):
         except TimeoutError:
             raise Broken(f"there was no whole reply within {timeout:g} s") from None
         finally:
-            if self._closes or not self._answer.done() or self._answer.cancelled() or self._answer.exception():
+            if (
+                self._closes
+                or not self._answer.done()
+                or self._answer.cancelled()
+                or self._answer.exception()
+            ):
                 self.close()
             self._answer = None
 
@@ -181,7 +193,8 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self.is_open = cast(asyncio.Transport, transport), True  # uvloop's is no subclass
+        # uvloop's is no subclass
+        self._transport, self.is_open = cast(asyncio.Transport, transport), True
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
@@ -229,7 +242,10 @@ class Connection(asyncio.Protocol):
         parts = first.split(" ", 2)
         if len(parts) < 2 or not parts[0].startswith("HTTP/1.") or not parts[1].isdecimal():
             raise Broken(f"the reply begins with {first[:60]!r}")
-        fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        fields = {
+            name.strip().lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines)
+        }
         status = int(parts[1])
         if 100 <= status < 200:
             return

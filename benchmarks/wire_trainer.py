@@ -1,8 +1,9 @@
-"""`python -m benchmarks.wire_trainer URL MODEL DTYPE`: a trainer in a process of its own, what `rl_wire` updates with.
+"""`python -m benchmarks.wire_trainer URL MODEL DTYPE`: a trainer in a process of its own, what
+`rl_wire` updates with.
 
-It knows torch and HTTP alone: gloo as rank 0 of an ordinary group, vLLM's routes. Asked in JSON lines (see
-`peers.channel`) for one update in one of `FLOWS`, it answers with when that began and ended (`time.perf_counter`,
-which all processes of a Linux machine share).
+It knows torch and HTTP alone: gloo as rank 0 of an ordinary group, vLLM's routes. Asked in JSON
+lines (see `peers.channel`) for one update in one of `FLOWS`, it answers with when that began and
+ended (`time.perf_counter`, which all processes of a Linux machine share).
 """
 
 import json
@@ -28,7 +29,9 @@ FLOWS: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # before the update, 
 def post(url: str, path: str, body: Any = None) -> Any:
     """A POST; raises what `urllib` does for any status but 200."""
     content = b"" if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, content, {"Content-Type": "application/json"}, method="POST")
+    request = urllib.request.Request(
+        url + path, content, {"Content-Type": "application/json"}, method="POST"
+    )
     with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         return json.loads(answer.read())
 
@@ -50,9 +53,16 @@ class Trainer:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "packed": True}
+        info = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 2,
+            "packed": True,
+        }
         joining = self._beside(
-            "/init_weight_transfer_engine", {"init_info": info | {"packed_buffer_size_bytes": PACKED}}
+            "/init_weight_transfer_engine",
+            {"init_info": info | {"packed_buffer_size_bytes": PACKED}},
         )
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
         joining()
@@ -65,7 +75,9 @@ class Trainer:
         post(self._url, "/start_weight_update")
         told = {
             "names": list(self._weights),
-            "dtype_names": [str(each.dtype).removeprefix("torch.") for each in self._weights.values()],
+            "dtype_names": [
+                str(each.dtype).removeprefix("torch.") for each in self._weights.values()
+            ],
             "shapes": [list(each.shape) for each in self._weights.values()],
         }
         answered = self._beside("/update_weights", {"update_info": told})
@@ -78,7 +90,9 @@ class Trainer:
         return {"began": began, "ended": time.perf_counter(), "bytes": size}
 
     def _broadcast(self) -> None:
-        """vLLM's packed format: runs that are closed by the tensor that makes them longer than `PACKED`."""
+        """vLLM's packed format: runs that are closed by the tensor that makes them longer than
+        `PACKED`.
+        """
         run: list[Any] = []
         for tensor in self._weights.values():
             run.append(tensor.view(-1).view(self._torch.uint8))
@@ -112,7 +126,9 @@ class Trainer:
 def main() -> None:
     answers = open_channel()
     trainer = Trainer(*sys.argv[1:4])
-    serve(answers, lambda question: trainer.update(question["flow"]), {"config": "gloo, one thread"})
+    serve(
+        answers, lambda question: trainer.update(question["flow"]), {"config": "gloo, one thread"}
+    )
 
 
 if __name__ == "__main__":

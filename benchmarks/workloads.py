@@ -1,11 +1,14 @@
-"""The workloads: token ids in, a fixed number of tokens out. Standard library only, so that every engine can read it.
+"""The workloads: token ids in, a fixed number of tokens out. Standard library only, so that every
+engine can read it.
 
-All ids lie in [100, 49,000), which every model of the benchmarks knows; the end of a sequence is ignored, so lengths
-are fixed. `variant=k` has the same shapes and other ids: for warm-up, and so that no run finds another one's prefixes.
+All ids lie in [100, 49,000), which every model of the benchmarks knows; the end of a sequence is
+ignored, so lengths are fixed. `variant=k` has the same shapes and other ids: for warm-up, and so
+that no run finds another one's prefixes.
 
-W6 has the shape of a real rollout: 8 prompts, 8 samples of each, and a few samples much longer than the others. A
-request has one `max_tokens` for all its samples, so there it is 8 requests for each prompt, each with a length of its
-own; the prefix cache then computes a prompt once, but for the last, partial block of each request.
+W6 has the shape of a real rollout: 8 prompts, 8 samples of each, and a few samples much longer than
+the others. A request has one `max_tokens` for all its samples, so there it is 8 requests for each
+prompt, each with a length of its own; the prefix cache then computes a prompt once, but for the
+last, partial block of each request.
 """
 
 import random
@@ -59,7 +62,10 @@ class Workload:
 
     def cut(self, tokens: int) -> "Workload":
         """The same with completions of at most `tokens` tokens."""
-        shorter = tuple(replace(request, max_tokens=min(request.max_tokens, tokens)) for request in self.requests)
+        shorter = tuple(
+            replace(request, max_tokens=min(request.max_tokens, tokens))
+            for request in self.requests
+        )
         return replace(self, requests=shorter)
 
 
@@ -75,7 +81,9 @@ def workload(name: str, variant: int = 0) -> Workload:
 
 
 def warm_up(name: str) -> Workload:
-    """What is run once before anything is timed: the same prompt shapes with other ids, completions cut short."""
+    """What is run once before anything is timed: the same prompt shapes with other ids, completions
+    cut short.
+    """
     return workload(name, variant=999).cut(WARM_UP_TOKENS)
 
 
@@ -85,7 +93,9 @@ def distinct_prompt_tokens(requests: Sequence[Request]) -> int:
 
 
 def with_shared_prefix(requests: Sequence[Request]) -> list[tuple[Request, int]]:
-    """Requests sorted by prompt, each with the length of the prefix that it shares with the one before it."""
+    """Requests sorted by prompt, each with the length of the prefix that it shares with the one
+    before it.
+    """
     ordered = sorted(requests, key=lambda request: request.prompt)
     before: tuple[int, ...] = ()
     pairs: list[tuple[Request, int]] = []
@@ -136,11 +146,16 @@ def _shared_prefix(seed: int) -> list[Request]:
 
 def _rollout(seed: int) -> list[Request]:
     shapes, rng = random.Random(6), random.Random(seed)
-    drawn = [[shapes.lognormvariate(0.0, TAIL_SIGMA) * TAIL_MEDIAN for _ in range(8)] for _ in range(8)]
+    drawn = [
+        [shapes.lognormvariate(0.0, TAIL_SIGMA) * TAIL_MEDIAN for _ in range(8)] for _ in range(8)
+    ]
     requests: list[Request] = []
     for lengths in drawn:
         prompt = _ids(rng, 256)
-        requests += [Request(prompt, min(max(round(length), TAIL_SHORTEST), TAIL_LONGEST)) for length in lengths]
+        requests += [
+            Request(prompt, min(max(round(length), TAIL_SHORTEST), TAIL_LONGEST))
+            for length in lengths
+        ]
     return requests
 
 

@@ -1,4 +1,6 @@
-"""`python docs/make_api.py`: writes docs/api.md from the docstrings of the public names. A test holds it current."""
+"""`python docs/make_api.py`: writes docs/api.md from the docstrings of the public names. A test
+holds it current.
+"""
 
 import dataclasses
 import enum
@@ -18,16 +20,44 @@ TARGET = Path(__file__).parent / "api.md"
 GROUPS = {
     "Engines": ("InferenceEngine", "AsyncInferenceEngine", "EngineConfig", "EngineStats"),
     "Requests and results": (
-        *("SamplingParams", "TrainingSample", "Delta", "TopLogprobs", "VersionSpan", "ContextVersions", "SamplingMask"),
+        *(
+            "SamplingParams",
+            "TrainingSample",
+            "Delta",
+            "TopLogprobs",
+            "VersionSpan",
+            "ContextVersions",
+            "SamplingMask",
+        ),
         *("WeightUpdate", "WeightPatch", "SamplingPipeline"),
     ),
     "Parts": (
-        *("schedule", "SchedulerConfig", "SchedulerOutput", "Sequence", "SequenceStatus", "KVCacheManager"),
-        *("PagedKVCache", "RadixKVCache", "CacheAllocation", "Block", "compute_block_hash", "WeightSyncManager"),
+        *(
+            "schedule",
+            "SchedulerConfig",
+            "SchedulerOutput",
+            "Sequence",
+            "SequenceStatus",
+            "KVCacheManager",
+        ),
+        *(
+            "PagedKVCache",
+            "RadixKVCache",
+            "CacheAllocation",
+            "Block",
+            "compute_block_hash",
+            "WeightSyncManager",
+        ),
         *("model_forward", "sample_with_logprobs"),
     ),
     "Errors": (
-        *("NanoInferenceError", "ConfigError", "ModelLoadError", "InvalidRequest", "RequestTooLarge"),
+        *(
+            "NanoInferenceError",
+            "ConfigError",
+            "ModelLoadError",
+            "InvalidRequest",
+            "RequestTooLarge",
+        ),
         *(
             "VersionGone",
             "WeightUpdateError",
@@ -40,10 +70,24 @@ GROUPS = {
     ),
 }
 TRANSPORTS = (
-    *(in_process.InProcess, files.WeightFolder, files.write_folder, broadcast.BroadcastReceiver, sender.WeightSender),
+    *(
+        in_process.InProcess,
+        files.WeightFolder,
+        files.write_folder,
+        broadcast.BroadcastReceiver,
+        sender.WeightSender,
+    ),
     interface.WeightTransport,
 )
-DATA = ("pad_samples", "to_columns", "from_columns", "write_jsonl", "read_jsonl", "write_parquet", "read_parquet")
+DATA = (
+    "pad_samples",
+    "to_columns",
+    "from_columns",
+    "write_jsonl",
+    "read_jsonl",
+    "write_parquet",
+    "read_parquet",
+)
 
 
 def page() -> str:
@@ -80,8 +124,18 @@ def entry(name: str, thing: Any) -> Iterator[str]:
 
 def methods(cls: type) -> Iterator[str]:
     """Public methods and properties, those of our base classes too."""
-    theirs = {name for base in cls.__mro__ if not base.__module__.startswith("nano_inference") for name in vars(base)}
-    ours = {name for base in cls.__mro__ if base.__module__.startswith("nano_inference") for name in vars(base)}
+    theirs = {
+        name
+        for base in cls.__mro__
+        if not base.__module__.startswith("nano_inference")
+        for name in vars(base)
+    }
+    ours = {
+        name
+        for base in cls.__mro__
+        if base.__module__.startswith("nano_inference")
+        for name in vars(base)
+    }
     for name, member in inspect.getmembers(cls):
         if name in theirs - ours:
             continue
@@ -92,7 +146,11 @@ def methods(cls: type) -> Iterator[str]:
         ):
             continue
         if inspect.isfunction(member):
-            yield from (f"**`{name}{signature(member)}`**", "", *paragraphs(inspect.getdoc(member) or ""))
+            yield from (
+                f"**`{name}{signature(member)}`**",
+                "",
+                *paragraphs(inspect.getdoc(member) or ""),
+            )
         elif isinstance(member, property):
             yield from (f"**`{name}`**", "", *paragraphs(inspect.getdoc(member) or ""))
 

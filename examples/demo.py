@@ -1,4 +1,6 @@
-"""A tour in under a minute: groups of samples with their logprobs, then new weights in the middle of a sample."""
+"""A tour in under a minute: groups of samples with their logprobs, then new weights in the middle
+of a sample.
+"""
 
 import logging
 import textwrap
@@ -29,7 +31,8 @@ console = Console(highlight=False)
 
 
 def main() -> None:
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # it converts the model, and has much to say about it
+    # it converts the model, and has much to say about it
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     with load() as engine:
         prompts = [[{"role": "user", "content": question}] for question in QUESTIONS]
         sample_groups(engine, prompts)
@@ -38,22 +41,32 @@ def main() -> None:
 
 def load() -> InferenceEngine:
     title("1. Load a model")
-    say(f"Loading {MODEL}. The first run also converts its GGUF file, which takes 10 to 20 seconds.")
+    say(
+        f"Loading {MODEL}. The first run also converts its GGUF file, which takes 10 to 20 seconds."
+    )
     start = time.perf_counter()
     with console.status("loading"):
-        engine = InferenceEngine(EngineConfig(MODEL, ref_model_path=MODEL, max_batch_size=16, max_model_len=1024))
+        engine = InferenceEngine(
+            EngineConfig(MODEL, ref_model_path=MODEL, max_batch_size=16, max_model_len=1024)
+        )
     console.print(f"Ready after {time.perf_counter() - start:.1f} s.\n")
     console.print(str(engine.memory_budget))
-    note("The KV cache keeps what attention needs of every token so far. Sequences share its blocks.")
+    note(
+        "The KV cache keeps what attention needs of every token so far. Sequences share its blocks."
+    )
     console.print(f"numerics {engine.numerics.fingerprint}")
-    note("Backend, number type, device, torch. Samples carry this line; equal lines promise equal bits.")
+    note(
+        "Backend, number type, device, torch. Samples carry this line; equal lines promise equal "
+        "bits."
+    )
     return engine
 
 
 def sample_groups(engine: InferenceEngine, prompts: list[Any]) -> None:
     title(f"2. Sample {SAMPLES_PER_PROMPT} answers to each of {len(prompts)} prompts")
     say(
-        f"Temperature {PARAMS.temperature}, at most {PARAMS.max_tokens} tokens, seed {PARAMS.seed}. Every run on this "
+        f"Temperature {PARAMS.temperature}, at most {PARAMS.max_tokens} tokens, seed "
+        f"{PARAMS.seed}. Every run on this "
         "machine gives the same answers; with 135 million parameters the model makes mistakes."
     )
     start = time.perf_counter()
@@ -64,7 +77,10 @@ def sample_groups(engine: InferenceEngine, prompts: list[Any]) -> None:
     note("weight version: counts the updates of the model's weights. 0 is the checkpoint.")
     for index, question in enumerate(QUESTIONS):
         group = samples[index * SAMPLES_PER_PROMPT : (index + 1) * SAMPLES_PER_PROMPT]
-        console.print(f"\n[bold]{escape(question)}[/bold]  [dim]({len(group[0].prompt_tokens)} prompt tokens)[/dim]")
+        console.print(
+            f"\n[bold]{escape(question)}[/bold]  [dim]({len(group[0].prompt_tokens)} prompt "
+            "tokens)[/dim]"
+        )
         for sample in group:
             show(sample)
     summary(engine, samples, seconds)
@@ -86,7 +102,9 @@ def summary(engine: InferenceEngine, samples: list[TrainingSample], seconds: flo
     console.print("\n[bold]In all[/bold]")
     for name, value in rows:
         console.print(f"  {name:<26}{value}")
-    note("Samples of one prompt share its computation. Prompts that begin alike share those blocks.")
+    note(
+        "Samples of one prompt share its computation. Prompts that begin alike share those blocks."
+    )
 
 
 def change_weights(engine: InferenceEngine, prompt: Any) -> None:
@@ -97,8 +115,10 @@ def change_weights(engine: InferenceEngine, prompt: Any) -> None:
         engine.step()
     update = engine.update_weights({CHANGED: scaled_by(engine, FACTOR)}, blocking=False)
     say(
-        f"After {STEPS_BEFORE_CHANGE} tokens {CHANGED} is multiplied by {FACTOR:g}, which makes the model surer of its "
-        f"choices. Version {update.version} serves from the next step on; the sample goes on where it is."
+        f"After {STEPS_BEFORE_CHANGE} tokens {CHANGED} is multiplied by {FACTOR:g}, which makes "
+        "the model surer of its "
+        f"choices. Version {update.version} serves from the next step on; the sample goes on "
+        "where it is."
     )
     samples: list[TrainingSample] = []
     while engine.has_pending():
@@ -107,7 +127,11 @@ def change_weights(engine: InferenceEngine, prompt: Any) -> None:
     show(samples[0])
     for span in samples[0].weight_versions:
         mean = average(samples[0].logprobs[span.start : span.end])
-        say(f"version {span.version} sampled tokens {span.start} to {span.end - 1}, mean logprob {mean:.2f}", indent=4)
+        say(
+            f"version {span.version} sampled tokens {span.start} to {span.end - 1}, mean logprob "
+            f"{mean:.2f}",
+            indent=4,
+        )
     note("A trainer can tell from this which tokens are off its policy, and by how many updates.")
     console.print()
     say(f"A request that comes now is served by version {engine.get_weight_version()} alone:")
@@ -116,7 +140,10 @@ def change_weights(engine: InferenceEngine, prompt: Any) -> None:
     show(after)
     drift = average(after.raw_logprobs or ()) - average(after.ref_logprobs or ())
     say(f"mean log ratio to the frozen copy of version 0: {drift:.2f}", indent=4)
-    note("The reference scores every sample while others are decoded. Before the change the ratio is exactly 0.")
+    note(
+        "The reference scores every sample while others are decoded. Before the change the ratio "
+        "is exactly 0."
+    )
 
 
 def scaled_by(engine: InferenceEngine, factor: float) -> torch.Tensor:
@@ -126,8 +153,10 @@ def scaled_by(engine: InferenceEngine, factor: float) -> torch.Tensor:
 
 def show(sample: TrainingSample) -> None:
     console.print(
-        f"  [cyan]sample {sample.sample_index}[/cyan] [dim]| {len(sample.completion_tokens)} tokens | mean logprob "
-        f"{average(sample.logprobs):.2f} | {sample.finish_reason} | weight version {sample.weight_version}[/dim]"
+        f"  [cyan]sample {sample.sample_index}[/cyan] [dim]| {len(sample.completion_tokens)} "
+        "tokens | mean logprob "
+        f"{average(sample.logprobs):.2f} | {sample.finish_reason} | weight version "
+        f"{sample.weight_version}[/dim]"
     )
     say(" ".join((sample.text or "").split()), indent=4)
 
@@ -145,7 +174,9 @@ def note(text: str) -> None:
 
 
 def say(text: str, indent: int = 0, style: str = "") -> None:
-    """Print wrapped text as it is: rich's own wrapping pads lines, which shows where output goes to a file."""
+    """Print wrapped text as it is: rich's own wrapping pads lines, which shows where output goes to
+    a file.
+    """
     margin = " " * indent
     lines = textwrap.fill(text, console.width, initial_indent=margin, subsequent_indent=margin)
     console.print(lines, style=style, markup=False, soft_wrap=True)

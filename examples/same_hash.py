@@ -1,4 +1,5 @@
-"""Two whole runs of the GRPO loop under engine options that have nothing in common end in the same checkpoint.
+"""Two whole runs of the GRPO loop under engine options that have nothing in common end in the same
+checkpoint.
 
 `python -m examples.same_hash` prints the SHA-256 of both, and fails if they differ.
 """
@@ -64,22 +65,33 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    recipe, task = Recipe(steps=options.steps, seed=options.seed), largest_number(options.seed, num_held_out=16)
+    recipe, task = (
+        Recipe(steps=options.steps, seed=options.seed),
+        largest_number(options.seed, num_held_out=16),
+    )
     runs: list[Run] = []
     for choice in (ROOMY, TIGHT):
         print(", ".join(f"{name}={value}" for name, value in choice.items()), flush=True)
-        model: Any = {"model_path": options.model, "ref_model_path": options.model, "dtype": "bfloat16"}
+        model: Any = {
+            "model_path": options.model,
+            "ref_model_path": options.model,
+            "dtype": "bfloat16",
+        }
         run = whole_run(EngineConfig(**model, max_model_len=64, **choice), task, recipe)
         rewards = " ".join(f"{step.reward:.2f}" for step in run.steps)
         print(
-            f"  {run.engine_steps} engine steps, {run.preemptions} preemptions, {run.seconds:.0f} s; rewards {rewards}"
+            f"  {run.engine_steps} engine steps, {run.preemptions} preemptions, {run.seconds:.0f} "
+            f"s; rewards {rewards}"
         )
         print(f"  SHA-256 of the last checkpoint: {run.sha256}", flush=True)
         runs.append(run)
     if runs[0].sha256 != runs[1].sha256:
         sys.exit("The checkpoints differ.")
     if not runs[1].preemptions:
-        sys.exit("Nothing was preempted, so preemption was not tried; give the second run less kv_cache_memory.")
+        sys.exit(
+            "Nothing was preempted, so preemption was not tried; give the second run less "
+            "kv_cache_memory."
+        )
     print(f"The same checkpoint after {options.steps} steps.")
 
 

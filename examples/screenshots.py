@@ -1,4 +1,5 @@
-"""`make pictures`: the terminal pictures of the documents. Runs each command in a terminal, saves what it shows as SVG.
+"""`make pictures`: the terminal pictures of the documents. Runs each command in a terminal, saves
+what it shows as SVG.
 
 Needs the embedded model `smollm2-135m`, and a system with pseudo-terminals (Linux, macOS).
 """
@@ -24,7 +25,11 @@ WIDTH, HEIGHT = 96, 50
 QUESTION = "What is the capital of France?"
 PORT = 8000  # of the server in its picture; it must be free
 PROMPT = ">>> "  # what `chat` shows when it waits for a line
-COMMAND = [sys.executable, "-c", "from nano_inference.cli import app; app(prog_name='nano-inference')"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "from nano_inference.cli import app; app(prog_name='nano-inference')",
+]
 
 # name -> the command's arguments, and the lines that are typed
 PICTURES: dict[str, tuple[list[str], list[str]]] = {
@@ -45,7 +50,11 @@ PICTURES: dict[str, tuple[list[str], list[str]]] = {
 
 def main() -> None:
     for name, (arguments, lines) in PICTURES.items():
-        save(f"cli-{name}", f"nano-inference {' '.join(map(quoted, arguments))}", run([*COMMAND, *arguments], lines))
+        save(
+            f"cli-{name}",
+            f"nano-inference {' '.join(map(quoted, arguments))}",
+            run([*COMMAND, *arguments], lines),
+        )
     save("cli-serve", f"nano-inference serve {MODEL} --port {PORT} &", served())
     save("demo", "make demo", run([sys.executable, str(DOCS.parent / "examples" / "demo.py")], []))
 
@@ -58,11 +67,15 @@ def save(name: str, command: str, written: str) -> None:
 
 def served() -> str:
     """What a server writes until it has answered one request, and that request with its answer."""
-    body = json.dumps({"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24, "temperature": 0})
+    body = json.dumps(
+        {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24, "temperature": 0}
+    )
     address = f"http://127.0.0.1:{PORT}/v1/chat/completions"
     ours, theirs = terminal()
     command = [*COMMAND, "serve", MODEL, "--port", str(PORT)]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    ) as process:
         os.close(theirs)
         seen = b""
         while b"max_model_len=" not in seen or not seen.endswith(b"\n"):
@@ -76,7 +89,8 @@ def served() -> str:
         while read(ours):
             pass
     os.close(ours)
-    lines = [line.partition(" ")[2] for line in plain(seen.decode()).splitlines()]  # without the day
+    # without the day
+    lines = [line.partition(" ")[2] for line in plain(seen.decode()).splitlines()]
     return "\r\n".join([*lines, "", f"$ curl {address} -d '{body}'", "", answer])
 
 
@@ -88,10 +102,14 @@ def terminal() -> tuple[int, int]:
 
 
 def run(command: list[str], lines: list[str]) -> str:
-    """All that a command writes to a terminal of WIDTH columns. Lines are typed when it asks for them."""
+    """All that a command writes to a terminal of WIDTH columns. Lines are typed when it asks for
+    them.
+    """
     ours, theirs = terminal()
     unset = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
-    environment = {key: value for key, value in os.environ.items() if key not in unset} | {"TERM": "xterm-256color"}
+    environment = {key: value for key, value in os.environ.items() if key not in unset} | {
+        "TERM": "xterm-256color"
+    }
     with subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
     ) as process:
@@ -121,7 +139,9 @@ def plain(text: str) -> str:
 
 
 def screen(text: str) -> str:
-    """What is left on the screen: cursor movements (of spinners and progress bars) obeyed, colours kept."""
+    """What is left on the screen: cursor movements (of spinners and progress bars) obeyed, colours
+    kept.
+    """
     rows = [""]
     row = 0
     overwrite = False  # the cursor stands at the start of the row
@@ -143,14 +163,18 @@ def screen(text: str) -> str:
 
 def svg(command: str, shown: str) -> str:
     with open(os.devnull, "w") as nowhere:
-        console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True, color_system="truecolor")
+        console = Console(
+            record=True, width=WIDTH, file=nowhere, force_terminal=True, color_system="truecolor"
+        )
         console.print(Text(command, style="bold"), soft_wrap=False)
         console.print()
         console.print(Text.from_ansi(shown))
     # The id must not change from run to run, or every picture differs.
     picture = console.export_svg(title="nano-inference", unique_id="cli")
-    picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.S)  # a picture shall fetch nothing from the network
-    return picture.replace("<svg ", '<svg xml:space="preserve" ', 1)  # some viewers drop spaces otherwise
+    # a picture shall fetch nothing from the network
+    picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.S)
+    # some viewers drop spaces otherwise
+    return picture.replace("<svg ", '<svg xml:space="preserve" ', 1)
 
 
 def quoted(word: str) -> str:

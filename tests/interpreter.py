@@ -16,10 +16,11 @@ def interpret() -> None:
 
 
 def choose_products() -> None:
-    """Let the product of the interpreter, which is NumPy's, compute a row the same wherever it stands in a tile.
+    """Let the product of the interpreter, which is NumPy's, compute a row the same wherever it
+    stands in a tile.
 
-    A GPU's does. OpenBLAS's kernels for AVX2 do not: they add up a row in another order by its place. Those for AVX
-    alone do, on every x86 machine. OpenBLAS reads this when NumPy is imported.
+    A GPU's does. OpenBLAS's kernels for AVX2 do not: they add up a row in another order by its
+    place. Those for AVX alone do, on every x86 machine. OpenBLAS reads this when NumPy is imported.
     """
     assert "numpy" not in sys.modules
     if platform.machine() in ("x86_64", "AMD64"):
@@ -29,27 +30,34 @@ def choose_products() -> None:
 def adapt() -> None:
     """Change the interpreter if it is there, and is not changed already.
 
-    What it does anew at every call of a function of a kernel is done once. Rows that pad a batch hold anything, and a
-    device computes with that as with everything else, where NumPy warns.
+    What it does anew at every call of a function of a kernel is done once. Rows that pad a batch
+    hold anything, and a device computes with that as with everything else, where NumPy warns.
     """
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None or hasattr(interpreter._patch_lang, "once"):
         return
     no_changes = getattr(interpreter, "_LangPatchScope", lambda: None)
-    interpreter._patch_lang = _once_a_module(interpreter._patch_lang, no_changes, interpreter.tl.tensor)
+    interpreter._patch_lang = _once_a_module(
+        interpreter._patch_lang, no_changes, interpreter.tl.tensor
+    )
     interpreter._get_np_dtype = _once_a_type(interpreter._get_np_dtype)
     interpreter.GridExecutor.__call__ = _silent(interpreter.GridExecutor.__call__)
     interpreter.ReduceOps.min_max = _of_any_numbers(interpreter.ReduceOps.min_max)
 
 
-def _once_a_module(patch: Callable[[Any], Any], no_changes: Callable[[], Any], tensor: Any) -> Callable[[Any], Any]:
-    """Operations of `triton.language` become the interpreter's when a module's first kernel runs, and stay so."""
+def _once_a_module(
+    patch: Callable[[Any], Any], no_changes: Callable[[], Any], tensor: Any
+) -> Callable[[Any], Any]:
+    """Operations of `triton.language` become the interpreter's when a module's first kernel runs,
+    and stay so.
+    """
     modules: set[str] = set()
 
     def patch_lang(function: Any) -> Any:
         if function.__module__ not in modules:
             patch(function)
-            tensor.__index__ = lambda self: self.handle.data.item()  # that of Triton 3.6 fails with NumPy 2.4
+            # that of Triton 3.6 fails with NumPy 2.4
+            tensor.__index__ = lambda self: self.handle.data.item()
             modules.add(function.__module__)
         return no_changes()
 
@@ -85,7 +93,9 @@ def _of_any_numbers(min_max: Callable[..., Any]) -> Callable[..., Any]:
     np = importlib.import_module("numpy")
     others = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
 
-    def of_any_numbers(self: Any, values: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+    def of_any_numbers(
+        self: Any, values: Any, val_reduce_op: Any, idx_reduce_op: Any = None
+    ) -> Any:
         return min_max(self, values, others[val_reduce_op], idx_reduce_op)
 
     return of_any_numbers

@@ -1,4 +1,6 @@
-"""What `BatchBuilder` gathers from its arrays is what the sequences themselves say, step after step."""
+"""What `BatchBuilder` gathers from its arrays is what the sequences themselves say, step after
+step.
+"""
 
 import random
 from collections import defaultdict
@@ -15,7 +17,13 @@ from nano_inference.config import SchedulerConfig
 from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.paged import PagedKVCache
-from nano_inference.sampling.sampling_batch import DrawRequest, Entries, SamplingBatch, SamplingTable, sampling_batch
+from nano_inference.sampling.sampling_batch import (
+    DrawRequest,
+    Entries,
+    SamplingBatch,
+    SamplingTable,
+    sampling_batch,
+)
 from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
 from nano_inference.types import SamplingParams
 from tests.simulation.fake_model import EOS, VOCAB, FakeRunner
@@ -31,7 +39,9 @@ class CheckedBuilder(BatchBuilder):
         self.before: list[tuple[Tensor, Tensor]] = []  # tensors of the last step, and copies
         self.num_draws = self.num_slots_reused = 0
 
-    def forward_batches(self, chunks: Chunks, sampling_now: Mapping[int, int]) -> tuple[ForwardBatch, ...]:
+    def forward_batches(
+        self, chunks: Chunks, sampling_now: Mapping[int, int]
+    ) -> tuple[ForwardBatch, ...]:
         batches = super().forward_batches(chunks, sampling_now)
         for batch, (name, part) in zip(batches, chunks.parts, strict=True):
             chosen = [True] * len(chunks.seqs) if part is ALL else part.tolist()
@@ -44,9 +54,13 @@ class CheckedBuilder(BatchBuilder):
             assert batch.seq_lens.tolist() == [seq.num_computed_tokens for seq in seqs]
             starts = [int(batch.positions[first]) for first in batch.cu_seqlens_q[:-1]]
             of_prompt = [min(seq.num_computed_tokens, seq.num_prompt_tokens) for seq in seqs]
-            assert batch.num_prompt_tokens == sum(max(0, n - s) for n, s in zip(of_prompt, starts, strict=True))
+            assert batch.num_prompt_tokens == sum(
+                max(0, n - s) for n, s in zip(of_prompt, starts, strict=True)
+            )
             assert all(tensor.is_contiguous() for tensor in tensors(batch))
-            assert {t.dtype for t in tensors(batch) if t is not batch.score_temperatures} == {torch.int64}
+            assert {t.dtype for t in tensors(batch) if t is not batch.score_temperatures} == {
+                torch.int64
+            }
         return batches
 
     def sampling_batch(self, chunks: Chunks) -> SamplingBatch:
@@ -62,7 +76,9 @@ class CheckedBuilder(BatchBuilder):
                 assert torch.equal(mine, theirs), name
             else:
                 assert mine == theirs, name
-        assert all(torch.equal(tensor, copy) for tensor, copy in self.before), "a batch of the step before was written"
+        assert all(torch.equal(tensor, copy) for tensor, copy in self.before), (
+            "a batch of the step before was written"
+        )
         self.before = [(tensor, tensor.clone()) for tensor in tensors(batch)]
         self.num_draws += len(batch)
         return batch
@@ -70,8 +86,15 @@ class CheckedBuilder(BatchBuilder):
     @staticmethod
     def requests(chunks: Chunks) -> Iterator[DrawRequest]:
         for seq, row in zip(chunks.sampled, chunks.rows.tolist(), strict=True):
-            prompt, completion = seq.token_ids[: seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens :]
-            banned = seq.stop_ids if seq.num_computed_tokens < len(prompt) + seq.params.min_tokens else ()
+            prompt, completion = (
+                seq.token_ids[: seq.num_prompt_tokens],
+                seq.token_ids[seq.num_prompt_tokens :],
+            )
+            banned = (
+                seq.stop_ids
+                if seq.num_computed_tokens < len(prompt) + seq.params.min_tokens
+                else ()
+            )
             key = seq.seed, seq.sample_index, seq.num_computed_tokens
             yield DrawRequest(seq.params, row, key, prompt, completion, banned)
 
@@ -93,15 +116,24 @@ def as_rows(entries: Entries) -> dict[int, dict[int, float]]:
 def random_params(r: random.Random) -> SamplingParams:
     params = SamplingParams(max_tokens=r.randrange(3, 12), priority=r.choice([0, 0, 1]))
     if r.random() < 0.5:
-        params = replace(params, temperature=r.choice([0.0, 0.5]), top_p=r.choice([1.0, 0.7]), top_k=r.choice([0, 3]))
+        params = replace(
+            params,
+            temperature=r.choice([0.0, 0.5]),
+            top_p=r.choice([1.0, 0.7]),
+            top_k=r.choice([0, 3]),
+        )
     if r.random() < 0.4:
-        params = replace(params, presence_penalty=r.choice([0.0, 0.5]), repetition_penalty=r.choice([1.0, 1.2]))
+        params = replace(
+            params, presence_penalty=r.choice([0.0, 0.5]), repetition_penalty=r.choice([1.0, 1.2])
+        )
     if r.random() < 0.3:
         params = replace(params, logit_bias={r.randrange(VOCAB): 1.5, EOS: -1.0})
     if r.random() < 0.3:
         params = replace(params, allowed_token_ids=frozenset(r.sample(range(VOCAB), 3)))
     if r.random() < 0.3:
-        params = replace(params, min_tokens=2, top_logprobs=r.randrange(3), raw_logprobs=r.random() < 0.5)
+        params = replace(
+            params, min_tokens=2, top_logprobs=r.randrange(3), raw_logprobs=r.random() < 0.5
+        )
     return params
 
 
@@ -109,16 +141,23 @@ def random_params(r: random.Random) -> SamplingParams:
 @pytest.mark.parametrize("seed", range(12))
 def test_batches_say_what_the_sequences_say(seed: int, lookahead: int) -> None:
     r = random.Random(seed)
-    config = SchedulerConfig(block_size=BLOCK_SIZE, max_tokens_per_batch=r.choice([4, 64]), max_batch_size=8)
+    config = SchedulerConfig(
+        block_size=BLOCK_SIZE, max_tokens_per_batch=r.choice([4, 64]), max_batch_size=8
+    )
     blocks = r.choice([18, 30, 200])
     loop = EngineLoop(
-        PagedKVCache(blocks, BLOCK_SIZE), FakeRunner(blocks * BLOCK_SIZE, BLOCK_SIZE), config, lookahead, ""
+        PagedKVCache(blocks, BLOCK_SIZE),
+        FakeRunner(blocks * BLOCK_SIZE, BLOCK_SIZE),
+        config,
+        lookahead,
+        "",
     )
     loop.batches = builder = CheckedBuilder()
     assert isinstance(loop.runner, FakeRunner)
     loop.runner.one_version_only = False
     if r.random() < 0.5:
-        loop.sequences.versions[REFERENCE] = 0  # it scores every sample: a second weight set in the same steps
+        # it scores every sample: a second weight set in the same steps
+        loop.sequences.versions[REFERENCE] = 0
     for request in range(30):
         prompt = [r.randrange(1, VOCAB) for _ in range(r.randrange(1, 12))]
         prefix, num_samples = PrefixKeys(Namespace()), r.choice([1, 1, 3])
@@ -141,14 +180,20 @@ def test_batches_say_what_the_sequences_say(seed: int, lookahead: int) -> None:
             loop.inbox.append(Abort(frozenset([request])))
         if r.random() < 0.1:
             loop.inbox.append(
-                ChangeWeights(POLICY, lambda: 1 + loop.sequences.versions[POLICY], r.choice(["recompute", "keep"]))
+                ChangeWeights(
+                    POLICY,
+                    lambda: 1 + loop.sequences.versions[POLICY],
+                    r.choice(["recompute", "keep"]),
+                )
             )
         for _ in range(r.choice([0, 1, 5])):
             loop.step()
     while loop.has_pending():
         loop.step()
     assert builder.num_draws > 100
-    assert len(builder._prompts) < loop.sequences.new_id(), "slots of sequences that ended are used again"
+    assert len(builder._prompts) < loop.sequences.new_id(), (
+        "slots of sequences that ended are used again"
+    )
 
 
 def test_a_slot_that_is_filled_again_is_read_again() -> None:

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.budget import DEFAULT_ENTRIES, Demand, demand_of, most_mask_ids, require_affordable
+from nano_inference.budget import (
+    DEFAULT_ENTRIES,
+    Demand,
+    demand_of,
+    most_mask_ids,
+    require_affordable,
+)
 from nano_inference.errors import RequestTooLarge
 from nano_inference.types import SamplingParams
 
@@ -43,8 +49,17 @@ def test_what_a_refusal_suggests_fits_and_one_more_does_not(demand: Demand, budg
         message = str(problem)
     assert demand.entries() > budget
     assert f"max_request_entries={budget}" in message
-    changes = {name: (int(old), int(new)) for name, old, new in re.findall(r"(\w+) from (\d+) to (\d+)", message)}
-    least = Demand(prompt=1, num_samples=1, max_tokens=1, numbers=demand.numbers, scores_prompt=demand.scores_prompt)
+    changes = {
+        name: (int(old), int(new))
+        for name, old, new in re.findall(r"(\w+) from (\d+) to (\d+)", message)
+    }
+    least = Demand(
+        prompt=1,
+        num_samples=1,
+        max_tokens=1,
+        numbers=demand.numbers,
+        scores_prompt=demand.scores_prompt,
+    )
     if not changes:
         assert message.endswith("; raise it.")
         assert least._replace(counts_prompt=demand.counts_prompt).entries() > budget
@@ -55,8 +70,17 @@ def test_what_a_refusal_suggests_fits_and_one_more_does_not(demand: Demand, budg
     last, (_, value) = list(changes.items())[-1]
     assert lowered._replace(**{last: value + 1}).entries() > budget
     if len(changes) > 1:
-        tightest = {"num_samples": 1, "max_tokens": 1, "prompt": 1, "top_logprobs": 0, "prompt_top_logprobs": 0}
-        assert all(demand._replace(**{field: least}).entries() > budget for field, least in tightest.items())
+        tightest = {
+            "num_samples": 1,
+            "max_tokens": 1,
+            "prompt": 1,
+            "top_logprobs": 0,
+            "prompt_top_logprobs": 0,
+        }
+        assert all(
+            demand._replace(**{field: least}).entries() > budget
+            for field, least in tightest.items()
+        )
 
 
 @given(demands, st.integers(1, 50_000_000))
@@ -71,8 +95,16 @@ def test_masks_that_are_full_do_not_pass_the_budget(demand: Demand, budget: int)
     ("prompt", "n", "params"),
     [
         (2048, 128, {"max_tokens": 4096, "raw_logprobs": True, "prompt_logprobs": True}),
-        (1024, 16, {"max_tokens": 8192, "raw_logprobs": True, "top_logprobs": 20, "prompt_logprobs": True}),
-        (512, 64, {"max_tokens": 4096, "top_p": 0.9, "sampling_mask": True, "repetition_penalty": 1.1}),
+        (
+            1024,
+            16,
+            {"max_tokens": 8192, "raw_logprobs": True, "top_logprobs": 20, "prompt_logprobs": True},
+        ),
+        (
+            512,
+            64,
+            {"max_tokens": 4096, "top_p": 0.9, "sampling_mask": True, "repetition_penalty": 1.1},
+        ),
         (32_768, 16, {"max_tokens": 4096, "prompt_logprobs": True}),
         (100, 128, {"max_tokens": 32_768}),
         (131_072, 1, {"max_tokens": 1, "prompt_logprobs": True, "prompt_top_logprobs": 20}),
@@ -80,13 +112,20 @@ def test_masks_that_are_full_do_not_pass_the_budget(demand: Demand, budget: int)
     ],
 )
 def test_what_trainers_ask_for_fits(prompt: int, n: int, params: dict) -> None:
-    assert require_affordable(demand_of(prompt, SamplingParams(**params), n, repeats_prompt=True), DEFAULT_ENTRIES)
+    assert require_affordable(
+        demand_of(prompt, SamplingParams(**params), n, repeats_prompt=True), DEFAULT_ENTRIES
+    )
 
 
 @pytest.mark.parametrize(
     ("prompt", "n", "params", "message"),
     [
-        (2000, 128, {"prompt_logprobs": True, "prompt_top_logprobs": 20}, "lower prompt_top_logprobs from 20 to 17"),
+        (
+            2000,
+            128,
+            {"prompt_logprobs": True, "prompt_top_logprobs": 20},
+            "lower prompt_top_logprobs from 20 to 17",
+        ),
         (1, 256, {"allowed_token_ids": range(100_000)}, "lower num_samples from 256 to 49"),
         (1, 128, {"max_tokens": 100_000}, "lower max_tokens from 100000 to 39061"),
         (50_000, 128, {"repetition_penalty": 1.1}, "lower num_samples from 128 to 49"),
@@ -101,6 +140,11 @@ def test_what_kills_does_not(prompt: int, n: int, params: dict, message: str) ->
 
 @pytest.mark.parametrize("field", ["allowed_token_ids", "stop_token_ids", "logit_bias", "stop"])
 def test_every_parameter_counts(field: str) -> None:
-    value = {"logit_bias": dict.fromkeys(range(100), 1.0), "stop": ["ab"] * 50}.get(field, range(100))
-    plain, more = demand_of(1, SamplingParams(), 3), demand_of(1, SamplingParams(**{field: value}), 3)
+    value = {"logit_bias": dict.fromkeys(range(100), 1.0), "stop": ["ab"] * 50}.get(
+        field, range(100)
+    )
+    plain, more = (
+        demand_of(1, SamplingParams(), 3),
+        demand_of(1, SamplingParams(**{field: value}), 3),
+    )
     assert more.entries() - plain.entries() == 300

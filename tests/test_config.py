@@ -56,7 +56,9 @@ def test_only_optional_counts_may_be_none(name: str) -> None:
         ("enable_chunked_prefill", "yes", ["True", "False"]),
     ],
 )
-def test_a_choice_that_is_not_there_names_those_that_are(name: str, value: Any, choices: list[str]) -> None:
+def test_a_choice_that_is_not_there_names_those_that_are(
+    name: str, value: Any, choices: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         make(**{name: value})
     assert str(caught.value).startswith(f"{name}={value!r} is not available")
@@ -76,7 +78,9 @@ def test_texts_that_may_not_be_none(name: str) -> None:
         make(**{name: None})
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -0.1, 1.01, float("nan"), float("inf"), "0.9", None, True])
+@pytest.mark.parametrize(
+    "value", [0, 0.0, -0.1, 1.01, float("nan"), float("inf"), "0.9", None, True]
+)
 def test_memory_utilization_is_a_share(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization=.*\(0, 1\]"):
         make(gpu_memory_utilization=value)

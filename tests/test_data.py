@@ -17,7 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_inference import ConfigError, NanoInferenceError, SamplingParams, TrainingSample, VersionSpan, data
+from nano_inference import (
+    ConfigError,
+    NanoInferenceError,
+    SamplingParams,
+    TrainingSample,
+    VersionSpan,
+    data,
+)
 from nano_inference.data import DataError, files, kinds
 
 SIGNED = st.integers(-(2**63), 2**63 - 1)
@@ -76,7 +83,10 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return st.lists(values(arguments[0]), max_size=4).map(tuple)
     if arguments:
         return st.one_of([values(argument) for argument in arguments])
-    return st.builds(annotation, **{name: values(hint) for name, hint in typing.get_type_hints(annotation).items()})
+    return st.builds(
+        annotation,
+        **{name: values(hint) for name, hint in typing.get_type_hints(annotation).items()},
+    )
 
 
 HINTS = typing.get_type_hints(TrainingSample)
@@ -104,12 +114,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digits(samples: list[TrainingSample]) -> str:
-    """Digits of repr are exact, tell -0.0 from 0.0 and 1 from 1.0, and show nan, which equals nothing."""
+    """Digits of repr are exact, tell -0.0 from 0.0 and 1 from 1.0, and show nan, which equals
+    nothing.
+    """
     return "\n".join(
         f"{name}={sorted(value) if isinstance(value, frozenset) else value!r}"
         for sample in samples
         for record in (dataclasses.replace(sample, sampling_params=None), sample.sampling_params)
-        for name, value in (vars(record) if isinstance(record, SamplingParams) else {"record": record}).items()
+        for name, value in (
+            vars(record) if isinstance(record, SamplingParams) else {"record": record}
+        ).items()
     )
 
 
@@ -125,19 +139,28 @@ def test_round_trips(folder: Path, samples: list[TrainingSample]) -> None:
         "jsonl": data.read_jsonl(folder / "a.jsonl"),
         "parquet": data.read_parquet(str(folder / "a.parquet")),
     }
-    assert {way: digits(found) for way, found in again.items()} == dict.fromkeys(again, digits(samples))
+    assert {way: digits(found) for way, found in again.items()} == dict.fromkeys(
+        again, digits(samples)
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(samples=SAMPLES)
 def test_arrow_guesses_the_types_of_columns(samples: list[TrainingSample]) -> None:
-    samples = [dataclasses.replace(s, seed=s.seed // 2, sampling_params=small(s.sampling_params)) for s in samples]
+    samples = [
+        dataclasses.replace(s, seed=s.seed // 2, sampling_params=small(s.sampling_params))
+        for s in samples
+    ]
     table = pa.table(data.to_columns(samples))
     assert digits(data.from_columns(table.to_pydict())) == digits(samples)
 
 
 def small(params: SamplingParams | None) -> SamplingParams | None:
-    return dataclasses.replace(params, seed=params.seed // 2) if params and params.seed is not None else params
+    return (
+        dataclasses.replace(params, seed=params.seed // 2)
+        if params and params.seed is not None
+        else params
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -153,18 +176,26 @@ def test_lines_are_strict_json(folder: Path, samples: list[TrainingSample]) -> N
 
 
 def test_numbers_that_json_lacks(tmp_path: Path) -> None:
-    sample = dataclasses.replace(SAMPLE, logprobs=(math.nan, math.inf, -math.inf, -0.0), stop_reason="x")
+    sample = dataclasses.replace(
+        SAMPLE, logprobs=(math.nan, math.inf, -math.inf, -0.0), stop_reason="x"
+    )
     data.write_jsonl([sample], tmp_path / "a.jsonl")
     row = json.loads((tmp_path / "a.jsonl").read_text())
     assert row["logprobs"] == [None, "Infinity", "-Infinity", 0.0]
     assert row["stop_reason"] == {"int": None, "str": "x"}
     assert repr(data.read_jsonl(tmp_path / "a.jsonl")) == repr([sample])
-    assert files._strict([{"logprobs": [math.nan, -math.inf]}]) == [{"logprobs": [None, "-Infinity"]}]
+    assert files._strict([{"logprobs": [math.nan, -math.inf]}]) == [
+        {"logprobs": [None, "-Infinity"]}
+    ]
 
 
 def test_the_schema_does_not_depend_on_the_samples(tmp_path: Path) -> None:
     schemas = []
-    for samples in ([], [SAMPLE], [dataclasses.replace(SAMPLE, ref_logprobs=(-1.0, -2.0), seed=2**64 - 1)]):
+    for samples in (
+        [],
+        [SAMPLE],
+        [dataclasses.replace(SAMPLE, ref_logprobs=(-1.0, -2.0), seed=2**64 - 1)],
+    ):
         data.write_parquet(samples, tmp_path / "a.parquet")
         schemas.append(pyarrow.parquet.read_schema(tmp_path / "a.parquet"))
     assert schemas[0].equals(schemas[1])
@@ -173,18 +204,29 @@ def test_the_schema_does_not_depend_on_the_samples(tmp_path: Path) -> None:
 
 
 def test_large_seeds_and_whole_numbers_in_sampling_params(tmp_path: Path) -> None:
-    params = SamplingParams(temperature=0, top_p=1, logit_bias={7: 1, 3: -0.5}, stop_token_ids=frozenset([9, 4]))
+    params = SamplingParams(
+        temperature=0, top_p=1, logit_bias={7: 1, 3: -0.5}, stop_token_ids=frozenset([9, 4])
+    )
     several = [
         dataclasses.replace(SAMPLE, sampling_params=each)
         for each in (None, params, dataclasses.replace(params, temperature=0.5, seed=2**64 - 1))
     ]
     data.write_parquet(several, tmp_path / "a.parquet")
     data.write_jsonl(several, tmp_path / "a.jsonl")
-    assert data.read_parquet(tmp_path / "a.parquet") == data.read_jsonl(tmp_path / "a.jsonl") == several
+    assert (
+        data.read_parquet(tmp_path / "a.parquet")
+        == data.read_jsonl(tmp_path / "a.jsonl")
+        == several
+    )
     row = data.to_columns(several)["sampling_params"][1]
     assert row["logit_bias"] == [{"key": 7, "value": 1.0}, {"key": 3, "value": -0.5}]
     assert row["stop_token_ids"] == [4, 9]
-    assert pa.array(data.to_columns(several[:2] * 2)["sampling_params"] + [row | {"temperature": 0.5}]).null_count == 2
+    assert (
+        pa.array(
+            data.to_columns(several[:2] * 2)["sampling_params"] + [row | {"temperature": 0.5}]
+        ).null_count
+        == 2
+    )
 
 
 class Point(NamedTuple):
@@ -195,13 +237,21 @@ class Point(NamedTuple):
 @pytest.mark.parametrize(
     ("annotation", "value", "plain"),
     [
-        (tuple[Point, ...] | None, (Point(1, None), Point(2, "b")), [{"x": 1, "label": None}, {"x": 2, "label": "b"}]),
+        (
+            tuple[Point, ...] | None,
+            (Point(1, None), Point(2, "b")),
+            [{"x": 1, "label": None}, {"x": 2, "label": "b"}],
+        ),
         (bool, True, True),
         (int | str | None, 3, {"int": 3, "str": None}),
         (int | str | None, None, None),
         (frozenset[int], frozenset([2**40, 3, 5]), [3, 5, 2**40]),
         (frozenset[str] | None, None, None),
-        (Mapping[int, float], {5: 0.5, 2: -1.0}, [{"key": 5, "value": 0.5}, {"key": 2, "value": -1.0}]),
+        (
+            Mapping[int, float],
+            {5: 0.5, 2: -1.0},
+            [{"key": 5, "value": 0.5}, {"key": 2, "value": -1.0}],
+        ),
     ],
 )
 def test_kinds_of_fields_to_come(annotation: Any, value: Any, plain: Any) -> None:
@@ -217,7 +267,9 @@ def test_a_field_without_a_column_is_noticed_at_import(annotation: Any) -> None:
         kinds.kind_of(annotation)
 
 
-PARAMS = data.to_columns([dataclasses.replace(SAMPLE, sampling_params=SamplingParams())])["sampling_params"][0]
+PARAMS = data.to_columns([dataclasses.replace(SAMPLE, sampling_params=SamplingParams())])[
+    "sampling_params"
+][0]
 BAD_VALUES: list[tuple[str, Any]] = [
     ("prompt_tokens", [1, 2.0]),
     ("prompt_tokens", [True]),
@@ -246,12 +298,17 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("sampling_params", PARAMS | {"stop_token_ids": [5, 5]}),
     ("sampling_params", PARAMS | {"logit_bias": {"5": 1.0}}),
     ("sampling_params", PARAMS | {"logit_bias": [{"key": "5", "value": 1.0}]}),
-    ("sampling_params", PARAMS | {"logit_bias": [{"key": 5, "value": 1.0}, {"key": 5, "value": 2.0}]}),
+    (
+        "sampling_params",
+        PARAMS | {"logit_bias": [{"key": 5, "value": 1.0}, {"key": 5, "value": 2.0}]},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("column", "value"), BAD_VALUES)
-def test_a_value_of_another_type_is_named_by_its_place(tmp_path: Path, column: str, value: Any) -> None:
+def test_a_value_of_another_type_is_named_by_its_place(
+    tmp_path: Path, column: str, value: Any
+) -> None:
     good = data.to_columns([SAMPLE])
     row = {name: items[0] for name, items in good.items()}
     path = tmp_path / "bad.jsonl"
@@ -259,7 +316,12 @@ def test_a_value_of_another_type_is_named_by_its_place(tmp_path: Path, column: s
     with pytest.raises(DataError, match=rf"bad\.jsonl, line 3, column '{column}': "):
         data.read_jsonl(path)
     with pytest.raises(DataError, match=rf"^row 1, column '{column}': "):
-        data.from_columns({name: [items[0], value if name == column else items[0]] for name, items in good.items()})
+        data.from_columns(
+            {
+                name: [items[0], value if name == column else items[0]]
+                for name, items in good.items()
+            }
+        )
 
 
 @pytest.mark.parametrize(
@@ -272,7 +334,9 @@ def test_a_value_of_another_type_is_named_by_its_place(tmp_path: Path, column: s
         ({"min_tokens": 999}, "min_tokens=999 is larger"),
     ],
 )
-def test_a_record_that_checks_itself_says_what_is_wrong(changes: dict[str, Any], problem: str) -> None:
+def test_a_record_that_checks_itself_says_what_is_wrong(
+    changes: dict[str, Any], problem: str
+) -> None:
     columns = data.to_columns([SAMPLE]) | {"sampling_params": [PARAMS | changes]}
     with pytest.raises(DataError, match=f"^row 0, column 'sampling_params': {problem}"):
         data.from_columns(columns)
@@ -282,12 +346,24 @@ def test_a_bad_parquet_value_is_named_by_its_place(tmp_path: Path) -> None:
     path = tmp_path / "bad.parquet"
     columns = data.to_columns([SAMPLE, SAMPLE]) | {"finish_reason": ["stop", "eos"]}
     pyarrow.parquet.write_table(pa.table(columns), path)
-    with pytest.raises(DataError, match=r"bad\.parquet, row 1, column 'finish_reason': 'eos' is none of"):
+    with pytest.raises(
+        DataError, match=r"bad\.parquet, row 1, column 'finish_reason': 'eos' is none of"
+    ):
         data.read_parquet(path)
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[1]", "null", '{"logprobs": [NaN]}', "[" * 100_000, '"\udc80"', "1" * 5000, '{"a": 1} {"a": 1}']
+    "line",
+    [
+        "{",
+        "[1]",
+        "null",
+        '{"logprobs": [NaN]}',
+        "[" * 100_000,
+        '"\udc80"',
+        "1" * 5000,
+        '{"a": 1} {"a": 1}',
+    ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
@@ -308,7 +384,9 @@ def test_columns_are_exactly_the_fields(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pa.table(columns).drop_columns(["seed"]), tmp_path / "less.parquet")
     for read, name in ((data.read_jsonl, "jsonl"), (data.read_parquet, "parquet")):
         place = f"{name}, line 1" if name == "jsonl" else name
-        with pytest.raises(DataError, match=rf"more\.{place}: unknown column 'logprob'; did you mean 'logprobs'"):
+        with pytest.raises(
+            DataError, match=rf"more\.{place}: unknown column 'logprob'; did you mean 'logprobs'"
+        ):
             read(tmp_path / f"more.{name}")
         with pytest.raises(DataError, match=rf"less\.{place}: column 'seed' is missing"):
             read(tmp_path / f"less.{name}")
@@ -326,16 +404,23 @@ def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
             read(tmp_path / "none")
 
 
-@pytest.mark.parametrize(("field", "value"), [("weight_version", 2**63), ("seed", -1), ("numerics", "\ud800")])
+@pytest.mark.parametrize(
+    ("field", "value"), [("weight_version", 2**63), ("seed", -1), ("numerics", "\ud800")]
+)
 def test_what_does_not_fit_a_column_is_named(tmp_path: Path, field: str, value: Any) -> None:
     with pytest.raises(DataError, match=f"column '{field}' cannot be written to .*a.parquet"):
         data.write_parquet([dataclasses.replace(SAMPLE, **{field: value})], tmp_path / "a.parquet")
     assert not (tmp_path / "a.parquet").exists()
 
 
-def test_without_pyarrow_the_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyarrow_the_command_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    for act in (lambda: data.write_parquet([SAMPLE], tmp_path / "a"), lambda: data.read_parquet(tmp_path / "a")):
+    for act in (
+        lambda: data.write_parquet([SAMPLE], tmp_path / "a"),
+        lambda: data.read_parquet(tmp_path / "a"),
+    ):
         with pytest.raises(ConfigError, match=r"pip install 'nano-inference\[data\]'"):
             act()
     data.write_jsonl([SAMPLE], tmp_path / "a")
@@ -355,7 +440,9 @@ def aligned(draw: st.DrawFn) -> TrainingSample:
     """A sample whose numbers are one a token."""
     completion = draw(TOKENS)
     length = len(completion)
-    numbers = st.lists(st.floats(width=32, allow_nan=False), min_size=length, max_size=length).map(tuple)
+    numbers = st.lists(st.floats(width=32, allow_nan=False), min_size=length, max_size=length).map(
+        tuple
+    )
     cut = draw(st.integers(0, length))
     versions = [VersionSpan(3, 0, cut), VersionSpan(2**40, cut, length)]
     return TrainingSample(
@@ -365,9 +452,13 @@ def aligned(draw: st.DrawFn) -> TrainingSample:
         ref_logprobs=draw(st.none() | numbers),
         weight_version=7,
         finish_reason="length",
-        weight_versions=draw(st.sampled_from([(), tuple(span for span in versions if span.start < span.end)])),
+        weight_versions=draw(
+            st.sampled_from([(), tuple(span for span in versions if span.start < span.end)])
+        ),
         raw_logprobs=draw(st.none() | numbers),
-        loss_mask=draw(st.just(()) | st.lists(st.booleans(), min_size=length, max_size=length).map(tuple)),
+        loss_mask=draw(
+            st.just(()) | st.lists(st.booleans(), min_size=length, max_size=length).map(tuple)
+        ),
     )
 
 
@@ -377,7 +468,9 @@ def aligned(draw: st.DrawFn) -> TrainingSample:
     prompt_side=st.sampled_from(["left", "right"]),
     max_length=st.none() | st.integers(6, 11),
 )
-def test_padded_rows(samples: list[TrainingSample], prompt_side: Any, max_length: int | None) -> None:
+def test_padded_rows(
+    samples: list[TrainingSample], prompt_side: Any, max_length: int | None
+) -> None:
     pad = 9
     batch = data.pad_samples(samples, pad, prompt_side=prompt_side, max_length=max_length)
     prompt_width = max((len(sample.prompt_tokens) for sample in samples), default=0)
@@ -399,7 +492,13 @@ def test_padded_rows(samples: list[TrainingSample], prompt_side: Any, max_length
         rest = width - first - prompt - length
         ends.append(first + prompt + length)
 
-        def cells(before: Any, prompt_cells: list[Any], cells: list[Any], first: int = first, rest: int = rest) -> Any:
+        def cells(
+            before: Any,
+            prompt_cells: list[Any],
+            cells: list[Any],
+            first: int = first,
+            rest: int = rest,
+        ) -> Any:
             return [before] * first + prompt_cells + cells + [before] * rest
 
         versions = [7] * len(sample.completion_tokens)
@@ -409,10 +508,15 @@ def test_padded_rows(samples: list[TrainingSample], prompt_side: Any, max_length
             "input_ids": cells(pad, [*sample.prompt_tokens], [*sample.completion_tokens[:length]]),
             "attention_mask": cells(False, [True] * prompt, [True] * length),
             "completion_mask": cells(False, [False] * prompt, [True] * length),
-            "loss_mask": cells(False, [False] * prompt, [*(sample.loss_mask or [True] * length)[:length]]),
+            "loss_mask": cells(
+                False, [False] * prompt, [*(sample.loss_mask or [True] * length)[:length]]
+            ),
             "position_ids": cells(0, [*range(prompt)], [*range(prompt, prompt + length)]),
             "weight_versions": cells(-1, [-1] * prompt, versions[:length]),
-            **{name: cells(0.0, [0.0] * prompt, [*getattr(sample, name)[:length]]) for name in there},
+            **{
+                name: cells(0.0, [0.0] * prompt, [*getattr(sample, name)[:length]])
+                for name in there
+            },
         }
         assert {name: batch[name][row].tolist() for name in expected} == expected
     if prompt_side == "left":
@@ -425,25 +529,37 @@ def test_types_and_shapes() -> None:
         batch = data.pad_samples(samples, 0)
         wide = {name for name, tensor in batch.items() if tensor.dim() == 2}
         assert all(batch[name].shape == (len(samples), 5 if samples else 0) for name in wide)
-        assert {name: tensor.dtype for name, tensor in batch.items() if name.endswith("_lengths")} == {
+        assert {
+            name: tensor.dtype for name, tensor in batch.items() if name.endswith("_lengths")
+        } == {
             "prompt_lengths": torch.int64,
             "completion_lengths": torch.int64,
         }
-        assert {batch[name].dtype for name in ("input_ids", "position_ids", "weight_versions")} == {torch.int64}
-        assert {batch[name].dtype for name in ("attention_mask", "completion_mask", "loss_mask")} == {torch.bool}
+        assert {batch[name].dtype for name in ("input_ids", "position_ids", "weight_versions")} == {
+            torch.int64
+        }
+        assert {
+            batch[name].dtype for name in ("attention_mask", "completion_mask", "loss_mask")
+        } == {torch.bool}
         assert batch["logprobs"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("prompt_side", ["left", "right"])
 def test_prompts_are_never_cut(prompt_side: Any) -> None:
     long = dataclasses.replace(SAMPLE, prompt_tokens=(1, 2, 3, 4))
-    with pytest.raises(DataError, match=r"max_length=4 leaves no room .* 4 prompt tokens of sample 1"):
+    with pytest.raises(
+        DataError, match=r"max_length=4 leaves no room .* 4 prompt tokens of sample 1"
+    ):
         data.pad_samples([SAMPLE, long], 0, prompt_side=prompt_side, max_length=4)
-    assert data.pad_samples([SAMPLE, long], 0, prompt_side=prompt_side, max_length=5)["input_ids"].shape == (2, 5)
+    assert data.pad_samples([SAMPLE, long], 0, prompt_side=prompt_side, max_length=5)[
+        "input_ids"
+    ].shape == (2, 5)
 
 
 def test_numbers_must_be_one_a_token() -> None:
-    samples = [dataclasses.replace(SAMPLE, ref_logprobs=numbers) for numbers in ((-1.0, -1.0), (-1.0,))]
+    samples = [
+        dataclasses.replace(SAMPLE, ref_logprobs=numbers) for numbers in ((-1.0, -1.0), (-1.0,))
+    ]
     with pytest.raises(DataError, match="sample 1 has 1 ref_logprobs for 2 completion tokens"):
         data.pad_samples(samples, 0)
     with pytest.raises(DataError, match="sample 0 has 1 loss_mask for 2 completion tokens"):

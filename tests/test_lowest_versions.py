@@ -1,6 +1,8 @@
-"""The lowest versions that pyproject.toml allows work too: installed into an environment of their own.
+"""The lowest versions that pyproject.toml allows work too: installed into an environment of their
+own.
 
-torch has no row: which of its builds is right depends on the machine, so `make ... TORCH=` chooses it for all tests.
+torch has no row: which of its builds is right depends on the machine, so `make ... TORCH=` chooses
+it for all tests.
 """
 
 import os
@@ -25,21 +27,48 @@ TESTS = {
         )
     ],
     ("", "data", "parallel", "plots"): [
-        *("tests/test_config.py", "tests/test_types.py", "tests/test_data.py", "tests/test_batch.py"),
-        *("tests/models/test_loading.py", "tests/models/test_spec.py", "tests/models/test_quantised.py"),
-        *("tests/text/test_control_tokens.py", "tests/text/test_output_text.py", "tests/text/test_tool_history.py"),
-        *("tests/engine/test_groups.py", "tests/engine/test_weight_sync.py", "tests/engine/test_rank_samples.py"),
+        *(
+            "tests/test_config.py",
+            "tests/test_types.py",
+            "tests/test_data.py",
+            "tests/test_batch.py",
+        ),
+        *(
+            "tests/models/test_loading.py",
+            "tests/models/test_spec.py",
+            "tests/models/test_quantised.py",
+        ),
+        *(
+            "tests/text/test_control_tokens.py",
+            "tests/text/test_output_text.py",
+            "tests/text/test_tool_history.py",
+        ),
+        *(
+            "tests/engine/test_groups.py",
+            "tests/engine/test_weight_sync.py",
+            "tests/engine/test_rank_samples.py",
+        ),
         *("tests/cli/test_info.py", "tests/rl/test_report.py"),
     ],
-    ("gguf",): ["tests/models/test_gguf.py", "tests/models/test_gguf_families.py", "tests/models/test_gguf_llama3.py"],
+    ("gguf",): [
+        "tests/models/test_gguf.py",
+        "tests/models/test_gguf_families.py",
+        "tests/models/test_gguf_llama3.py",
+    ],
 }
 
 
 def lowest(extras: tuple[str, ...]) -> list[str]:
     """The requirements, each at the lower end of its range."""
     optional = PROJECT["optional-dependencies"]
-    wanted = [each for extra in extras for each in (optional[extra] if extra else PROJECT["dependencies"])]
-    return [re.sub(r"^([\w.-]+)>=([\w.]+)[^;]*", r"\1==\2", each) for each in wanted if not each.startswith("torch>=")]
+    wanted = [
+        each for extra in extras for each in (optional[extra] if extra else PROJECT["dependencies"])
+    ]
+    return [
+        re.sub(r"^([\w.-]+)>=([\w.]+)[^;]*", r"\1==\2", each)
+        for each in wanted
+        if not each.startswith("torch>=")
+    ]
 
 
 @pytest.mark.parametrize("extras", TESTS, ids=" ".join)
@@ -49,11 +78,15 @@ def test_a_range_begins_with_its_lowest_version(extras: tuple[str, ...]) -> None
 
 def test_every_package_of_the_extra_for_one_machine_is_tried() -> None:
     (everything,) = PROJECT["optional-dependencies"]["all"]
-    assert {*re.findall(r"[a-z]+", everything.partition("[")[2]), ""} == {name for extras in TESTS for name in extras}
+    assert {*re.findall(r"[a-z]+", everything.partition("[")[2]), ""} == {
+        name for extras in TESTS for name in extras
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the lowest versions are those of the oldest Python")
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="the lowest versions are those of the oldest Python"
+)
 @pytest.mark.parametrize("extras", TESTS, ids=" ".join)
 def test_the_lowest_versions_work(tmp_path: Path, extras: tuple[str, ...]) -> None:
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
@@ -64,9 +97,22 @@ def test_the_lowest_versions_work(tmp_path: Path, extras: tuple[str, ...]) -> No
     here = [str(ROOT / "src"), *(each for each in sys.path if each.endswith("site-packages"))]
     (packages / "elsewhere.pth").write_text("\n".join(here))
     found = subprocess.run(
-        [python, "-W", "ignore", "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", *TESTS[extras]],
+        [
+            python,
+            "-W",
+            "ignore",
+            "-m",
+            "pytest",
+            "-q",
+            "-W",
+            "ignore",
+            "-p",
+            "no:cacheprovider",
+            *TESTS[extras],
+        ],
         cwd=ROOT,
-        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},  # plugins want newer versions of the same packages
+        # plugins want newer versions of the same packages
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
     )

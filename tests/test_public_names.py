@@ -34,7 +34,14 @@ from nano_inference import (
 REQUIRED = object()
 
 NAMES = {
-    *("InferenceEngine", "EngineConfig", "SamplingParams", "SchedulerConfig", "SchedulerOutput", "CacheAllocation"),
+    *(
+        "InferenceEngine",
+        "EngineConfig",
+        "SamplingParams",
+        "SchedulerConfig",
+        "SchedulerOutput",
+        "CacheAllocation",
+    ),
     *(
         "TrainingSample",
         "VersionSpan",
@@ -46,7 +53,14 @@ NAMES = {
         "Block",
     ),
     *("AsyncInferenceEngine", "Delta", "TopLogprobs", "SamplingPipeline"),
-    *("KVCacheManager", "PagedKVCache", "RadixKVCache", "WeightSyncManager", "WeightUpdate", "WeightPatch"),
+    *(
+        "KVCacheManager",
+        "PagedKVCache",
+        "RadixKVCache",
+        "WeightSyncManager",
+        "WeightUpdate",
+        "WeightPatch",
+    ),
     *("schedule", "sample_with_logprobs", "model_forward", "compute_block_hash"),
     *("NanoInferenceError", "ConfigError", "ModelLoadError", "InvalidRequest", "RequestTooLarge"),
     *("VersionGone", "WeightUpdateError", "WeightUpdateConflict", "WeightTransferError"),
@@ -197,7 +211,13 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "num_wanted": None,
         "exact_version": None,
     },
-    "resume_from": {"sample": REQUIRED, "append": (), "max_new_tokens": None, "version": None, "sink": None},
+    "resume_from": {
+        "sample": REQUIRED,
+        "append": (),
+        "max_new_tokens": None,
+        "version": None,
+        "sink": None,
+    },
     "pause": {"mode": "keep"},
     "resume": {},
     "is_paused": {},
@@ -234,7 +254,11 @@ def test_the_front_door_holds_exactly_these_names() -> None:
 def defaults(cls: type) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        made = field.default_factory() if field.default_factory is not dataclasses.MISSING else REQUIRED
+        made = (
+            field.default_factory()
+            if field.default_factory is not dataclasses.MISSING
+            else REQUIRED
+        )
         found[field.name] = field.default if field.default is not dataclasses.MISSING else made
     return found
 
@@ -242,7 +266,9 @@ def defaults(cls: type) -> dict[str, Any]:
 @pytest.mark.parametrize("cls", FIELDS, ids=lambda cls: cls.__name__)
 def test_fields_and_defaults(cls: type) -> None:
     assert defaults(cls) == FIELDS[cls]
-    assert list(defaults(cls)) == list(FIELDS[cls]), "the order is part of it: fields may be given by place"
+    assert list(defaults(cls)) == list(FIELDS[cls]), (
+        "the order is part of it: fields may be given by place"
+    )
     assert cls.__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -257,12 +283,19 @@ def test_names_of_the_first_description_are_still_there(cls: type) -> None:
 def test_methods_of_the_engine() -> None:
     for name, expected in SIGNATURES.items():
         parameters = list(inspect.signature(getattr(InferenceEngine, name)).parameters.values())[1:]
-        found = {p.name: REQUIRED if p.default is inspect.Parameter.empty else p.default for p in parameters}
+        found = {
+            p.name: REQUIRED if p.default is inspect.Parameter.empty else p.default
+            for p in parameters
+        }
         assert found == expected, name
 
 
 def test_additions_to_methods_are_keyword_only() -> None:
-    for name, keyword in [("generate", "stream"), ("generate", "progress"), ("update_weights", "version")]:
+    for name, keyword in [
+        ("generate", "stream"),
+        ("generate", "progress"),
+        ("update_weights", "version"),
+    ]:
         parameter = inspect.signature(getattr(InferenceEngine, name)).parameters[keyword]
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
 
@@ -278,7 +311,11 @@ def test_free_functions_keep_their_arguments() -> None:
 
 
 def test_every_error_of_the_package_is_public_and_has_the_base() -> None:
-    own = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    own = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, Exception)
+    }
     assert own <= NAMES
     assert all(issubclass(getattr(errors, name), errors.NanoInferenceError) for name in own)
 

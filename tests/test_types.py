@@ -20,20 +20,29 @@ NAN, INF = math.nan, math.inf
     ("name", "value", "would_do"),
     [
         *(("temperature", value, "at least 0") for value in (-0.1, NAN, INF, "1", None, True)),
-        *(("top_p", value, r"\(0, 1\]") for value in (0.0, 0, -0.1, 1.01, NAN, INF, "1", None, True)),
+        *(
+            ("top_p", value, r"\(0, 1\]")
+            for value in (0.0, 0, -0.1, 1.01, NAN, INF, "1", None, True)
+        ),
         *(("min_p", value, r"\[0, 1\]") for value in (-0.1, 1.01, NAN, INF, "0", None, True)),
         *(("max_tokens", value, "at least 1") for value in (0, -1, 1.5, 16.0, "16", None, True)),
         *(("top_k", value, "at least 0") for value in (-1, 0.5, 5.0, "5", None, True)),
         *(("min_tokens", value, "at least 0") for value in (-1, 0.5, "5", None, True)),
         *(("presence_penalty", value, r"\[-2, 2\]") for value in (-2.1, 2.1, NAN, "1", None, True)),
-        *(("frequency_penalty", value, r"\[-2, 2\]") for value in (-2.1, 2.1, NAN, "1", None, True)),
+        *(
+            ("frequency_penalty", value, r"\[-2, 2\]")
+            for value in (-2.1, 2.1, NAN, "1", None, True)
+        ),
         *(
             ("repetition_penalty", value, r"\[0.01, 100\]")
             for value in (0.0, -1.0, 1e-40, 100.1, NAN, INF, "1", None, True)
         ),
         *(("top_logprobs", value, "at least 0") for value in (-1, 0.5, "5", None, True)),
         *(("prompt_top_logprobs", value, "at least 0") for value in (-1, 0.5, "5", None, True)),
-        *(("priority", value, r"\[-2147483648, 2147483648\)") for value in (-(2**31) - 1, 2**31, 0.5, None, True)),
+        *(
+            ("priority", value, r"\[-2147483648, 2147483648\)")
+            for value in (-(2**31) - 1, 2**31, 0.5, None, True)
+        ),
         *(("seed", value, r"\[0, 18446744073709551616\)") for value in (-1, 2**64, 1.0, "1", True)),
     ],
 )
@@ -42,7 +51,9 @@ def test_a_number_out_of_range_says_which_range(name: str, value: Any, would_do:
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "max_tokens", "top_k", "top_logprobs", "seed"])
+@pytest.mark.parametrize(
+    "name", ["temperature", "repetition_penalty", "max_tokens", "top_k", "top_logprobs", "seed"]
+)
 @pytest.mark.parametrize("digits", [400, 5000])
 def test_an_integer_that_no_machine_number_holds_is_refused(name: str, digits: int) -> None:
     """Also one whose digits Python refuses to write."""
@@ -90,12 +101,16 @@ def test_stop_strings_are_strings_with_something_in_them(value: Any) -> None:
         SamplingParams(stop=value)
 
 
-@pytest.mark.parametrize(("value", "kept"), [("a", ("a",)), (["a", "bc"], ("a", "bc")), (("a",), ("a",)), ([], ())])
+@pytest.mark.parametrize(
+    ("value", "kept"), [("a", ("a",)), (["a", "bc"], ("a", "bc")), (("a",), ("a",)), ([], ())]
+)
 def test_stop_strings_become_a_tuple(value: Any, kept: tuple[str, ...]) -> None:
     assert SamplingParams(stop=value).stop == kept
 
 
-@pytest.mark.parametrize("value", [5, None, [(1, 2.0)], {"1": 2.0}, {-1: 1.0}, {True: 1.0}, {1.5: 1.0}])
+@pytest.mark.parametrize(
+    "value", [5, None, [(1, 2.0)], {"1": 2.0}, {-1: 1.0}, {True: 1.0}, {1.5: 1.0}]
+)
 def test_a_bias_maps_ids(value: Any) -> None:
     with pytest.raises(InvalidRequest, match="logit_bias"):
         SamplingParams(logit_bias=value)
@@ -125,13 +140,20 @@ def test_an_allowed_set_must_leave_something_to_draw() -> None:
         SamplingParams(allowed_token_ids=[])
     with pytest.raises(InvalidRequest, match="stop token id 9 is not among allowed_token_ids"):
         SamplingParams(allowed_token_ids=[1, 2], stop_token_ids=[1, 9])
-    with pytest.raises(InvalidRequest, match=r"every one of the 2 allowed_token_ids stops.*min_tokens=1"):
+    with pytest.raises(
+        InvalidRequest, match=r"every one of the 2 allowed_token_ids stops.*min_tokens=1"
+    ):
         SamplingParams(allowed_token_ids=[1, 2], stop_token_ids=[1, 2], min_tokens=1)
-    assert SamplingParams(allowed_token_ids=[1, 2], stop_token_ids=[1, 2]).allowed_token_ids == {1, 2}
+    assert SamplingParams(allowed_token_ids=[1, 2], stop_token_ids=[1, 2]).allowed_token_ids == {
+        1,
+        2,
+    }
 
 
 def test_contradictions_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="min_tokens=5 is larger than max_tokens=4; lower it to that"):
+    with pytest.raises(
+        InvalidRequest, match="min_tokens=5 is larger than max_tokens=4; lower it to that"
+    ):
         SamplingParams(min_tokens=5, max_tokens=4)
     with pytest.raises(InvalidRequest, match="sampling_mask needs temperature > 0 and a filter"):
         SamplingParams(sampling_mask=True)
@@ -156,14 +178,28 @@ def test_what_counts_as_a_filter(options: dict[str, Any], filters: bool) -> None
 
 
 def test_the_ends_of_the_ranges_are_inside() -> None:
-    SamplingParams(temperature=0, top_p=1, min_p=0, max_tokens=1, top_k=0, min_tokens=1, seed=0, priority=-(2**31))
-    SamplingParams(temperature=1e30, top_p=1e-30, min_p=1, max_tokens=10**9, top_k=10**9, seed=2**64 - 1)
+    SamplingParams(
+        temperature=0,
+        top_p=1,
+        min_p=0,
+        max_tokens=1,
+        top_k=0,
+        min_tokens=1,
+        seed=0,
+        priority=-(2**31),
+    )
+    SamplingParams(
+        temperature=1e30, top_p=1e-30, min_p=1, max_tokens=10**9, top_k=10**9, seed=2**64 - 1
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"temprature": 1.0}, "SamplingParams has no option 'temprature'; did you mean 'temperature'"),
+        (
+            {"temprature": 1.0},
+            "SamplingParams has no option 'temprature'; did you mean 'temperature'",
+        ),
         ({"n": 4}, "SamplingParams has no option 'n'"),
         ({"qqq": 4}, "it has temperature, .*priority"),
     ],

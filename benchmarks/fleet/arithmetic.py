@@ -1,6 +1,8 @@
-"""What strategies cost on paper: memory a rank, bytes a token, time of a step. Nothing here runs a model.
+"""What strategies cost on paper: memory a rank, bytes a token, time of a step. Nothing here runs a
+model.
 
-The figures of a device are its data sheet's; the shares of them that a program reaches are assumptions, named as such.
+The figures of a device are its data sheet's; the shares of them that a program reaches are
+assumptions, named as such.
 """
 
 import itertools
@@ -14,7 +16,8 @@ MOST_BATCH = 2048  # sequences of one engine
 
 @dataclass(frozen=True)
 class Device:
-    """An NVIDIA H100 SXM (data sheet), eight to a machine with one 400 Gb/s port each (DGX H100's data sheet).
+    """An NVIDIA H100 SXM (data sheet), eight to a machine with one 400 Gb/s port each (DGX H100's
+    data sheet).
 
     Attributes:
         memory: bytes.
@@ -89,7 +92,8 @@ class Shape:
 
 M8 = Shape("8B", 32, 4096, 32, 8, 128, 14336, 128256)  # Llama 3.1 8B's
 M70 = Shape("70B", 80, 8192, 64, 8, 128, 28672, 128256)  # Llama 3.1 70B's
-MOE = Shape("400B MoE", 60, 6144, 64, 8, 128, 2880, 151936, experts=124, chosen=8)  # invented, of Qwen3-MoE's kind
+# invented, of Qwen3-MoE's kind
+MOE = Shape("400B MoE", 60, 6144, 64, 8, 128, 2880, 151936, experts=124, chosen=8)
 MODELS = (M8, M70, MOE)
 
 
@@ -97,7 +101,8 @@ MODELS = (M8, M70, MOE)
 class Plan:
     """How devices are used: `data` engines of `tensor * pipeline * context` ranks each.
 
-    `expert`: the experts are spread over the engine's tensor ranks, or, with one rank an engine, over all engines.
+    `expert`: the experts are spread over the engine's tensor ranks, or, with one rank an engine,
+    over all engines.
     """
 
     tensor: int = 1
@@ -117,7 +122,12 @@ class Plan:
         return self.ranks * self.data
 
     def __str__(self) -> str:
-        names = (("TP", self.tensor), ("PP", self.pipeline), ("CP", self.context), ("DP", self.data))
+        names = (
+            ("TP", self.tensor),
+            ("PP", self.pipeline),
+            ("CP", self.context),
+            ("DP", self.data),
+        )
         parts = [f"{name} {count}" for name, count in names if count > 1]
         if self.expert:
             parts.append(f"EP {self.expert_ranks}")
@@ -131,14 +141,20 @@ class Plan:
         return self.tensor if self.tensor > 1 else self.data
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def weight_bytes(shape: Shape, plan: Plan) -> float:
-    """Of the rank that has most: whole layers, its share of everything in them, of embedding and head."""
+    """Of the rank that has most: whole layers, its share of everything in them, of embedding and
+    head.
+    """
     layers = math.ceil(shape.layers / plan.pipeline)
     kv_share = max(plan.tensor, 1) if plan.tensor <= shape.kv_heads else shape.kv_heads
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads / plan.tensor + 2 * shape.kv_heads / kv_share)
+    attention = (
+        shape.hidden
+        * shape.head_dim
+        * (2 * shape.heads / plan.tensor + 2 * shape.kv_heads / kv_share)
+    )
     if shape.experts:
         spread = plan.expert_ranks if plan.expert else plan.tensor
         mlp = shape.one_mlp * shape.experts / spread + shape.hidden * shape.experts
@@ -160,15 +176,16 @@ def kv_tokens(shape: Shape, plan: Plan, device: Device = H100) -> int:
     return max(0, int(left / kv_token_bytes(shape, plan)))
 
 
-# -- bytes a token ----------------------------------------------------------------------------------------------------
+# -- bytes a token ---------------------------------------------------------------------------------
 
 
 def tensor_bytes(shape: Shape, ranks: int, how: str = "gather") -> float:
     """What a rank receives for a token in one layer: the sums behind attention and MLP.
 
-    `"gather"`: all partial sums in float32, as on NCCL here; `"exchange"`: by a hypercube, as on gloo here;
-    `"columns"`: each rank adds up its columns of all partials and they are gathered, which gives the same bits;
-    `"ring"`: an all-reduce in bfloat16, whose bits depend on the number of ranks.
+    `"gather"`: all partial sums in float32, as on NCCL here; `"exchange"`: by a hypercube, as on
+    gloo here; `"columns"`: each rank adds up its columns of all partials and they are gathered,
+    which gives the same bits; `"ring"`: an all-reduce in bfloat16, whose bits depend on the number
+    of ranks.
     """
     share = (ranks - 1) / ranks
     width = {
@@ -181,14 +198,17 @@ def tensor_bytes(shape: Shape, ranks: int, how: str = "gather") -> float:
 
 
 def pipeline_bytes(shape: Shape) -> float:
-    """What a stage receives for a token: the residual stream in float32, once, not in every layer."""
+    """What a stage receives for a token: the residual stream in float32, once, not in every
+    layer.
+    """
     return 4 * shape.hidden
 
 
 def expert_bytes(shape: Shape, ranks: int) -> float:
     """What goes out of a rank and comes back for one of its tokens in one layer.
 
-    Rows in bfloat16, once to each rank that has one of the experts; one product in float32 for each expert elsewhere.
+    Rows in bfloat16, once to each rank that has one of the experts; one product in float32 for each
+    expert elsewhere.
     """
     elsewhere = (ranks - 1) / ranks
     asked = (ranks - 1) * (1 - (1 - 1 / ranks) ** shape.chosen)
@@ -196,7 +216,9 @@ def expert_bytes(shape: Shape, ranks: int) -> float:
 
 
 def context_bytes(shape: Shape, ranks: int, context: int, segment: int = 512) -> float:
-    """What goes out and comes back for one row in one layer: its query, and a state of each segment elsewhere."""
+    """What goes out and comes back for one row in one layer: its query, and a state of each segment
+    elsewhere.
+    """
     elsewhere = (ranks - 1) / ranks
     query = 2 * shape.heads * shape.head_dim * (ranks - 1)
     states = 4 * shape.heads * (shape.head_dim + 2) * math.ceil(context / segment) * elsewhere
@@ -204,25 +226,31 @@ def context_bytes(shape: Shape, ranks: int, context: int, segment: int = 512) ->
 
 
 def context_keys_bytes(shape: Shape, ranks: int, context: int) -> float:
-    """The other way: all keys and values of a layer brought to the rows, once for all rows of a step."""
+    """The other way: all keys and values of a layer brought to the rows, once for all rows of a
+    step.
+    """
     return 4 * shape.kv_heads * shape.head_dim * context * (ranks - 1) / ranks
 
 
-# -- time -------------------------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------
 
 
 def links(plan: Plan, device: Device = H100) -> tuple[float, float]:
     """Bandwidth and latency between tensor ranks: NVLink as long as they are in one machine."""
     within = plan.tensor * plan.context <= device.in_machine
-    return (device.link, device.link_latency) if within else (device.network, device.network_latency)
+    return (
+        (device.link, device.link_latency) if within else (device.network, device.network_latency)
+    )
 
 
 def step_time(shape: Shape, plan: Plan, batch: int, context: int, device: Device = H100) -> float:
-    """Seconds of one decode step of an engine: one token for each of `batch` sequences of `context` tokens.
+    """Seconds of one decode step of an engine: one token for each of `batch` sequences of `context`
+    tokens.
 
-    Weights are read once, keys and values once; products overlap with that, exchanges with nothing. With a pipeline as
-    many groups of sequences are under way as there are stages, so a step of all of them takes as long as one stage with
-    the whole batch, but a token's own way is all stages: see `token_latency`.
+    Weights are read once, keys and values once; products overlap with that, exchanges with nothing.
+    With a pipeline as many groups of sequences are under way as there are stages, so a step of all
+    of them takes as long as one stage with the whole batch, but a token's own way is all stages:
+    see `token_latency`.
     """
     reached = device.reached
     weights = weight_bytes(shape, plan)
@@ -230,14 +258,18 @@ def step_time(shape: Shape, plan: Plan, batch: int, context: int, device: Device
         rows = batch * (plan.data if plan.expert and plan.tensor == 1 else 1)
         touched = 1 - (1 - shape.chosen / shape.experts) ** rows
         spread = plan.expert_ranks if plan.expert else plan.tensor
-        experts = 2 * math.ceil(shape.layers / plan.pipeline) * shape.one_mlp * shape.experts / spread
+        experts = (
+            2 * math.ceil(shape.layers / plan.pipeline) * shape.one_mlp * shape.experts / spread
+        )
         weights -= experts * (1 - touched)
     read = (weights + batch * context * kv_token_bytes(shape, plan)) / (device.bandwidth * reached)
     work = 2 * shape.active * batch / (plan.tensor * plan.pipeline) / (device.flops * reached)
     return max(read, work) + exchange_time(shape, plan, batch, context, device)
 
 
-def exchange_time(shape: Shape, plan: Plan, batch: int, context: int, device: Device = H100) -> float:
+def exchange_time(
+    shape: Shape, plan: Plan, batch: int, context: int, device: Device = H100
+) -> float:
     """Seconds that a decode step of one stage waits for other ranks."""
     layers = math.ceil(shape.layers / plan.pipeline)
     rate, latency = links(plan, device)
@@ -249,7 +281,11 @@ def exchange_time(shape: Shape, plan: Plan, batch: int, context: int, device: De
     if plan.expert and plan.expert_ranks > 1:
         ranks = plan.expert_ranks
         within = ranks <= device.in_machine
-        far, wait = (device.link, device.link_latency) if within else (device.network, device.network_latency)
+        far, wait = (
+            (device.link, device.link_latency)
+            if within
+            else (device.network, device.network_latency)
+        )
         own = batch / plan.tensor  # each rank looks after its share of the rows
         total += layers * (3 * wait + own * expert_bytes(shape, ranks) / (far * device.reached))
         if plan.tensor > 1:  # and all ranks get all rows back
@@ -258,7 +294,9 @@ def exchange_time(shape: Shape, plan: Plan, batch: int, context: int, device: De
         own = batch / plan.context
         total += layers * (2 * latency + own * context_bytes(shape, plan.context, context) / rate)
     if plan.pipeline > 1:
-        total += device.network_latency + batch * pipeline_bytes(shape) / (device.network * device.reached)
+        total += device.network_latency + batch * pipeline_bytes(shape) / (
+            device.network * device.reached
+        )
     return total
 
 
@@ -297,15 +335,21 @@ def plans(shape: Shape, devices: int, device: Device = H100) -> Iterator[Plan]:
                 yield each
 
 
-def choice(shape: Shape, plan: Plan, context: int, most_step: float, device: Device = H100) -> Choice:
-    """The largest batch that memory holds and whose sequences get a token every `most_step` seconds."""
+def choice(
+    shape: Shape, plan: Plan, context: int, most_step: float, device: Device = H100
+) -> Choice:
+    """The largest batch that memory holds and whose sequences get a token every `most_step`
+    seconds.
+    """
     tokens = kv_tokens(shape, plan, device)
 
     def seconds(batch: int) -> float:
         if batch < plan.pipeline:
             return plan.pipeline * step_time(shape, plan, 1, context, device)
         # each group passes through all stages, one behind the other
-        return plan.pipeline * step_time(shape, plan, max(1, batch // plan.pipeline), context, device)
+        return plan.pipeline * step_time(
+            shape, plan, max(1, batch // plan.pipeline), context, device
+        )
 
     batch, above = 1, min(MOST_BATCH, tokens // context) + 1
     while above - batch > 1:
@@ -327,5 +371,7 @@ def choices(
     shape: Shape, devices: int, context: int = 4096, most_step: float = 0.05, device: Device = H100
 ) -> list[Choice]:
     """All that fit, most tokens first."""
-    found = [choice(shape, plan, context, most_step, device) for plan in plans(shape, devices, device)]
+    found = [
+        choice(shape, plan, context, most_step, device) for plan in plans(shape, devices, device)
+    ]
     return sorted(found, key=lambda each: -each.tokens)

@@ -1,4 +1,6 @@
-"""New weights to many replicas: a tree that passes chunks on, against one sender for all. Simulated time."""
+"""New weights to many replicas: a tree that passes chunks on, against one sender for all. Simulated
+time.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +18,8 @@ class Broadcast:
         replicas: receivers; the trainer is the root and not one of them.
         degree: receivers that each node sends to; as many as there are replicas: flat.
         num_bytes: of the weights.
-        chunk: bytes that are passed on as soon as they are there; as many as `num_bytes`: nothing is passed on before
-            all has arrived.
+        chunk: bytes that are passed on as soon as they are there; as many as `num_bytes`: nothing
+            is passed on before all has arrived.
         bandwidth: bytes a second out of a node, and into one, at the same time.
         latency: seconds from the end of sending to the beginning of passing on.
     """
@@ -33,18 +35,21 @@ class Broadcast:
 def arrivals(cast: Broadcast) -> "np.ndarray[Any, np.dtype[np.float64]]":
     """When each replica has all, nearest to the root first.
 
-    A node sends chunk by chunk, each to its children in order, one at a time; a child has a chunk when it was sent
-    whole, and the latency later.
+    A node sends chunk by chunk, each to its children in order, one at a time; a child has a chunk
+    when it was sent whole, and the latency later.
     """
     chunks = -(-int(cast.num_bytes) // int(cast.chunk))
     each = cast.num_bytes / chunks / cast.bandwidth
-    level, done, left = np.zeros((1, chunks)), [np.zeros(0)], cast.replicas  # the trainer has everything at 0
+    # the trainer has everything at 0
+    level, done, left = np.zeros((1, chunks)), [np.zeros(0)], cast.replicas
     while left:
         children = min(left, len(level) * cast.degree)
         # As even as possible: no node has two children more than another.
         counts = np.full(len(level), children // len(level))
         counts[: children % len(level)] += 1
-        level = np.concatenate([_sent(level[counts == count], count, each) for count in np.unique(counts) if count])
+        level = np.concatenate(
+            [_sent(level[counts == count], count, each) for count in np.unique(counts) if count]
+        )
         level += cast.latency
         done.append(level[:, -1])
         left -= children
@@ -52,10 +57,13 @@ def arrivals(cast: Broadcast) -> "np.ndarray[Any, np.dtype[np.float64]]":
 
 
 def _sent(ready: "np.ndarray[Any, Any]", count: int, each: float) -> "np.ndarray[Any, Any]":
-    """Of nodes that have chunks at these times [nodes, chunks], when each of `count` children was sent them."""
+    """Of nodes that have chunks at these times [nodes, chunks], when each of `count` children was
+    sent them.
+    """
     order = np.repeat(ready, count, axis=1)
     places = each * np.arange(order.shape[1])
-    ends = np.maximum.accumulate(order - places, axis=1) + places + each  # begins when it is there and the node is free
+    # begins when it is there and the node is free
+    ends = np.maximum.accumulate(order - places, axis=1) + places + each
     return ends.reshape(len(ready), -1, count).transpose(0, 2, 1).reshape(len(ready) * count, -1)
 
 

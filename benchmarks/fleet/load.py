@@ -1,4 +1,6 @@
-"""What a simulated fleet is asked: conversations of several turns on common stems, open arrivals."""
+"""What a simulated fleet is asked: conversations of several turns on common stems, open
+arrivals.
+"""
 
 import random
 from dataclasses import dataclass
@@ -32,7 +34,8 @@ class Load:
 
 
 class Prompt:
-    """A prompt as the router reads it: slices. A piece is named by whose it is and where, not by its 128 token ids.
+    """A prompt as the router reads it: slices. A piece is named by whose it is and where, not by
+    its 128 token ids.
 
     Pieces of two prompts are equal exactly where their tokens would be.
     """
@@ -75,7 +78,8 @@ class Turn:
     first_token: float = -1.0
     ended: float = -1.0
     hit: int = -1  # tokens of the prompt that were cached where it was computed first
-    known: int = 0  # tokens that are computed before the next one is drawn: grows when it is continued elsewhere
+    # tokens that are computed before the next one is drawn: grows when it is continued elsewhere
+    known: int = 0
     done: int = 0  # completion tokens among them
     cached: int = 0  # of the known ones, where it is now
     ends_at: float = 0.0  # step of its replica in which it ends
@@ -115,10 +119,14 @@ class Arrivals:
         completion = min(self._normal(self.load.completion_length), self.load.longest)
         conversation.length += completion
         self.num_turns += 1
-        return Turn(self.num_turns, now, conversation, prompt, completion, ideal=known, known=prompt)
+        return Turn(
+            self.num_turns, now, conversation, prompt, completion, ideal=known, known=prompt
+        )
 
     def goes_on(self) -> bool:
-        """Whether a conversation has another turn: without memory, so a fleet can begin in its middle."""
+        """Whether a conversation has another turn: without memory, so a fleet can begin in its
+        middle.
+        """
         return self.rng.random() < 1 - 1 / self.load.turns
 
     def gap(self, mean: float) -> float:

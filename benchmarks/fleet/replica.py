@@ -1,4 +1,6 @@
-"""A simulated replica: steps of a continuous batch, chunked prefill, and a prefix cache that forgets."""
+"""A simulated replica: steps of a continuous batch, chunked prefill, and a prefix cache that
+forgets.
+"""
 
 import heapq
 import itertools
@@ -13,7 +15,8 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step takes. The defaults are an 8B model in bfloat16 on one H100, as `arithmetic.py` has it, rounded.
+    """What a step takes. The defaults are an 8B model in bfloat16 on one H100, as `arithmetic.py`
+    has it, rounded.
 
     Attributes:
         step: seconds of a step of one sequence: the weights are read.
@@ -33,18 +36,22 @@ class Machine:
 
 
 class Replica:
-    """Time is kept in steps: all that runs gets one token a step, so who ends next is the head of one heap."""
+    """Time is kept in steps: all that runs gets one token a step, so who ends next is the head of
+    one heap.
+    """
 
     def __init__(self, machine: Machine, slowness: float = 1.0) -> None:
         self.machine, self.slowness = machine, slowness
         self.steps, self.time = 0.0, 0.0  # steps done at `time`
-        self.running: list[tuple[float, int, Turn]] = []  # (step in which it ends, order, turn): a heap
+        # (step in which it ends, order, turn): a heap
+        self.running: list[tuple[float, int, Turn]] = []
         self.waiting: deque[Turn] = deque()
         self.prefilling: tuple[float, Turn] | None = None
         self.computed = 0  # prompt tokens
         self.dead = False
         self._order = itertools.count()
-        self._cache: OrderedDict[int, int] = OrderedDict()  # conversation, or -1 - stem -> its own tokens
+        # conversation, or -1 - stem -> its own tokens
+        self._cache: OrderedDict[int, int] = OrderedDict()
         self._cached = 0
         self._per_step = 0.0
         self._set_speed()
@@ -97,7 +104,11 @@ class Replica:
         """What it had when it died, with the tokens that were told so far."""
         turns = [turn for _, _, turn in self.running]
         for turn in turns:
-            told = turn.completion_length - max(1, math.ceil(turn.ends_at - self.steps - 1e-6)) - turn.done
+            told = (
+                turn.completion_length
+                - max(1, math.ceil(turn.ends_at - self.steps - 1e-6))
+                - turn.done
+            )
             turn.done += told
             turn.known += told
             turn.had_begun = True
@@ -109,7 +120,12 @@ class Replica:
         return turns
 
     def _admit(self) -> None:
-        if self.prefilling is None and self.waiting and not self.dead and len(self.running) < self.machine.max_batch:
+        if (
+            self.prefilling is None
+            and self.waiting
+            and not self.dead
+            and len(self.running) < self.machine.max_batch
+        ):
             turn = self.waiting.popleft()
             turn.cached = min(self._found(turn), turn.known - 1) // BLOCK * BLOCK
             turn.hit = turn.cached if turn.hit < 0 else turn.hit

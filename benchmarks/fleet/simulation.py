@@ -1,4 +1,6 @@
-"""The real router over simulated replicas: events in order of their time, one seed, no clock of this machine."""
+"""The real router over simulated replicas: events in order of their time, one seed, no clock of
+this machine.
+"""
 
 import heapq
 import itertools
@@ -85,7 +87,10 @@ class Simulation:
         self.between = load.turns / rate  # two new conversations
         started = int(rate * load.think_time)  # that are thinking at the beginning
         for _ in range(started):
-            self._at(self.arrivals.gap(load.think_time), lambda: self._arrive(self.arrivals.conversation()))
+            self._at(
+                self.arrivals.gap(load.think_time),
+                lambda: self._arrive(self.arrivals.conversation()),
+            )
         self._at(self.arrivals.gap(self.between), self._begin)
         self._at(1.0, self._look)
         if scenario.lost:
@@ -96,7 +101,7 @@ class Simulation:
             act()
         return self
 
-    # -- events -------------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def _at(self, time: float, act: Callable[[], None]) -> int:
         number = next(self._order)
@@ -172,12 +177,17 @@ class Simulation:
             self._at(self.now + 1.0, self._look)
 
     def _lose(self) -> None:
-        """Some die. Until that is noticed the router goes on sending: what it sent is continued with the rest."""
+        """Some die. Until that is noticed the router goes on sending: what it sent is continued
+        with the rest.
+        """
         for place in self.arrivals.rng.sample(self.alive, self.scenario.lost):
             self.replicas[place].advance(self.now)
             self.replicas[place].dead = True
             self._due[place] = -1
-            self._at(self.now + self.scenario.pause, lambda place=place, then=self.now: self._continue(place, then))
+            self._at(
+                self.now + self.scenario.pause,
+                lambda place=place, then=self.now: self._continue(place, then),
+            )
 
     def _continue(self, place: int, then: float) -> None:
         self.alive.remove(place)
@@ -224,4 +234,7 @@ def measure(scenario: Scenario) -> Row:
 def percentiles(values: list[float]) -> dict[str, float]:
     """50, 99, 99.9 and the most."""
     marks = np.percentile(values, (50, 99, 99.9, 100)) if values else np.zeros(4)
-    return {name: round(float(mark), 4) for name, mark in zip(("p50", "p99", "p99.9", "max"), marks, strict=True)}
+    return {
+        name: round(float(mark), 4)
+        for name, mark in zip(("p50", "p99", "p99.9", "max"), marks, strict=True)
+    }

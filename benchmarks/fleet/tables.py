@@ -79,7 +79,10 @@ def memory(_: Rows) -> str:
     """Of a rank, by strategy."""
     cases: list[tuple[Shape, Plan]] = [
         *((M8, Plan(tensor=tensor)) for tensor in (1, 2, 8)),
-        *((M70, plan) for plan in (Plan(tensor=2), Plan(tensor=4), Plan(tensor=8), Plan(tensor=4, pipeline=2))),
+        *(
+            (M70, plan)
+            for plan in (Plan(tensor=2), Plan(tensor=4), Plan(tensor=8), Plan(tensor=4, pipeline=2))
+        ),
         *((M70, plan) for plan in (Plan(pipeline=8), Plan(tensor=4, context=2))),
         (MOE, Plan(tensor=8)),
         *((MOE, Plan(tensor=8, pipeline=pipeline, expert=True)) for pipeline in (2, 4)),
@@ -104,10 +107,14 @@ def sums(_: Rows) -> str:
     """Tensor parallel, by how partial sums are added up."""
     hows = ("gather", "exchange", "columns", "ring")
     return table(
-        "model, ranks | gather, float32 (NCCL, built) | hypercube, float32 (gloo, built) | by columns, float32 | "
+        "model, ranks | gather, float32 (NCCL, built) | hypercube, float32 (gloo, built) | by "
+        "columns, float32 | "
         "ring, bfloat16",
         (
-            (f"{shape.name}, {ranks}", *(kilobytes(tensor_bytes(shape, ranks, how)) for how in hows))
+            (
+                f"{shape.name}, {ranks}",
+                *(kilobytes(tensor_bytes(shape, ranks, how)) for how in hows),
+            )
             for shape in (M8, M70)
             for ranks in (2, 4, 8)
         ),
@@ -117,17 +124,27 @@ def sums(_: Rows) -> str:
 def exchanges(_: Rows) -> str:
     """The other strategies."""
     rows: list[tuple[str, str, str]] = [
-        (f"{shape.name}: PP, once a stage", "residual stream", kilobytes(pipeline_bytes(shape))) for shape in MODELS
+        (f"{shape.name}: PP, once a stage", "residual stream", kilobytes(pipeline_bytes(shape)))
+        for shape in MODELS
     ]
     rows += [
-        (f"{MOE.name}: EP {ranks}, a layer", "rows out, products back", kilobytes(expert_bytes(MOE, ranks)))
+        (
+            f"{MOE.name}: EP {ranks}, a layer",
+            "rows out, products back",
+            kilobytes(expert_bytes(MOE, ranks)),
+        )
         for ranks in (8, 64)
     ]
     for context in (4096, 131072):
         name = f"{M8.name}: CP 2 at {context:,} tokens, a layer"
         rows.append((name, "query out, states back", kilobytes(context_bytes(M8, 2, context))))
-        every = f"all keys and values, once for all rows: {kilobytes(context_keys_bytes(M8, 2, context))}"
-        rows.append((f"{name}, not built", every, kilobytes(context_keys_bytes(M8, 2, context) / 512)))
+        every = (
+            "all keys and values, once for all rows: "
+            f"{kilobytes(context_keys_bytes(M8, 2, context))}"
+        )
+        rows.append(
+            (f"{name}, not built", every, kilobytes(context_keys_bytes(M8, 2, context) / 512))
+        )
     return table("exchange | what | a token (of 512 rows)", rows)
 
 
@@ -160,7 +177,10 @@ def strategies(_: Rows) -> str:
             fastest = min(found, key=lambda each: each.latency)
             if fastest.plan != found[0].plan:
                 rows.append(row(shape, devices, "first to answer", fastest))
-    head = "model | GPUs | for | strategy | weights a rank | a token alone | batch | its step | tokens a second"
+    head = (
+        "model | GPUs | for | strategy | weights a rank | a token alone | batch | its step | "
+        "tokens a second"
+    )
     return table(head, rows)
 
 
@@ -171,7 +191,8 @@ def router(report: Rows) -> str:
         return f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
     head = (
-        "run | replicas | requests | in a replica | max / mean | hit rate | ideal | first token p50 | p99 | p99.9 | "
+        "run | replicas | requests | in a replica | max / mean | hit rate | ideal | first token "
+        "p50 | p99 | p99.9 | "
         "whole p50 | p99 | p99.9"
     )
     found = [row for row in report if "balance_mean" in row]
@@ -186,7 +207,11 @@ def router(report: Rows) -> str:
                 f"{row['balance_mean']:.2f}",
                 f"{row['hit_rate']:.1%}",
                 f"{row['hit_rate_ideal']:.1%}",
-                *(seconds(row[part][mark]) for part in ("first_token", "whole") for mark in ("p50", "p99", "p99.9")),
+                *(
+                    seconds(row[part][mark])
+                    for part in ("first_token", "whole")
+                    for mark in ("p50", "p99", "p99.9")
+                ),
             )
             for row in found
         ),
@@ -203,7 +228,10 @@ def loss(report: Rows) -> str:
         (
             ("requests continued elsewhere", f"{moved['requests']:,}"),
             ("of which had begun to answer", f"{moved['had_begun']:,}"),
-            ("tokens computed again for them", f"{again:,} ({again / computed:.3%} of all computed)"),
+            (
+                "tokens computed again for them",
+                f"{again:,} ({again / computed:.3%} of all computed)",
+            ),
             ("pause that their clients see, p50", f"{moved['pause']['p50']:.2f} s"),
             ("p99", f"{moved['pause']['p99']:.2f} s"),
             ("longest", f"{moved['pause']['max']:.2f} s"),
@@ -241,7 +269,9 @@ TABLES: dict[str, Callable[[Rows], str]] = {
 
 
 def filled(text: str, report: Rows) -> str:
-    """The document with its tables as they are now. Raises `KeyError` for a mark that names none."""
+    """The document with its tables as they are now. Raises `KeyError` for a mark that names
+    none.
+    """
     return MARKED.sub(lambda mark: mark[1] + TABLES[mark[2]](report) + mark[4], text)
 
 

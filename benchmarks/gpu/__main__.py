@@ -1,4 +1,6 @@
-"""`python -m benchmarks.gpu COMMAND`: what `scripts/gpu_check.sh` runs, one part in a process of its own."""
+"""`python -m benchmarks.gpu COMMAND`: what `scripts/gpu_check.sh` runs, one part in a process of
+its own.
+"""
 
 import json
 import tempfile
@@ -9,16 +11,22 @@ import typer
 
 from tests.interpreter import interpret
 
-app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
+)
 
 Out = Annotated[Path, typer.Option(help="folder of the figures")]
 DryRun = Annotated[bool, typer.Option(help="toy sizes through Triton's interpreter on the CPU")]
-Models = Annotated[Path | None, typer.Option(help="folder of the random models; not given: a temporary one")]
+Models = Annotated[
+    Path | None, typer.Option(help="folder of the random models; not given: a temporary one")
+]
 
 
 @app.command()
 def missing(out: Out = Path("out/gpu"), dry_run: DryRun = False, models: Models = None) -> None:
-    """Say what this machine lacks, and what is left out for it. Exit code 1: nothing can be run at all."""
+    """Say what this machine lacks, and what is left out for it. Exit code 1: nothing can be run at
+    all.
+    """
     from benchmarks.gpu import needs
 
     found = needs.find(out, folder_of(models), dry_run=dry_run)
@@ -30,7 +38,9 @@ def missing(out: Out = Path("out/gpu"), dry_run: DryRun = False, models: Models 
 
 @app.command()
 def part(
-    name: Annotated[str, typer.Argument(help="rates, engine, variants, torch-loop, transformers, large")],
+    name: Annotated[
+        str, typer.Argument(help="rates, engine, variants, torch-loop, transformers, large")
+    ],
     out: Out = Path("out/gpu"),
     dry_run: DryRun = False,
     models: Models = None,

@@ -1,4 +1,6 @@
-"""The device: what it is, its clock, and its rates. On a CPU the same functions answer, for dry runs."""
+"""The device: what it is, its clock, and its rates. On a CPU the same functions answer, for dry
+runs.
+"""
 
 import importlib.metadata
 import platform
@@ -15,7 +17,16 @@ import torch
 from benchmarks import machine
 from benchmarks.roofline import Rates
 
-PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors", "tokenizers", "pytest", "hypothesis")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "pytest",
+    "hypothesis",
+)
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -29,7 +40,11 @@ def describe(device: str) -> dict[str, Any]:
     found["memory_gib"] = str(round(psutil.virtual_memory().total / 2**30))
     for name in PACKAGES:
         found[name] = version_of(name)
-    return found | (_cuda() if device != "cpu" else {"card": "none: a dry run on the CPU, whose figures mean nothing"})
+    return found | (
+        _cuda()
+        if device != "cpu"
+        else {"card": "none: a dry run on the CPU, whose figures mean nothing"}
+    )
 
 
 def version_of(name: str) -> str:
@@ -72,7 +87,9 @@ def wait(device: str) -> None:
 
 
 def seconds_of(run: Callable[[], Any], device: str, repeats: int, calls: int = 1) -> list[float]:
-    """Seconds of one call, `repeats` times, each over `calls` calls; once more before, not counted."""
+    """Seconds of one call, `repeats` times, each over `calls` calls; once more before, not
+    counted.
+    """
     run()
     found: list[float] = []
     for _ in range(repeats):
@@ -103,8 +120,12 @@ def peak_bytes(device: str) -> dict[str, int]:
     }
 
 
-def measure_rates(device: str, copy_bytes: int, matrix: int, repeats: int) -> dict[str, list[float]]:
-    """Bytes a second of a copy (read and written) and of a sum (read); bf16 operations a second of a product."""
+def measure_rates(
+    device: str, copy_bytes: int, matrix: int, repeats: int
+) -> dict[str, list[float]]:
+    """Bytes a second of a copy (read and written) and of a sum (read); bf16 operations a second of
+    a product.
+    """
     copies, sums = _bandwidth(device, copy_bytes, repeats)
     release(device)
     dtype = torch.bfloat16

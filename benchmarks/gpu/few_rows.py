@@ -1,4 +1,6 @@
-"""A decode step's trunk on its own, captured: in the kernels of every step, and in the fewer ones for a few rows."""
+"""A decode step's trunk on its own, captured: in the kernels of every step, and in the fewer ones
+for a few rows.
+"""
 
 from collections.abc import Callable
 
@@ -21,7 +23,10 @@ def measure(engine: InferenceEngine, rows: int, scale: Scale) -> dict[str, list[
     """Seconds of a trunk by name, for so many sequences at the scale's context."""
     model, device, block_size = engine.model, torch.device(scale.device), engine.config.block_size
     if model.ops.few_rows is None:
-        raise ValueError(f"the {model.ops.name} backend has no other way for few rows; use batch_invariant=False.")
+        raise ValueError(
+            f"the {model.ops.name} backend has no other way for few rows; use "
+            "batch_invariant=False."
+        )
     few_rows, per_table = model.ops.few_rows, -(-scale.context // block_size)
     storage = KVStorage(model.spec, rows * per_table, block_size, model.dtype, device)
     storage.keys.normal_()
@@ -40,5 +45,7 @@ def measure(engine: InferenceEngine, rows: int, scale: Scale) -> dict[str, list[
     with queue.current():
         pool = queue.new_pool()
         for name, run in trunks.items():
-            found[name] = seconds_of(queue.capture(run, pool).replay, scale.device, scale.repeats, calls)
+            found[name] = seconds_of(
+                queue.capture(run, pool).replay, scale.device, scale.repeats, calls
+            )
     return found

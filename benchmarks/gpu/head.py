@@ -1,7 +1,8 @@
 """The end of a step on its own: what drawing costs, and what the engine asks for beside the token.
 
-There is no kernel of ours that draws without the logprob, so the cost of logprobs is bounded from above: the draw must
-read the logits once, and everything that it takes longer than that is counted as if it were the logprobs'.
+There is no kernel of ours that draws without the logprob, so the cost of logprobs is bounded from
+above: the draw must read the logits once, and everything that it takes longer than that is counted
+as if it were the logprobs'.
 """
 
 from typing import Any
@@ -26,7 +27,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def batch_of(rows: int, device: str, **options: Any) -> SamplingBatch:
     """One draw from each row."""
     params = SamplingParams(temperature=0.6, **options)
-    return sampling_batch([DrawRequest(params, row, (row, 0, 0)) for row in range(rows)]).to(torch.device(device))
+    return sampling_batch([DrawRequest(params, row, (row, 0, 0)) for row in range(rows)]).to(
+        torch.device(device)
+    )
 
 
 def token_alone(logits: Tensor, noise: Tensor) -> Tensor:
@@ -35,7 +38,9 @@ def token_alone(logits: Tensor, noise: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def measure(engine: InferenceEngine, rows: int, scale: Scale, read_rate: float) -> dict[str, list[float]]:
+def measure(
+    engine: InferenceEngine, rows: int, scale: Scale, read_rate: float
+) -> dict[str, list[float]]:
     """Seconds of a call by name, and of reading the logits once at the measured bandwidth."""
     model, device = engine.model, scale.device
     hidden = torch.randn(rows, model.spec.hidden_size, device=device).to(model.dtype)
@@ -44,12 +49,16 @@ def measure(engine: InferenceEngine, rows: int, scale: Scale, read_rate: float) 
     calls = CALLS if device != "cpu" else 1
     found = {"logits": seconds_of(lambda: model.logits(hidden), device, scale.repeats, calls)}
     found["reading the logits"] = [logits.nbytes / read_rate] * scale.repeats
-    found["token alone, torch"] = seconds_of(lambda: token_alone(logits, noise), device, scale.repeats, calls)
+    found["token alone, torch"] = seconds_of(
+        lambda: token_alone(logits, noise), device, scale.repeats, calls
+    )
     for name, options in VARIANTS.items():
         batch = batch_of(rows, device, **options)
         found[name] = seconds_of(
             lambda batch=batch: model.ops.sample_logits(logits, batch), device, scale.repeats, calls
         )
     batch = batch_of(rows, device)
-    found["logits and draw"] = seconds_of(lambda: model.draw(hidden, batch), device, scale.repeats, calls)
+    found["logits and draw"] = seconds_of(
+        lambda: model.draw(hidden, batch), device, scale.repeats, calls
+    )
     return found

@@ -1,4 +1,6 @@
-"""Peers: `transformers` with a static cache, and its continuous batching, on the same card in the same run."""
+"""Peers: `transformers` with a static cache, and its continuous batching, on the same card in the
+same run.
+"""
 
 import time
 from collections.abc import Sequence
@@ -17,15 +19,21 @@ def load(folder: Path, device: str, dtype: str) -> Any:
     """The model, which never ends a sequence by itself."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+    )
     model = model.to(device).eval()
     config = model.generation_config
     config.eos_token_id, config.bos_token_id, config.pad_token_id = None, None, 0
     return model
 
 
-def static_generate(model: Any, prompts: Sequence[Sequence[int]], tokens: int, device: str, *, compiled: bool) -> float:
-    """Seconds of `generate` with a static cache; prompts of one length. Compiled: `generate`'s own torch.compile."""
+def static_generate(
+    model: Any, prompts: Sequence[Sequence[int]], tokens: int, device: str, *, compiled: bool
+) -> float:
+    """Seconds of `generate` with a static cache; prompts of one length. Compiled: `generate`'s own
+    torch.compile.
+    """
     ids = torch.tensor([list(prompt) for prompt in prompts], device=device)
     wait(device)
     began = time.perf_counter()
@@ -49,15 +57,19 @@ def static_generate(model: Any, prompts: Sequence[Sequence[int]], tokens: int, d
 def continuous(model: Any, work: Workload, limit: float, **options: Any) -> tuple[float, int, int]:
     """Run a workload by continuous batching, for `limit` seconds at most.
 
-    Options are of its `ContinuousBatchingConfig`; what is not given it chooses by the card's memory.
-    Returns seconds, tokens of the requests that finished, and the number of those.
+    Options are of its `ContinuousBatchingConfig`; what is not given it chooses by the card's
+    memory. Returns seconds, tokens of the requests that finished, and the number of those.
     """
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    settings = GenerationConfig(do_sample=True, temperature=0.6, top_k=0, eos_token_id=-1, pad_token_id=0)
+    settings = GenerationConfig(
+        do_sample=True, temperature=0.6, top_k=0, eos_token_id=-1, pad_token_id=0
+    )
     batching = ContinuousBatchingConfig(allow_block_sharing=False, **options)
-    manager = model.init_continuous_batching(generation_config=settings, continuous_batching_config=batching)
+    manager = model.init_continuous_batching(
+        generation_config=settings, continuous_batching_config=batching
+    )
     manager.start()
     finished = tokens = 0
     began = time.perf_counter()

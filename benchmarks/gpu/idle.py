@@ -42,11 +42,15 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 def spans(events: Iterable[dict[str, Any]], kinds: frozenset[str]) -> list[tuple[float, float]]:
     """(start, end) in microseconds of the events of some categories."""
     chosen = (event for event in events if event.get("cat") in kinds and "dur" in event)
-    return sorted((float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in chosen)
+    return sorted(
+        (float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in chosen
+    )
 
 
 def busy(spans: list[tuple[float, float]]) -> tuple[float, float]:
-    """Microseconds from the first start to the last end, and those of them in which something ran."""
+    """Microseconds from the first start to the last end, and those of them in which something
+    ran.
+    """
     if not spans:
         return 0.0, 0.0
     total, (first, reached) = 0.0, (spans[0][0], spans[0][0])

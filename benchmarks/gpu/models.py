@@ -1,4 +1,6 @@
-"""Model folders of real shapes with random weights, made on the device: nothing has to travel to a card's machine."""
+"""Model folders of real shapes with random weights, made on the device: nothing has to travel to a
+card's machine.
+"""
 
 import json
 from collections.abc import Iterator
@@ -34,13 +36,20 @@ def random_model(folder: Path, config: dict[str, Any], device: str, seed: int = 
     index = {name: file for names, file in zip(shards, files, strict=True) for name in names}
     assert len(index) == total
     metadata = {"total_size": weight_bytes(config)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": metadata, "weight_map": index}))
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")  # last: it says that all is there
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": metadata, "weight_map": index})
+    )
+    # last: it says that all is there
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return folder
 
 
-def _write_shards(folder: Path, config: dict[str, Any], device: str, seed: int) -> Iterator[list[str]]:
-    """Write shards one after the other, so that no more than one is in memory; yields the names in each."""
+def _write_shards(
+    folder: Path, config: dict[str, Any], device: str, seed: int
+) -> Iterator[list[str]]:
+    """Write shards one after the other, so that no more than one is in memory; yields the names in
+    each.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     dtype = getattr(torch, config["torch_dtype"])
     weights: dict[str, Tensor] = {}

@@ -16,7 +16,17 @@ from benchmarks.gpu.scale import REAL
 GIB = 1 << 30
 CARD_FOR_LARGE = 40 * GIB
 OLDEST_TORCH, OLDEST_TRITON, OLDEST_CARD = (2, 11), (3, 4), (8, 0)
-STAGES = ("tests", "sanitize", "rates", "engine", "variants", "torch-loop", "transformers", "large", "races")
+STAGES = (
+    "tests",
+    "sanitize",
+    "rates",
+    "engine",
+    "variants",
+    "torch-loop",
+    "transformers",
+    "large",
+    "races",
+)
 
 
 @dataclass(frozen=True)
@@ -63,8 +73,14 @@ def too_old(name: str, version: str) -> str | None:
     oldest = {"torch": OLDEST_TORCH, "triton": OLDEST_TRITON}.get(name)
     if oldest is None:
         return None
-    numbers = tuple(int(number) for number in version.split("+")[0].split(".")[:2] if number.isdigit())
-    return None if numbers >= oldest else f"{name} {version} is older than {'.'.join(map(str, oldest))}"
+    numbers = tuple(
+        int(number) for number in version.split("+")[0].split(".")[:2] if number.isdigit()
+    )
+    return (
+        None
+        if numbers >= oldest
+        else f"{name} {version} is older than {'.'.join(map(str, oldest))}"
+    )
 
 
 def device() -> list[Need]:
@@ -74,15 +90,24 @@ def device() -> list[Need]:
     import torch
 
     if not torch.cuda.is_available():
-        problem = f"torch {torch.__version__} sees no CUDA device (driver: {ask_driver('driver_version')})"
+        problem = (
+            f"torch {torch.__version__} sees no CUDA device (driver: "
+            f"{ask_driver('driver_version')})"
+        )
         return [Need("CUDA device", "none", problem, STAGES, fatal=True)]
     properties = torch.cuda.get_device_properties(0)
     capability = (properties.major, properties.minor)
-    old = f"compute capability {capability} is below {OLDEST_CARD}" if capability < OLDEST_CARD else None
+    old = (
+        f"compute capability {capability} is below {OLDEST_CARD}"
+        if capability < OLDEST_CARD
+        else None
+    )
     free, total = torch.cuda.mem_get_info()
     memory = f"{total / GIB:.0f} GiB, {free / GIB:.0f} free"
     small = (
-        f"card memory: {memory}; the 8B shape wants {CARD_FOR_LARGE / GIB:.0f} free" if free < CARD_FOR_LARGE else None
+        f"card memory: {memory}; the 8B shape wants {CARD_FOR_LARGE / GIB:.0f} free"
+        if free < CARD_FOR_LARGE
+        else None
     )
     return [
         Need("CUDA device", properties.name, old, STAGES, fatal=True),
@@ -95,8 +120,14 @@ def compiler() -> Need:
     """What Triton builds its launchers with, unless it finds them in its cache."""
     path = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"], "Python.h")
-    lacks = [what for what, there in (("C compiler", path), (str(header), header.exists())) if not there]
-    problem = f"Triton may not be able to launch anything: there is no {' and no '.join(lacks)}" if lacks else None
+    lacks = [
+        what for what, there in (("C compiler", path), (str(header), header.exists())) if not there
+    ]
+    problem = (
+        f"Triton may not be able to launch anything: there is no {' and no '.join(lacks)}"
+        if lacks
+        else None
+    )
     return Need("C compiler", path or "none", problem)
 
 
@@ -115,7 +146,11 @@ def space(out: Path, models: Path, dry_run: bool) -> list[Need]:
     found: list[Need] = []
     for what, free in ((f"disk at {models}", disk), ("memory", memory)):
         short = free < needed and not dry_run
-        problem = f"{what}: {free / GIB:.1f} GiB free; the 8B shape wants {needed / GIB:.1f}" if short else None
+        problem = (
+            f"{what}: {free / GIB:.1f} GiB free; the 8B shape wants {needed / GIB:.1f}"
+            if short
+            else None
+        )
         found.append(Need(what, f"{free / GIB:.0f} GiB free", problem, ("large",)))
     return [*found, Need("folder of results", str(out))]
 

@@ -23,7 +23,9 @@ MOST_STEPS = 2000  # until all prompts are computed
 
 @dataclass(frozen=True)
 class Decoded:
-    """A steady decode: seconds of a step, block by block, and the mean context of all sequences together."""
+    """A steady decode: seconds of a step, block by block, and the mean context of all sequences
+    together.
+    """
 
     seconds: list[float]
     context: float
@@ -54,7 +56,9 @@ def opened(scale: Scale, folder: Path, **changes: Any) -> Iterator[InferenceEngi
 
 
 def warm_up_of(load: Workload, scale: Scale) -> Workload:
-    """The same shapes with other ids and short completions, so that nothing of the timed runs is found in a cache."""
+    """The same shapes with other ids and short completions, so that nothing of the timed runs is
+    found in a cache.
+    """
     other = nano_vllm(seed=1)
     prompts = [token for request in other.requests for token in request.prompt]
     vocab = scale.small["vocab_size"]
@@ -80,10 +84,13 @@ def timed(engine: InferenceEngine, load: Workload, scale: Scale, repeats: int) -
     return found
 
 
-def start_decode(engine: InferenceEngine, batch: int, scale: Scale, params: dict[str, Any] | None = None) -> None:
+def start_decode(
+    engine: InferenceEngine, batch: int, scale: Scale, params: dict[str, Any] | None = None
+) -> None:
     """Add `batch` sequences and step until every one of them decodes."""
     rng = random.Random(batch)
-    most = scale.context + 2 * (scale.steps + WARM_STEPS) + MOST_STEPS  # never reached: the caller aborts
+    # never reached: the caller aborts
+    most = scale.context + 2 * (scale.steps + WARM_STEPS) + MOST_STEPS
     limit = engine.max_model_len - scale.context
     sampling = SamplingParams(max_tokens=min(most, limit), ignore_eos=True, **(params or {}))
     vocab = scale.small["vocab_size"]
@@ -101,7 +108,9 @@ def start_decode(engine: InferenceEngine, batch: int, scale: Scale, params: dict
         engine.step()
 
 
-def decode(engine: InferenceEngine, batch: int, scale: Scale, params: dict[str, Any] | None = None) -> Decoded:
+def decode(
+    engine: InferenceEngine, batch: int, scale: Scale, params: dict[str, Any] | None = None
+) -> Decoded:
     """Time the steps of a steady decode of `batch` sequences."""
     start_decode(engine, batch, scale, params)
     context = lengths = sum(len(seq.token_ids) for seq in engine.loop.sequences.running)
@@ -122,7 +131,9 @@ def decode(engine: InferenceEngine, batch: int, scale: Scale, params: dict[str, 
 
 
 def decode_bound(shape: Shape, rates: Rates, batch: int, context: float) -> float:
-    """Seconds of a decode step at the least: its bytes or its operations, whichever takes longer."""
+    """Seconds of a decode step at the least: its bytes or its operations, whichever takes
+    longer.
+    """
     reading = (shape.weights + context * shape.kv) / rates.read
     arithmetic = (batch * (shape.layers + shape.head) + context * shape.attention) / rates.product
     return max(reading, arithmetic)

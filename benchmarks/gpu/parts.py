@@ -1,4 +1,6 @@
-"""The parts of the benchmarks: each opens what it needs, measures, and writes its figures as they come."""
+"""The parts of the benchmarks: each opens what it needs, measures, and writes its figures as they
+come.
+"""
 
 import gc
 import math
@@ -36,7 +38,8 @@ class Run:
         scale: sizes.
         out: folder of the figures.
         models: folder of the random models.
-        seconds: what the part may take; it does not begin what it cannot finish, as far as that can be told.
+        seconds: what the part may take; it does not begin what it cannot finish, as far as that can
+            be told.
     """
 
     scale: Scale
@@ -61,7 +64,9 @@ class Run:
         if not runs_of(self.out, RATES):
             measure_rates(self)
         found = runs_of(self.out, RATES)
-        rates = card.rates_of({"copy": found["copy"], "read": found["sum"], "product": found["bf16 product"]})
+        rates = card.rates_of(
+            {"copy": found["copy"], "read": found["sum"], "product": found["bf16 product"]}
+        )
         return Rates(rates.product * 1e12, rates.read * 1e9)
 
 
@@ -80,25 +85,44 @@ def measure_rates(run: Run) -> None:
     found = card.measure_rates(scale.device, scale.copy_bytes, scale.matrix, max(3, scale.repeats))
     part.add("copy", [each / 1e9 for each in found["copy"]], "GB/s", note="read and written")
     part.add("sum", [each / 1e9 for each in found["read"]], "GB/s", note="read only")
-    part.add("bf16 product", [each / 1e12 for each in found["product"]], "TFLOP/s", note=f"{scale.matrix} cubed")
+    part.add(
+        "bf16 product",
+        [each / 1e12 for each in found["product"]],
+        "TFLOP/s",
+        note=f"{scale.matrix} cubed",
+    )
 
 
 def measure_engine(run: Run) -> None:
-    """Start-up, steady decode, idle share, the nano-vllm workload, the draw, W1 to W6: the engine as it is."""
+    """Start-up, steady decode, idle share, the nano-vllm workload, the draw, W1 to W6: the engine
+    as it is.
+    """
     scale, part, folder, rates = run.scale, Part(run.out, "engine"), run.small(), run.rates()
     began = time.perf_counter()
     with ours.opened(scale, folder) as engine:
         started(part, engine, began, scale)
         shape = run.shape(scale.small)
         for batch in scale.batches:
-            attempt(part, f"decode, batch {batch}", lambda batch=batch: decoded(part, engine, batch, run, shape, rates))
+            attempt(
+                part,
+                f"decode, batch {batch}",
+                lambda batch=batch: decoded(part, engine, batch, run, shape, rates),
+            )
         attempt(part, "nano-vllm", lambda: nano(part, engine, run, shape, rates))
         attempt(part, "device idle", lambda: traced(part, engine, scale.batches[-1], run))
         attempt(part, "draw", lambda: drawn(part, engine, scale.batches[-1], run, rates))
         for rows in (1, FEW_ROWS):
-            attempt(part, f"trunk, {rows} rows", lambda rows=rows: trunks(part, engine, rows, run, shape, rates))
+            attempt(
+                part,
+                f"trunk, {rows} rows",
+                lambda rows=rows: trunks(part, engine, rows, run, shape, rates),
+            )
         for options in ({"raw_logprobs": True}, {"top_logprobs": 5}, {"top_p": 0.95, "top_k": 50}):
-            attempt(part, f"decode with {options}", lambda options=options: asked(part, engine, options, run))
+            attempt(
+                part,
+                f"decode with {options}",
+                lambda options=options: asked(part, engine, options, run),
+            )
         for name in BASE:
             attempt(part, name, lambda name=name: base(part, engine, name, run, shape, rates))
         memory = card.peak_bytes(scale.device)
@@ -136,7 +160,9 @@ def sampling_of(tokens: int) -> Any:
     return SamplingParams(max_tokens=tokens, ignore_eos=True)
 
 
-def decoded(part: Part, engine: InferenceEngine, batch: int, run: Run, shape: Shape, rates: Rates) -> None:
+def decoded(
+    part: Part, engine: InferenceEngine, batch: int, run: Run, shape: Shape, rates: Rates
+) -> None:
     """A steady decode and its share of the roofline."""
     found = ours.decode(engine, batch, run.scale)
     bound = ours.decode_bound(shape, rates, batch, found.context)
@@ -162,23 +188,32 @@ def nano(part: Part, engine: InferenceEngine, run: Run, shape: Shape, rates: Rat
     load = run.nano()
     seconds = ours.timed(engine, load, run.scale, run.scale.repeats)
     bound = bound_of(steps_of(load, shape), rates)
-    part.add("nano-vllm", [load.output_tokens / each for each in seconds], "output tok/s", note=load.what)
+    part.add(
+        "nano-vllm", [load.output_tokens / each for each in seconds], "output tok/s", note=load.what
+    )
     share = [ratio(bound.bound, each) for each in seconds]
     at_bound = f"bound {bound.bound:.3f} s, {load.output_tokens / bound.bound:,.0f} tok/s"
     part.add("nano-vllm, share of roofline", share, "", at_least=0.7, note=at_bound)
 
 
 def traced(part: Part, engine: InferenceEngine, batch: int, run: Run) -> None:
-    """The share of a steady decode in which nothing runs on the device, and the trace that shows it."""
+    """The share of a steady decode in which nothing runs on the device, and the trace that shows
+    it.
+    """
     steps = min(50, run.scale.steps)
     for size in sorted({1, batch}):
-        path = idle.trace_decode(engine, size, run.scale, steps, run.out / f"trace-decode-{size}.json.gz")
+        path = idle.trace_decode(
+            engine, size, run.scale, steps, run.out / f"trace-decode-{size}.json.gz"
+        )
         share, milliseconds, events = idle.idle_share(path, run.scale.device)
         kept = path.name
         if path.stat().st_size > idle.MOST_BYTES:
             path.unlink()
             kept = "not kept: too large"
-        note = f"{events} events in {milliseconds:.1f} ms, {steps} steps under the profiler; trace {kept}"
+        note = (
+            f"{events} events in {milliseconds:.1f} ms, {steps} steps under the profiler; "
+            f"trace {kept}"
+        )
         part.add(f"device idle, batch {size}", [share], "of the time", at_most=0.05, note=note)
 
 
@@ -189,12 +224,21 @@ def drawn(part: Part, engine: InferenceEngine, rows: int, run: Run, rates: Rates
         part.add(f"{name}, {rows} rows", [each * 1e3 for each in seconds], "ms")
     step = median_of(run.out, part.name, f"decode, batch {rows}")
     if step:
-        beyond = max(0.0, statistics.median(found["draw"]) - statistics.median(found["reading the logits"]))
-        note = "all that the draw takes beyond reading the logits once, of a step: no kernel of ours draws without"
-        part.add("logprobs cost at most", [beyond / (rows / step)], "of a step", at_most=0.02, note=note)
+        beyond = max(
+            0.0, statistics.median(found["draw"]) - statistics.median(found["reading the logits"])
+        )
+        note = (
+            "all that the draw takes beyond reading the logits once, of a step: no kernel of "
+            "ours draws without"
+        )
+        part.add(
+            "logprobs cost at most", [beyond / (rows / step)], "of a step", at_most=0.02, note=note
+        )
 
 
-def trunks(part: Part, engine: InferenceEngine, rows: int, run: Run, shape: Shape, rates: Rates) -> None:
+def trunks(
+    part: Part, engine: InferenceEngine, rows: int, run: Run, shape: Shape, rates: Rates
+) -> None:
     """Captured trunks of few rows, both ways."""
     found = few_rows.measure(engine, rows, run.scale)
     weights = shape.layers // 2 * getattr(torch, run.scale.dtype).itemsize
@@ -202,7 +246,8 @@ def trunks(part: Part, engine: InferenceEngine, rows: int, run: Run, shape: Shap
     plain = statistics.median(found["trunk"])
     for name, seconds in found.items():
         note = (
-            f"reading weights (with the head) and KV takes {bound:.0f} µs; {plain / statistics.median(seconds):.2f} x"
+            f"reading weights (with the head) and KV takes {bound:.0f} µs; "
+            f"{plain / statistics.median(seconds):.2f} x"
         )
         part.add(f"{name}, {rows} rows", [each * 1e6 for each in seconds], "µs", note=note)
 
@@ -213,16 +258,29 @@ def asked(part: Part, engine: InferenceEngine, options: dict[str, Any], run: Run
     found = ours.decode(engine, batch, run.scale, options)
     plain = median_of(run.out, part.name, f"decode, batch {batch}") or math.nan
     name = ", ".join(f"{key}={value}" for key, value in options.items())
-    part.add(f"decode, batch {batch}, {name}", found.rates(batch), "tok/s", note=f"plain: {plain:,.0f}")
+    part.add(
+        f"decode, batch {batch}, {name}", found.rates(batch), "tok/s", note=f"plain: {plain:,.0f}"
+    )
 
 
-def base(part: Part, engine: InferenceEngine, name: str, run: Run, shape: Shape, rates: Rates) -> None:
+def base(
+    part: Part, engine: InferenceEngine, name: str, run: Run, shape: Shape, rates: Rates
+) -> None:
     """One of W1 to W6 and its share of its roofline."""
     load = run.scale.fit(workload(name))
     seconds = ours.timed(engine, load, run.scale, run.scale.repeats)
-    counted, unit = (load.prompt_tokens, "prompt tok/s") if name == "W4" else (load.output_tokens, "output tok/s")
+    counted, unit = (
+        (load.prompt_tokens, "prompt tok/s")
+        if name == "W4"
+        else (load.output_tokens, "output tok/s")
+    )
     share = ratio(bound_of(steps_of(load, shape), rates).bound, statistics.median(seconds))
-    part.add(name, [counted / each for each in seconds], unit, note=f"{load.what}; {share:.0%} of its roofline")
+    part.add(
+        name,
+        [counted / each for each in seconds],
+        unit,
+        note=f"{load.what}; {share:.0%} of its roofline",
+    )
 
 
 def measure_variants(run: Run) -> None:
@@ -234,7 +292,9 @@ def measure_variants(run: Run) -> None:
         "lookahead=0": {"lookahead": 0},
     }
     for name, changes in variants.items():
-        attempt(part, name, lambda name=name, changes=changes: varied(part, name, changes, folder, run))
+        attempt(
+            part, name, lambda name=name, changes=changes: varied(part, name, changes, folder, run)
+        )
         card.release(scale.device)
 
 
@@ -242,7 +302,9 @@ def varied(part: Part, name: str, changes: dict[str, Any], folder: Path, run: Ru
     with ours.opened(run.scale, folder, **changes) as engine:
         load = run.nano()
         seconds = ours.timed(engine, load, run.scale, max(1, run.scale.repeats - 1))
-        rate = part.add(f"nano-vllm, {name}", [load.output_tokens / each for each in seconds], "output tok/s")
+        rate = part.add(
+            f"nano-vllm, {name}", [load.output_tokens / each for each in seconds], "output tok/s"
+        )
         plain = median_of(run.out, "engine", "nano-vllm")
         if plain:
             target = 0.15 if name == "batch_invariant" else None
@@ -264,7 +326,11 @@ def measure_large(run: Run) -> None:
         started(part, engine, began, scale)
         for batch in scale.large_batches:
             name = f"decode, batch {batch}"
-            attempt(part, name, lambda b=batch: decoded(part, engine, b, run, run.shape(scale.large), rates))
+            attempt(
+                part,
+                name,
+                lambda b=batch: decoded(part, engine, b, run, run.shape(scale.large), rates),
+            )
 
 
 def measure_loop(run: Run) -> None:
@@ -274,7 +340,11 @@ def measure_loop(run: Run) -> None:
     requests = sorted(load.requests, key=lambda request: request.max_tokens)
     for batch in scale.batches:
         context = scale.context + scale.steps
-        attempt(part, f"decode, batch {batch}", lambda b=batch, c=context: loop_decode(part, folder, b, c, scale))
+        attempt(
+            part,
+            f"decode, batch {batch}",
+            lambda b=batch, c=context: loop_decode(part, folder, b, c, scale),
+        )
         card.release(scale.device)
     size = min(LOOP_BATCH, len(requests))
     groups = [requests[i : i + size] for i in range(0, len(requests), size)]
@@ -292,7 +362,12 @@ def measure_loop(run: Run) -> None:
             loop.decode(steps, max(len(request.prompt) for request in group))
         card.wait(scale.device)
         rate = load.output_tokens / (time.perf_counter() - began)
-        part.add("nano-vllm", [rate], "output tok/s", note=f"batches of {size} sorted by length; no logprobs")
+        part.add(
+            "nano-vllm",
+            [rate],
+            "output tok/s",
+            note=f"batches of {size} sorted by length; no logprobs",
+        )
 
     attempt(part, "nano-vllm", whole)
 
@@ -310,26 +385,46 @@ def loop_decode(part: Part, folder: Path, batch: int, longest: int, scale: Scale
         loop.decode(each, scale.context + block * each)
         card.wait(scale.device)
         rates.append(batch * each / (time.perf_counter() - began))
-    part.add(f"decode, batch {batch}", rates, "tok/s", note=f"from {scale.context} tokens of context; no logprobs")
+    part.add(
+        f"decode, batch {batch}",
+        rates,
+        "tok/s",
+        note=f"from {scale.context} tokens of context; no logprobs",
+    )
 
 
 def measure_transformers(run: Run) -> None:
-    """`transformers`: continuous batching on the nano-vllm workload, and a static cache on W1 and W2's shapes."""
+    """`transformers`: continuous batching on the nano-vllm workload, and a static cache on W1 and
+    W2's shapes.
+    """
     scale, part, load = run.scale, Part(run.out, "transformers"), run.nano()
     began = time.perf_counter()
     model = hf.load(run.small(), scale.device, scale.dtype)
 
     def static(batch: int, compiled: bool) -> None:
-        prompts, tokens = [[1 + i] * scale.context for i in range(batch)], max(2, 128 // scale.shrink)
-        runs = [hf.static_generate(model, prompts, tokens, scale.device, compiled=compiled) for _ in range(2)]
+        prompts, tokens = (
+            [[1 + i] * scale.context for i in range(batch)],
+            max(2, 128 // scale.shrink),
+        )
+        runs = [
+            hf.static_generate(model, prompts, tokens, scale.device, compiled=compiled)
+            for _ in range(2)
+        ]
         name = f"static cache, batch {batch}, {'compiled' if compiled else 'not compiled'}"
-        part.add(name, [batch * tokens / runs[-1]], "output tok/s", note=f"{scale.context} -> {tokens}; no logprobs")
+        part.add(
+            name,
+            [batch * tokens / runs[-1]],
+            "output tok/s",
+            note=f"{scale.context} -> {tokens}; no logprobs",
+        )
 
     def continuous() -> None:
         left = max(5.0, run.seconds - (time.perf_counter() - began) - 15)
         seconds, tokens, finished = hf.continuous(model, load, left, **scale.continuous)
         note = f"{finished} of {len(load.requests)} requests in {seconds:.1f} s; no logprobs"
-        part.add("nano-vllm, continuous batching", [ratio(tokens, seconds)], "output tok/s", note=note)
+        part.add(
+            "nano-vllm, continuous batching", [ratio(tokens, seconds)], "output tok/s", note=note
+        )
 
     batches = sorted({1, min(STATIC_BATCH, scale.batches[-1])})
     for batch in batches:
@@ -337,7 +432,11 @@ def measure_transformers(run: Run) -> None:
     attempt(part, "continuous batching", continuous)
     if scale.device != "cpu" and run.seconds - (time.perf_counter() - began) > 60:
         for batch in batches:
-            attempt(part, f"static cache, batch {batch}, compiled", lambda batch=batch: static(batch, True))
+            attempt(
+                part,
+                f"static cache, batch {batch}, compiled",
+                lambda batch=batch: static(batch, True),
+            )
 
 
 PARTS: dict[str, Callable[[Run], None]] = {

@@ -1,4 +1,6 @@
-"""What others have published of the same workload (Qwen3-0.6B, 133,966 output tokens). Not measured here."""
+"""What others have published of the same workload (Qwen3-0.6B, 133,966 output tokens). Not measured
+here.
+"""
 
 from typing import NamedTuple
 
@@ -14,8 +16,19 @@ class Published(NamedTuple):
 
 PUBLISHED = (
     Published("vLLM", "RTX 4070 Laptop", 1361.84, "github.com/GeeeekExplorer/nano-vllm README"),
-    Published("nano-vllm", "RTX 4070 Laptop", 1434.13, "github.com/GeeeekExplorer/nano-vllm README"),
-    Published("vLLM 0.10.2", "A800-SXM4-80GB", 8587.95, "github.com/cosmoliu2002/nano-vllm-triton issue 1"),
-    Published("nano-vllm-triton", "A800-SXM4-80GB", 10009.26, "github.com/cosmoliu2002/nano-vllm-triton issue 1"),
-    Published("vLLM 0.21.0", "A100 80GB PCIe", 9530.43, "github.com/GeeeekExplorer/nano-vllm issue 245"),
+    Published(
+        "nano-vllm", "RTX 4070 Laptop", 1434.13, "github.com/GeeeekExplorer/nano-vllm README"
+    ),
+    Published(
+        "vLLM 0.10.2", "A800-SXM4-80GB", 8587.95, "github.com/cosmoliu2002/nano-vllm-triton issue 1"
+    ),
+    Published(
+        "nano-vllm-triton",
+        "A800-SXM4-80GB",
+        10009.26,
+        "github.com/cosmoliu2002/nano-vllm-triton issue 1",
+    ),
+    Published(
+        "vLLM 0.21.0", "A100 80GB PCIe", 9530.43, "github.com/GeeeekExplorer/nano-vllm issue 245"
+    ),
 )

@@ -1,4 +1,6 @@
-"""What the parts of a check found: a file for each, written after every row, and all of them as one report."""
+"""What the parts of a check found: a file for each, written after every row, and all of them as one
+report.
+"""
 
 import json
 from collections.abc import Iterable
@@ -12,7 +14,9 @@ PARTS = "parts"
 
 
 class Part:
-    """One part's rows. What was measured before something fails or takes too long is on the disk."""
+    """One part's rows. What was measured before something fails or takes too long is on the
+    disk.
+    """
 
     def __init__(self, out: Path, name: str) -> None:
         self.name = name
@@ -34,7 +38,13 @@ class Part:
     ) -> float:
         """Add a figure, maybe with its target; returns its median."""
         figure = spread(runs)
-        row: Row = {"part": self.name, "name": name, "figure": figure, "unit": unit, "note": note} | more
+        row: Row = {
+            "part": self.name,
+            "name": name,
+            "figure": figure,
+            "unit": unit,
+            "note": note,
+        } | more
         if at_least is not None:
             row |= {"target": f">= {at_least:g}", "met": figure["median"] >= at_least}
         if at_most is not None:
@@ -49,7 +59,9 @@ class Part:
     def _write(self, row: Row) -> None:
         self.rows.append(row)
         self._path.write_text(json.dumps(self.rows, indent=1) + "\n")
-        console.print(f"  {row['name']}: {_value(row)}", markup=False, soft_wrap=True, highlight=False)
+        console.print(
+            f"  {row['name']}: {_value(row)}", markup=False, soft_wrap=True, highlight=False
+        )
 
 
 def ratio(ours: float, whole: float) -> float:
@@ -65,20 +77,33 @@ def rows_of(out: Path) -> list[Row]:
 
 def median_of(out: Path, part: str, name: str) -> float | None:
     """The median of a figure that an earlier part wrote; None where it did not."""
-    found = [row for row in rows_of(out) if row["part"] == part and row["name"] == name and "figure" in row]
+    found = [
+        row
+        for row in rows_of(out)
+        if row["part"] == part and row["name"] == name and "figure" in row
+    ]
     return found[0]["figure"]["median"] if found else None
 
 
 def runs_of(out: Path, part: str) -> dict[str, list[float]]:
     """The runs of every figure of a part by name."""
-    return {row["name"]: row["figure"]["runs"] for row in rows_of(out) if row["part"] == part and "figure" in row}
+    return {
+        row["name"]: row["figure"]["runs"]
+        for row in rows_of(out)
+        if row["part"] == part and "figure" in row
+    }
 
 
 def write_report(out: Path, described: dict[str, Any], stages: list[dict[str, Any]]) -> Path:
     """OUT/gpu.json, and its tables on the terminal."""
     rows = rows_of(out)
     published = [each._asdict() for each in PUBLISHED]
-    report = {"machine": described, "stages": stages, "rows": rows, "published_by_others": published}
+    report = {
+        "machine": described,
+        "stages": stages,
+        "rows": rows,
+        "published_by_others": published,
+    }
     path = out / "gpu.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
     console.print("\n".join(lines_of(report)), soft_wrap=True, markup=False, highlight=False)
@@ -90,7 +115,10 @@ def lines_of(report: dict[str, Any]) -> list[str]:
     """A report as text: one line a figure, with its extremes and its target."""
     lines = ["", *(f"{key}: {value}" for key, value in report["machine"].items()), "", "stages"]
     for stage in report["stages"]:
-        lines.append(f"  {stage['stage']:<14} {stage['seconds']:>4} s of {stage['limit']:>4}  {stage['ended']}")
+        lines.append(
+            f"  {stage['stage']:<14} {stage['seconds']:>4} s of {stage['limit']:>4}  "
+            f"{stage['ended']}"
+        )
     width = max((len(row["name"]) for row in report["rows"]), default=0)
     part = None
     for row in report["rows"]:
@@ -100,7 +128,10 @@ def lines_of(report: dict[str, Any]) -> list[str]:
         lines.append(f"  {row['name']:<{width}}  {_value(row)}")
     lines += ["", "published by others on the same workload; not measured here"]
     for each in report["published_by_others"]:
-        lines.append(f"  {each['engine']:<18} {each['card']:<16} {each['tokens_per_s']:>9,.0f} tok/s  {each['source']}")
+        lines.append(
+            f"  {each['engine']:<18} {each['card']:<16} {each['tokens_per_s']:>9,.0f} tok/s  "
+            f"{each['source']}"
+        )
     return lines
 
 

@@ -1,4 +1,6 @@
-"""How large the measurements are: as they are meant on a card, or so small that an interpreter on a CPU runs them."""
+"""How large the measurements are: as they are meant on a card, or so small that an interpreter on a
+CPU runs them.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,9 +70,13 @@ class Scale:
         def smaller(request: Request) -> Request:
             prompt = request.prompt[: max(1, len(request.prompt) // self.shrink)]
             ids = prompt if self.shrink == 1 else tuple(token % vocab for token in prompt)
-            return Request(ids, max(1, request.max_tokens // self.shrink), min(request.n, self.requests))
+            return Request(
+                ids, max(1, request.max_tokens // self.shrink), min(request.n, self.requests)
+            )
 
-        return replace(load, requests=tuple(smaller(request) for request in load.requests[: self.requests]))
+        return replace(
+            load, requests=tuple(smaller(request) for request in load.requests[: self.requests])
+        )
 
 
 REAL = Scale(

@@ -1,8 +1,10 @@
-"""A peer: a decoding loop in plain torch with CUDA graphs, about what an engineer writes in an afternoon.
+"""A peer: a decoding loop in plain torch with CUDA graphs, about what an engineer writes in an
+afternoon.
 
-A static cache [batch, longest], torch's scaled_dot_product_attention, every decode step replayed from a graph (one for
-each bucket of lengths, so that short contexts read little), sampling inside of the graph. No paging, no scheduler, no
-prefix cache, no logprobs; a batch runs until its longest sequence is done. Llama and Qwen3 shapes.
+A static cache [batch, longest], torch's scaled_dot_product_attention, every decode step replayed
+from a graph (one for each bucket of lengths, so that short contexts read little), sampling inside
+of the graph. No paging, no scheduler, no prefix cache, no logprobs; a batch runs until its longest
+sequence is done. Llama and Qwen3 shapes.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +25,20 @@ class TorchLoop:
     """A model with room for `batch` sequences of `longest` tokens."""
 
     def __init__(
-        self, folder: Path, batch: int, longest: int, device: str, dtype: torch.dtype, temperature: float
+        self,
+        folder: Path,
+        batch: int,
+        longest: int,
+        device: str,
+        dtype: torch.dtype,
+        temperature: float,
     ) -> None:
-        self.spec, self.device, self.batch, self.temperature = load_spec(folder), device, batch, temperature
+        self.spec, self.device, self.batch, self.temperature = (
+            load_spec(folder),
+            device,
+            batch,
+            temperature,
+        )
         spec = self.spec
         self.longest = -(-longest // BUCKET) * BUCKET if device != "cpu" else longest
         weights: dict[str, Tensor] = {}
@@ -37,21 +50,26 @@ class TorchLoop:
         shape = (spec.num_layers, batch, spec.num_kv_heads, self.longest, spec.head_dim)
         self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(batch, dtype=torch.int64, device=device)  # of the tokens in `tokens`
+        # of the tokens in `tokens`
+        self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
         self.rows = torch.arange(batch, device=device)
         self.cos, self.sin = _rotary(spec.head_dim, self.longest, spec.rope.theta, device)
         self.steps: dict[int, Callable[[], None]] = {}
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Compute prompts, padded to the longest of a few at a time, and draw each one's first token."""
+        """Compute prompts, padded to the longest of a few at a time, and draw each one's first
+        token.
+        """
         most = max(len(prompt) for prompt in prompts)
         few = max(1, PREFILL_ROWS // most)
         for start in range(0, len(prompts), few):
             part = prompts[start : start + few]
             lengths = torch.tensor([len(prompt) for prompt in part], device=self.device)
             width = int(lengths.max())
-            ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in part], device=self.device)
+            ids = torch.tensor(
+                [[*prompt, *[0] * (width - len(prompt))] for prompt in part], device=self.device
+            )
             x = self.embed[ids]
             cos, sin = self.cos[:width, None], self.sin[:width, None]
             for i, layer in enumerate(self.layers):
@@ -59,7 +77,11 @@ class TorchLoop:
                 self.keys[i, start : start + len(part), :, :width] = k.transpose(1, 2)
                 self.values[i, start : start + len(part), :, :width] = v.transpose(1, 2)
                 found = functional.scaled_dot_product_attention(
-                    q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+                    q.transpose(1, 2),
+                    k.transpose(1, 2),
+                    v.transpose(1, 2),
+                    is_causal=True,
+                    enable_gqa=True,
                 )
                 x = self._after(layer, x, found.transpose(1, 2).flatten(2))
             last = x[torch.arange(len(part), device=self.device), lengths - 1]
@@ -68,13 +90,17 @@ class TorchLoop:
 
     @torch.inference_mode()
     def decode(self, steps: int, longest: int) -> None:
-        """Draw `steps` tokens of every sequence, of which the longest context has `longest` tokens now."""
+        """Draw `steps` tokens of every sequence, of which the longest context has `longest` tokens
+        now.
+        """
         for i in range(steps):
             self._step_for(longest + i + 1)()
 
     @torch.inference_mode()
     def capture_all(self, longest: int) -> None:
-        """Make every graph that contexts of up to `longest` tokens need, so that none is made while it is timed."""
+        """Make every graph that contexts of up to `longest` tokens need, so that none is made while
+        it is timed.
+        """
         self.positions.zero_()
         for reach in range(BUCKET, longest + BUCKET, BUCKET):
             self._step_for(min(reach, self.longest))
@@ -89,7 +115,8 @@ class TorchLoop:
         spec, batch = self.spec, self.batch
         x = self.embed[self.tokens][:, None]
         cos, sin = self.cos[self.positions][:, None, None], self.sin[self.positions][:, None, None]
-        mask = (torch.arange(reach, device=self.device) <= self.positions[:, None])[:, None, None]  # [B, 1, 1, reach]
+        # [B, 1, 1, reach]
+        mask = (torch.arange(reach, device=self.device) <= self.positions[:, None])[:, None, None]
         group = spec.num_heads // spec.num_kv_heads
         for i, layer in enumerate(self.layers):
             q, k, v = self._project(layer, x, cos, sin)
@@ -103,9 +130,13 @@ class TorchLoop:
         self.tokens.copy_(self._draw(x[:, 0]))
         self.positions.add_(1).clamp_(max=self.longest - 1)
 
-    def _project(self, layer: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, layer: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
-        qkv = functional.linear(self._rms(x, layer["attn_norm"]), layer["qkv"]).unflatten(-1, (-1, spec.head_dim))
+        qkv = functional.linear(self._rms(x, layer["attn_norm"]), layer["qkv"]).unflatten(
+            -1, (-1, spec.head_dim)
+        )
         q, k, v = qkv.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=-2)
         if "q_norm" in layer:
             q, k = self._rms(q, layer["q_norm"]), self._rms(k, layer["k_norm"])
@@ -113,7 +144,9 @@ class TorchLoop:
 
     def _after(self, layer: dict[str, Tensor], x: Tensor, attended: Tensor) -> Tensor:
         x = x + functional.linear(attended, layer["o"])
-        gate, up = functional.linear(self._rms(x, layer["mlp_norm"]), layer["gate_up"]).chunk(2, dim=-1)
+        gate, up = functional.linear(self._rms(x, layer["mlp_norm"]), layer["gate_up"]).chunk(
+            2, dim=-1
+        )
         return x + functional.linear(functional.silu(gate) * up, layer["down"])
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:

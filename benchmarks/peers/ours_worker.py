@@ -1,4 +1,6 @@
-"""`python -m benchmarks.peers.ours_worker OPTIONS`: this engine as one of the peers, in a process of its own."""
+"""`python -m benchmarks.peers.ours_worker OPTIONS`: this engine as one of the peers, in a process
+of its own.
+"""
 
 import json
 import sys
@@ -17,7 +19,9 @@ def main() -> None:
     with opened(options) as engine:
 
         def answer(question: dict[str, Any]) -> dict[str, Any]:
-            requests = tuple(Request(tuple(prompt), length, n) for prompt, length, n in question["requests"])
+            requests = tuple(
+                Request(tuple(prompt), length, n) for prompt, length, n in question["requests"]
+            )
             load = Workload("peers", "", requests, question["sampling"])
             engine.flush_cache()
             began = time.perf_counter()

@@ -1,4 +1,6 @@
-"""Engines as processes that take turns: who is not being timed is stopped by a signal, so that nothing of it spins."""
+"""Engines as processes that take turns: who is not being timed is stopped by a signal, so that
+nothing of it spins.
+"""
 
 import contextlib
 import json
@@ -50,7 +52,9 @@ class Engine(Protocol):
 class Processes:
     """A process in a group of its own, with all that it starts."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, **pipes: Any) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path, **pipes: Any
+    ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             pipes = {"stdout": file} | pipes
@@ -78,7 +82,9 @@ class Processes:
         """Stop all of it; returns when it has stopped."""
         os.killpg(self.process.pid, signal.SIGSTOP)
         deadline = time.perf_counter() + STOP_LIMIT
-        while time.perf_counter() < deadline and any(running(process) for process in self.members()):
+        while time.perf_counter() < deadline and any(
+            running(process) for process in self.members()
+        ):
             time.sleep(0.002)
 
     def wake(self) -> None:
@@ -87,7 +93,9 @@ class Processes:
     def require_alive(self) -> None:
         if self.process.poll() is not None:
             last = "\n".join(self.log.read_text(errors="replace").splitlines()[-12:])
-            raise PeerFailed(f"`{self.process.args[0]}` ended with status {self.process.returncode}:\n{last}")  # pyright: ignore
+            raise PeerFailed(
+                f"`{self.process.args[0]}` ended with status {self.process.returncode}:\n{last}"  # pyright: ignore
+            )
 
     def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -114,11 +122,19 @@ class Worker:
     """An engine that is asked in JSON lines; see `channel`."""
 
     def __init__(
-        self, name: str, setting: str, command: Sequence[str], environment: Mapping[str, str], log: Path, config: str
+        self,
+        name: str,
+        setting: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        config: str,
     ) -> None:
         self.name, self.setting = name, setting
         began = time.perf_counter()
-        self.processes = Processes(command, environment, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.processes = Processes(
+            command, environment, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         try:
             ready = self._answer()
         except PeerFailed:
@@ -134,12 +150,17 @@ class Worker:
     def run(self, load: Workload) -> float:
         answer = self.ask(
             {
-                "requests": [[request.prompt, request.max_tokens, request.n] for request in load.requests],
+                "requests": [
+                    [request.prompt, request.max_tokens, request.n] for request in load.requests
+                ],
                 "sampling": dict(load.sampling),
             }
         )
         if answer["tokens"] != load.output_tokens:
-            raise PeerFailed(f"{self.name} made {answer['tokens']} tokens of {load.output_tokens} in {load.name}.")
+            raise PeerFailed(
+                f"{self.name} made {answer['tokens']} tokens of {load.output_tokens} in "
+                f"{load.name}."
+            )
         return float(answer["seconds"])
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:

@@ -18,10 +18,12 @@ class VllmSetting:
 
     Attributes:
         eager: without torch.compile.
-        intel_openmp: preload the OpenMP runtime that comes with the wheel, as vLLM's documentation advises.
+        intel_openmp: preload the OpenMP runtime that comes with the wheel, as vLLM's documentation
+            advises.
         own_process: the engine runs in a process of its own, vLLM's default.
         batched_tokens: tokens a step.
-        set_threads: set OMP_NUM_THREADS; else vLLM gives the workers their threads and torch one outside of them.
+        set_threads: set OMP_NUM_THREADS; else vLLM gives the workers their threads and torch one
+            outside of them.
     """
 
     eager: bool = False
@@ -44,13 +46,24 @@ SETTINGS = {
 DEFAULTS: Mapping[str, str] = {}
 
 
-def vllm_worker(setting: str, model: Path, dtype: str, threads: int, cache: Path, log: Path) -> Worker:
+def vllm_worker(
+    setting: str, model: Path, dtype: str, threads: int, cache: Path, log: Path
+) -> Worker:
     """Start vLLM. Raises `PeerFailed`."""
     chosen = SETTINGS[setting]
     told = environment(chosen, threads, cache)
-    arguments = {"model": str(model), "dtype": dtype, "eager": chosen.eager, "batched_tokens": chosen.batched_tokens}
+    arguments = {
+        "model": str(model),
+        "dtype": dtype,
+        "eager": chosen.eager,
+        "batched_tokens": chosen.batched_tokens,
+    }
     command = [str(vllm_python(cache)), "-m", "benchmarks.peers.vllm_worker", json.dumps(arguments)]
-    shown = {name: value for name, value in told.items() if name.startswith(("VLLM_CPU", "VLLM_ENABLE", "OMP", "KMP"))}
+    shown = {
+        name: value
+        for name, value in told.items()
+        if name.startswith(("VLLM_CPU", "VLLM_ENABLE", "OMP", "KMP"))
+    }
     preloaded = [Path(name).name for name in told["LD_PRELOAD"].split(":") if name]
     config = f"vLLM, {dtype}, {chosen}, preloaded {preloaded}, {shown}"
     return Worker("vllm", setting, command, clean_environment() | told, log, config)
@@ -72,6 +85,9 @@ def environment(setting: VllmSetting, threads: int, cache: Path) -> dict[str, st
     if setting.set_threads:
         variables["OMP_NUM_THREADS"] = str(threads)
     if setting.intel_openmp:
-        barriers = {f"KMP_{kind}_BARRIER_PATTERN": "dist,dist" for kind in ("FORKJOIN", "PLAIN", "REDUCTION")}
+        barriers = {
+            f"KMP_{kind}_BARRIER_PATTERN": "dist,dist"
+            for kind in ("FORKJOIN", "PLAIN", "REDUCTION")
+        }
         variables |= {"KMP_BLOCKTIME": "1", "KMP_TPAUSE": "0", **barriers}
     return variables

@@ -1,7 +1,7 @@
 """`python -m benchmarks.peers.vllm_worker SETTING`: vLLM on a CPU. Runs in vLLM's own environment.
 
-The setting is JSON: model, dtype, eager, batched_tokens. Threads and memory are told to vLLM by environment variables,
-which whoever starts this sets.
+The setting is JSON: model, dtype, eager, batched_tokens. Threads and memory are told to vLLM by
+environment variables, which whoever starts this sets.
 """
 
 import json
@@ -37,7 +37,12 @@ def main() -> None:
         prompts = [{"prompt_token_ids": prompt} for prompt, _, _ in question["requests"]]
         params = [
             SamplingParams(
-                n=n, max_tokens=length, temperature=1.0, ignore_eos=True, detokenize=False, **question["sampling"]
+                n=n,
+                max_tokens=length,
+                temperature=1.0,
+                ignore_eos=True,
+                detokenize=False,
+                **question["sampling"],
             )
             for _, length, n in question["requests"]
         ]

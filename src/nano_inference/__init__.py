@@ -1,6 +1,7 @@
 """nano-inference: an LLM inference engine for reinforcement learning.
 
-Token ids in; tokens, exact logprobs and weight versions out; policy weights swapped in while it decodes.
+Token ids in; tokens, exact logprobs and weight versions out; policy weights swapped in while it
+decodes.
 """
 
 from importlib import import_module
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# What imports torch is imported when it is first asked for: `nano-inference --help` shall not wait seconds for it.
+# What imports torch is imported when it is first asked for: `nano-inference --help` shall not wait
+# seconds for it.
 _NEEDS_TORCH = {
     "AsyncInferenceEngine": "nano_inference.engine.async_engine",
     "InferenceEngine": "nano_inference.engine.engine",

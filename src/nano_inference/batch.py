@@ -1,4 +1,6 @@
-"""A decision made into tensors: a `ForwardBatch` for the model, a `SamplingBatch` for the draw. Complete at birth."""
+"""A decision made into tensors: a `ForwardBatch` for the model, a `SamplingBatch` for the draw.
+Complete at birth.
+"""
 
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Listed
@@ -20,7 +22,9 @@ NO_TEMPERATURES = torch.empty(0, dtype=torch.float64)
 
 
 class Scored(NamedTuple):
-    """Rows [start, end) of a sequence, by position, whose next token's logprob a forward computes."""
+    """Rows [start, end) of a sequence, by position, whose next token's logprob a forward
+    computes.
+    """
 
     seq: Sequence
     start: int
@@ -28,7 +32,9 @@ class Scored(NamedTuple):
 
 
 class TableRows(NamedTuple):
-    """Where block tables are kept from step to step: a row is one sequence's for as long as it lives."""
+    """Where block tables are kept from step to step: a row is one sequence's for as long as it
+    lives.
+    """
 
     rows: np.ndarray  # int64 [S]
     marks: np.ndarray  # int64 [S], another whenever the row was written
@@ -55,16 +61,20 @@ class ForwardBatch:
     relay_rows: Tensor  # [R] rows whose token the step before is sampling
     relay_sources: Tensor  # [R] where in that step's samples it stands
     num_prompt_tokens: int  # rows that belong to prompts, for the books
-    best_rows: Tensor = NOTHING  # [T] those of score_rows whose most probable next tokens are wanted too
+    # [T] those of score_rows whose most probable next tokens are wanted too
+    best_rows: Tensor = NOTHING
     num_best: int = 0  # how many of them; 0 where nobody wants any
-    # int64 [1]: numbers from one row of block_tables to the next, where only the device knows (`CudaRunner`)
+    # int64 [1]: numbers from one row of block_tables to the next, where only the device knows
+    # (`CudaRunner`)
     table_stride: Tensor | None = None
     table_rows: TableRows | None = None  # for whoever mirrors block tables; None: nobody keeps them
     context: Any = None  # `parallel.context.ContextStep`, where these are one rank's rows of a step
 
 
 class Rows(NamedTuple):
-    """Rows [start, start + len(token_ids)) of one sequence, and the blocks of its context up to there."""
+    """Rows [start, start + len(token_ids)) of one sequence, and the blocks of its context up to
+    there.
+    """
 
     token_ids: Listed[int]
     start: int
@@ -123,12 +133,18 @@ def layout_of_rows(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """What follows from where chunks start, how long they are and their block tables [S, blocks].
 
-    Returns `cu_seqlens_q` [S + 1] and, for each row, its chunk, position and slot [N]; see `ForwardBatch`.
+    Returns `cu_seqlens_q` [S + 1] and, for each row, its chunk, position and slot [N]; see
+    `ForwardBatch`.
     """
     if len(lengths) and (lengths == 1).all():  # a step that only decodes
         rows = np.arange(len(starts) + 1)
         places, offsets = np.divmod(starts, block_size)
-        return rows, rows[:-1].copy(), starts.copy(), tables[rows[:-1], places] * block_size + offsets
+        return (
+            rows,
+            rows[:-1].copy(),
+            starts.copy(),
+            tables[rows[:-1], places] * block_size + offsets,
+        )
     cu_seqlens = np.zeros(len(starts) + 1, dtype=np.int64)
     np.cumsum(lengths, out=cu_seqlens[1:])
     row_chunks = np.repeat(np.arange(len(starts)), lengths)
@@ -138,10 +154,12 @@ def layout_of_rows(
 
 
 class BatchBuilder:
-    """Makes a step's batches from arrays that keep what every step needs of a sequence, one slot each.
+    """Makes a step's batches from arrays that keep what every step needs of a sequence, one slot
+    each.
 
-    A slot is written when its sequence first appears, and its block table when that changed: both are rare. A step only
-    gathers from the slots, into new arrays: one that is in flight may still be reading its own.
+    A slot is written when its sequence first appears, and its block table when that changed: both
+    are rare. A step only gathers from the slots, into new arrays: one that is in flight may still
+    be reading its own.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -152,11 +170,14 @@ class BatchBuilder:
         self._marks = np.zeros(0, dtype=np.int64)  # [slots], of when a table was last written
         self._num_written = 0
         self._prompts = np.zeros(0, dtype=np.int64)  # [slots] prompt tokens
-        self._least = np.zeros(0, dtype=np.int64)  # [slots] tokens that a sequence has before it may stop
+        # [slots] tokens that a sequence has before it may stop
+        self._least = np.zeros(0, dtype=np.int64)
         self._draws = SamplingTable()
         self._undrawn = np.zeros(0, dtype=np.bool_)  # [slots] it does not know this one yet
 
-    def chunks(self, decision: SchedulerOutput, sampled: Listed[Sequence], sequences: Sequences) -> "Chunks":
+    def chunks(
+        self, decision: SchedulerOutput, sampled: Listed[Sequence], sequences: Sequences
+    ) -> "Chunks":
         """The chunks of a step as arrays.
 
         Args:
@@ -166,7 +187,8 @@ class BatchBuilder:
         """
         slots = self._slots_of(decision.seq_ids, sequences)
         starts, lengths, samples = (
-            np.array(column, dtype=np.int64) for column in (decision.starts, decision.lengths, decision.samples)
+            np.array(column, dtype=np.int64)
+            for column in (decision.starts, decision.lengths, decision.samples)
         )
         self._follow_tables(decision, sequences)
         names = list(dict.fromkeys(decision.weight_sets))
@@ -174,9 +196,13 @@ class BatchBuilder:
         if len(names) == 1:
             parts, rows = [(names[0], ALL)], np.cumsum(drawn) - 1
         else:  # in the logits chunks are grouped by weight set
-            parts = [(name, np.array([each == name for each in decision.weight_sets])) for name in names]
+            parts = [
+                (name, np.array([each == name for each in decision.weight_sets])) for name in names
+            ]
             rows = np.zeros(len(samples), dtype=np.int64)
-            rows[np.concatenate([np.flatnonzero(part & drawn) for _, part in parts])] = np.arange(drawn.sum())
+            rows[np.concatenate([np.flatnonzero(part & drawn) for _, part in parts])] = np.arange(
+                drawn.sum()
+            )
         return Chunks(
             seqs=[sequences.by_id[seq_id] for seq_id in decision.seq_ids],
             parts=parts,
@@ -187,26 +213,38 @@ class BatchBuilder:
             positions=np.repeat(starts + lengths, samples),
         )
 
-    def forward_batches(self, chunks: "Chunks", sampling_now: Mapping[int, int]) -> tuple[ForwardBatch, ...]:
+    def forward_batches(
+        self, chunks: "Chunks", sampling_now: Mapping[int, int]
+    ) -> tuple[ForwardBatch, ...]:
         """One `ForwardBatch` a weight set, in order of first appearance.
 
-        `sampling_now`: sequence id -> place in the samples of the step in flight, for tokens not known on the host.
+        `sampling_now`: sequence id -> place in the samples of the step in flight, for tokens not
+        known on the host.
         """
         return tuple(
             self._build(name, chunks.seqs, chunks.columns, sampling_now)
             if part is ALL
-            else self._build(name, list(compress(chunks.seqs, part.tolist())), chunks.columns.of(part), sampling_now)
+            else self._build(
+                name,
+                list(compress(chunks.seqs, part.tolist())),
+                chunks.columns.of(part),
+                sampling_now,
+            )
             for name, part in chunks.parts
         )
 
     def sampling_batch(self, chunks: "Chunks") -> SamplingBatch:
-        """The draw of a step, once the tokens before it are known. Logits of its batches stand one after another.
+        """The draw of a step, once the tokens before it are known. Logits of its batches stand one
+        after another.
 
-        Parameters of a sequence are read here, so that one whose own cannot be read harms no forward.
+        Parameters of a sequence are read here, so that one whose own cannot be read harms no
+        forward.
         """
         for place in np.flatnonzero(self._undrawn[chunks.slots]).tolist():
             seq, slot = chunks.sampled[place], int(chunks.slots[place])
-            self._draws.put(slot, seq.params, seq.seed, seq.sample_index, seq.token_ids[: seq.num_prompt_tokens])
+            self._draws.put(
+                slot, seq.params, seq.seed, seq.sample_index, seq.token_ids[: seq.num_prompt_tokens]
+            )
             self._undrawn[slot] = False
         for place, counts in self._draws.penalized(chunks.slots):
             seq = chunks.sampled[place]
@@ -216,12 +254,18 @@ class BatchBuilder:
         return self._draws.batch(chunks.slots, chunks.rows, chunks.positions, banned)
 
     def _build(
-        self, weight_set: str, seqs: Listed[Sequence], columns: "_Columns", sampling_now: Mapping[int, int]
+        self,
+        weight_set: str,
+        seqs: Listed[Sequence],
+        columns: "_Columns",
+        sampling_now: Mapping[int, int],
     ) -> ForwardBatch:
         slots, starts, lengths, samples = columns
         ends = starts + lengths
         tables = self._tables[slots, : -(-int(ends.max()) // self._block_size)]
-        cu_seqlens, row_chunks, positions, slot_mapping = layout_of_rows(starts, lengths, tables, self._block_size)
+        cu_seqlens, row_chunks, positions, slot_mapping = layout_of_rows(
+            starts, lengths, tables, self._block_size
+        )
 
         input_ids: list[int] = []
         relay: list[tuple[int, int]] = []
@@ -232,7 +276,9 @@ class BatchBuilder:
                 relay.append((len(input_ids), sampling_now[seq.seq_id]))
                 input_ids.append(0)
         relay_rows, relay_sources = zip(*relay, strict=True) if relay else ((), ())
-        score_rows, score_targets, best_rows, scored = _rows_to_score(seqs, starts, ends, cu_seqlens)
+        score_rows, score_targets, best_rows, scored = _rows_to_score(
+            seqs, starts, ends, cu_seqlens
+        )
 
         return ForwardBatch(
             weight_set=weight_set,
@@ -257,12 +303,22 @@ class BatchBuilder:
         )
 
     def _follow_tables(self, decision: SchedulerOutput, sequences: Sequences) -> None:
-        """Write what this step changed in block tables: all of a newcomer's, else from the chunk's first block on."""
-        for seq_id, start, fresh in zip(decision.seq_ids, decision.starts, decision.fresh_blocks, strict=True):
+        """Write what this step changed in block tables: all of a newcomer's, else from the chunk's
+        first block on.
+        """
+        for seq_id, start, fresh in zip(
+            decision.seq_ids, decision.starts, decision.fresh_blocks, strict=True
+        ):
             if fresh:
-                self._write_table(self._slots[seq_id], sequences.by_id[seq_id].block_ids, start // self._block_size)
+                self._write_table(
+                    self._slots[seq_id],
+                    sequences.by_id[seq_id].block_ids,
+                    start // self._block_size,
+                )
         for admission in decision.admitted:
-            self._write_table(self._slots[admission.seq_id], sequences.by_id[admission.seq_id].block_ids, 0)
+            self._write_table(
+                self._slots[admission.seq_id], sequences.by_id[admission.seq_id].block_ids, 0
+            )
 
     def _write_table(self, slot: int, block_ids: list[int], first: int) -> None:
         room, wanted = self._tables.shape[1], len(block_ids)
@@ -287,12 +343,15 @@ class BatchBuilder:
         return np.fromiter(map(slots.__getitem__, seq_ids), dtype=np.int64, count=len(seq_ids))
 
     def _free_slots(self, wanted: int, live: Set[int]) -> None:
-        """Have so many free slots: those of sequences that are gone, and where that is not enough, new ones."""
+        """Have so many free slots: those of sequences that are gone, and where that is not enough,
+        new ones.
+        """
         if wanted <= len(self._free):
             return
         for seq_id in self._slots.keys() - live:
             self._free.append(self._slots.pop(seq_id))
-        if len(self._free) < wanted + len(self._slots):  # more than half would be held: the next search is far off
+        # more than half would be held: the next search is far off
+        if len(self._free) < wanted + len(self._slots):
             old = len(self._prompts)
             more = max(old, 2 * wanted)
             self._free += range(old, old + more)
@@ -320,7 +379,8 @@ class Chunks:
     """A step's chunks and samples as arrays; S chunks, R samples."""
 
     seqs: Listed[Sequence]  # [S]
-    parts: Listed[tuple[str, np.ndarray]]  # weight sets in order of first appearance, and their chunks: bool [S] or ALL
+    # weight sets in order of first appearance, and their chunks: bool [S] or ALL
+    parts: Listed[tuple[str, np.ndarray]]
     columns: _Columns
     sampled: Listed[Sequence]  # [R]
     slots: np.ndarray  # [R]
@@ -332,14 +392,20 @@ class Chunks:
         kept = np.array(places, dtype=np.int64)
         sampled = [self.sampled[place] for place in places]
         return replace(
-            self, sampled=sampled, slots=self.slots[kept], rows=self.rows[kept], positions=self.positions[kept]
+            self,
+            sampled=sampled,
+            slots=self.slots[kept],
+            rows=self.rows[kept],
+            positions=self.positions[kept],
         )
 
 
 def _rows_to_score(
     seqs: Listed[Sequence], starts: np.ndarray, ends: np.ndarray, cu_seqlens: np.ndarray
 ) -> tuple[list[int], list[int], list[int], list[Scored]]:
-    """Rows that are scored, the tokens after them, those whose best tokens are wanted, and whose they are."""
+    """Rows that are scored, the tokens after them, those whose best tokens are wanted, and whose
+    they are.
+    """
     score_rows: list[int] = []
     score_targets: list[int] = []
     best_rows: list[int] = []
@@ -361,7 +427,9 @@ def _temperatures(scored: Listed[Scored]) -> Tensor:
     if not scored:
         return NO_TEMPERATURES
     each = [seq.score_temperature for seq, _, _ in scored]
-    return torch.from_numpy(np.repeat(np.array(each, dtype=np.float64), [end - start for _, start, end in scored]))
+    return torch.from_numpy(
+        np.repeat(np.array(each, dtype=np.float64), [end - start for _, start, end in scored])
+    )
 
 
 def _tensor(values: Listed[int]) -> Tensor:

@@ -1,8 +1,8 @@
 """What a request may cost, in entries, computed before any of it is begun.
 
-An entry is one number that the engine has to hold or an answer has to carry: the logprob of a token, an id that a
-filter kept, a bias. Other limits hold each alone (samples, tokens, logprobs a token, ids of a bias); here they are
-multiplied.
+An entry is one number that the engine has to hold or an answer has to carry: the logprob of a
+token, an id that a filter kept, a bias. Other limits hold each alone (samples, tokens, logprobs a
+token, ids of a bias); here they are multiplied.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,8 @@ from typing import NamedTuple
 from nano_inference.errors import RequestTooLarge
 from nano_inference.types import SamplingParams
 
-DEFAULT_ENTRIES = 5_000_000  # of one request: 128 samples of 32,768 tokens, say, or 16 of 8,192 with the 20 best tokens
+# of one request: 128 samples of 32,768 tokens, say, or 16 of 8,192 with the 20 best tokens
+DEFAULT_ENTRIES = 5_000_000
 RL_ENTRIES = 40_000_000  # the default of a server for trainers
 
 
@@ -20,9 +21,11 @@ class Demand(NamedTuple):
     Attributes:
         prompt: tokens of the prompt.
         num_samples, max_tokens, top_logprobs, prompt_top_logprobs: of the request.
-        numbers: that each completion token has beside its `top_logprobs`: its logprob, a raw logprob, one id of a mask
-            (the others are counted while they come), a count for penalties.
-        parameters: ids of `logit_bias`, `allowed_token_ids` and `stop_token_ids`, and characters of `stop`.
+        numbers: that each completion token has beside its `top_logprobs`: its logprob, a raw
+            logprob, one id of a mask (the others are counted while they come), a count for
+            penalties.
+        parameters: ids of `logit_bias`, `allowed_token_ids` and `stop_token_ids`, and characters of
+            `stop`.
         scores_prompt: `prompt_logprobs` are asked for.
         counts_prompt: each sample counts the prompt's tokens (`repetition_penalty`).
         repeats_prompt: the answer tells of the prompt with each sample, not once.
@@ -44,7 +47,9 @@ class Demand(NamedTuple):
         return sum(_parts(self).values())
 
 
-def demand_of(prompt_len: int, params: SamplingParams, num_samples: int, *, repeats_prompt: bool = False) -> Demand:
+def demand_of(
+    prompt_len: int, params: SamplingParams, num_samples: int, *, repeats_prompt: bool = False
+) -> Demand:
     """The counts of a request.
 
     Args:
@@ -69,7 +74,8 @@ def demand_of(prompt_len: int, params: SamplingParams, num_samples: int, *, repe
 
 
 def require_affordable(demand: Demand, budget: int, names: "Names | None" = None) -> int:
-    """The entries of a request. Raises `RequestTooLarge` beyond `budget`, and says which number to lower to what.
+    """The entries of a request. Raises `RequestTooLarge` beyond `budget`, and says which number to
+    lower to what.
 
     `names`: what a client calls the numbers; None: as `SamplingParams` and `add_request` do.
     """
@@ -82,11 +88,15 @@ def require_affordable(demand: Demand, budget: int, names: "Names | None" = None
         for field, value in changes.items()
     ]
     remedy = f"lower {' and '.join(words)}" if words else "raise it"
-    raise RequestTooLarge(f"the request asks for up to {cost} entries, and max_request_entries={budget}; {remedy}.")
+    raise RequestTooLarge(
+        f"the request asks for up to {cost} entries, and max_request_entries={budget}; {remedy}."
+    )
 
 
 def most_mask_ids(demand: Demand, budget: int) -> int:
-    """Ids that the mask of one sample may have in all: its part of what the rest of the request leaves."""
+    """Ids that the mask of one sample may have in all: its part of what the rest of the request
+    leaves.
+    """
     return demand.max_tokens + (budget - demand.entries()) // demand.num_samples
 
 
@@ -97,7 +107,8 @@ _NAMES: Names = {
     "max_tokens": "max_tokens",
     "top_logprobs": "top_logprobs",
     "prompt_top_logprobs": "prompt_top_logprobs",
-    "parameters": "the ids of logit_bias, allowed_token_ids, stop_token_ids with the characters of stop",
+    "parameters": "the ids of logit_bias, allowed_token_ids, stop_token_ids with the characters "
+    "of stop",
 }
 # What each part of the cost is lowered by, the first choice first.
 _LEVERS = {
@@ -111,20 +122,30 @@ def _parts(demand: Demand) -> dict[str, int]:
     each = demand.prompt * (1 + demand.scores_prompt + demand.prompt_top_logprobs)
     return {
         "prompt": each * (demand.num_samples if demand.repeats_prompt else 1),
-        "completions": demand.num_samples * demand.max_tokens * (demand.numbers + demand.top_logprobs),
-        "parameters": demand.num_samples * (demand.parameters + demand.counts_prompt * demand.prompt),
+        "completions": demand.num_samples
+        * demand.max_tokens
+        * (demand.numbers + demand.top_logprobs),
+        "parameters": demand.num_samples
+        * (demand.parameters + demand.counts_prompt * demand.prompt),
     }
 
 
 def _remedy(demand: Demand, budget: int) -> dict[str, int]:
-    """Numbers to lower, and to what, so that a request fits: one, if one will do. Empty: nothing will."""
+    """Numbers to lower, and to what, so that a request fits: one, if one will do. Empty: nothing
+    will.
+    """
     fields = [field for part in _by_size(demand) for field in _LEVERS[part]]
     for field in fields:
         value = _largest(demand, field, budget)
         if value is not None:
             return {field: value}
     changes = dict[str, int]()
-    while left := [each for part in _by_size(demand) for each in _LEVERS[part] if getattr(demand, each) > _least(each)]:
+    while left := [
+        each
+        for part in _by_size(demand)
+        for each in _LEVERS[part]
+        if getattr(demand, each) > _least(each)
+    ]:
         value = _largest(demand, left[0], budget)
         changes[left[0]] = _least(left[0]) if value is None else value
         if value is not None:
@@ -144,7 +165,9 @@ def _least(field: str) -> int:
 
 
 def _largest(demand: Demand, field: str, budget: int) -> int | None:
-    """The largest value of a number with which the request fits; None: none does. The cost grows evenly with each."""
+    """The largest value of a number with which the request fits; None: none does. The cost grows
+    evenly with each.
+    """
     least = _least(field)
     low, high = (demand._replace(**{field: each}).entries() for each in (least, least + 1))
     if low > budget or high == low:

@@ -1,7 +1,8 @@
-"""Values of a request, checked: each function returns what may be used, or raises `InvalidRequest` that names it.
+"""Values of a request, checked: each function returns what may be used, or raises `InvalidRequest`
+that names it.
 
-What a number may be follows from what becomes of it: reals are made float32, whole numbers int64, and no accepted one
-may turn a finite logit into infinity or NaN.
+What a number may be follows from what becomes of it: reals are made float32, whole numbers int64,
+and no accepted one may turn a finite logit into infinity or NaN.
 """
 
 import math
@@ -19,7 +20,12 @@ _MOST_DIGITS = 40  # of an integer that is repeated in a message
 def real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     """A finite number in [low, high], or (low, high]."""
     try:
-        fits = is_number(value) and math.isfinite(value) and low <= value <= high and not (open_low and value == low)
+        fits = (
+            is_number(value)
+            and math.isfinite(value)
+            and low <= value <= high
+            and not (open_low and value == low)
+        )
     except OverflowError:  # an integer that no float can hold
         fits = False
     if not fits:
@@ -62,7 +68,9 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
     strings: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise InvalidRequest(f"stop holds {string!r}; a stop string must be a non-empty string.")
+            raise InvalidRequest(
+                f"stop holds {string!r}; a stop string must be a non-empty string."
+            )
     return strings
 
 

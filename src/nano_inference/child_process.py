@@ -1,5 +1,5 @@
-"""Child processes of ours: a module that reads its first message from stdin, and lives no longer than the other end of
-that.
+"""Child processes of ours: a module that reads its first message from stdin, and lives no longer
+than the other end of that.
 """
 
 import faulthandler
@@ -20,7 +20,8 @@ Begin = TypeVar("Begin", bound=msgspec.Struct)
 
 
 def start_child(module: str, begin: msgspec.Struct) -> "subprocess.Popen[bytes]":
-    """Start `python -m module`, which calls `be_child`. What it prints goes to stderr. Raises `OSError`.
+    """Start `python -m module`, which calls `be_child`. What it prints goes to stderr. Raises
+    `OSError`.
 
     It ends when its stdin is closed here or, by the system, when this process has ended.
     """
@@ -28,7 +29,9 @@ def start_child(module: str, begin: msgspec.Struct) -> "subprocess.Popen[bytes]"
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)
     try:
         # -P: a module in the current folder is not taken for one of ours
-        process = subprocess.Popen([sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=2)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=2
+        )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     assert process.stdin is not None
@@ -43,11 +46,11 @@ def be_child(kind: type[Begin], orphaned: Callable[[Begin], object]) -> Begin:
 
     Args:
         kind: of the first message.
-        orphaned: called by a thread, also amid a step, when the other end of stdin is closed, by whatever. It ends the
-            process.
+        orphaned: called by a thread, also amid a step, when the other end of stdin is closed, by
+            whatever. It ends the process.
     """
-    # Ctrl-C in a terminal, and the SIGTERM of a service manager, reach all processes: the parent decides, and lets what
-    # runs end first. When it has gone, so does this one.
+    # Ctrl-C in a terminal, and the SIGTERM of a service manager, reach all processes: the parent
+    # decides, and lets what runs end first. When it has gone, so does this one.
     for number in _NOT_FOR_IT:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_IT)

@@ -1,4 +1,6 @@
-"""Frozen configuration. Every default is settled here or in `resolve`; nothing else in the package invents one."""
+"""Frozen configuration. Every default is settled here or in `resolve`; nothing else in the package
+invents one.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +13,8 @@ CacheType = Literal["paged", "radix"]
 Backend = Literal["auto", "reference", "cpu", "cuda"]
 Attention = Literal["auto", "reference", "cpu", "flex", "triton", "flashinfer"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-SEGMENT = 512  # keys after which attention starts anew, at absolute positions (kernels/attention.h has it too)
+# keys after which attention starts anew, at absolute positions (kernels/attention.h has it too)
+SEGMENT = 512
 
 
 @dataclass(frozen=True)
@@ -20,15 +23,16 @@ class SchedulerConfig:
 
     Attributes:
         max_batch_size: sequences in a step.
-        max_tokens_per_batch: tokens in a step, all sequences together. May be smaller than the running set: then the
-            oldest requests come first, and the samples of one go on evenly.
+        max_tokens_per_batch: tokens in a step, all sequences together. May be smaller than the
+            running set: then the oldest requests come first, and the samples of one go on evenly.
         block_size: tokens in a KV block.
         max_chunk_tokens: tokens of one sequence in a step, or None for no limit but the step's.
         enable_prefix_caching: let a new sequence start from blocks that an earlier one computed.
         enable_chunked_prefill: let a prompt be computed over several steps.
-        groups: groups of sequences that take turns, as many as steps are on their way at once: the stages of a
-            pipeline. Above 1 a sequence is not planned while a token of it is on its way, and a step draws for at most
-            its share of the sequences, so that the others fill the other stages.
+        groups: groups of sequences that take turns, as many as steps are on their way at once: the
+            stages of a pipeline. Above 1 a sequence is not planned while a token of it is on its
+            way, and a step draws for at most its share of the sequences, so that the others fill
+            the other stages.
     """
 
     max_batch_size: int = 256
@@ -43,60 +47,72 @@ class SchedulerConfig:
 @strict_options(ConfigError)
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that an engine is built from. Unknown or contradictory options raise `ConfigError`.
+    """Everything that an engine is built from. Unknown or contradictory options raise
+    `ConfigError`.
 
     Attributes:
-        model_path: a Hugging Face folder, a hub id, a `.gguf` file, or an embedded model: `"smollm2-135m"`,
-            `"gemma3-270m"`.
+        model_path: a Hugging Face folder, a hub id, a `.gguf` file, or an embedded model:
+            `"smollm2-135m"`, `"gemma3-270m"`.
         tokenizer_path: another folder to take the tokenizer from; None: the model's.
-        ref_model_path: a frozen model that scores every finished sample (`TrainingSample.ref_logprobs`), with the
-            policy's vocabulary; the same path as `model_path`: a frozen copy of the initial policy. None: no scores.
-        cache_type: how prefixes are indexed. `"paged"`: a hash table over full blocks; `"radix"`: a tree over token
-            ids.
+        ref_model_path: a frozen model that scores every finished sample
+            (`TrainingSample.ref_logprobs`), with the policy's vocabulary; the same path as
+            `model_path`: a frozen copy of the initial policy. None: no scores.
+        cache_type: how prefixes are indexed. `"paged"`: a hash table over full blocks; `"radix"`: a
+            tree over token ids.
         block_size: tokens in a KV block.
         max_batch_size: sequences in a step.
         max_tokens_per_batch: tokens in a step, all sequences together.
         max_chunk_tokens: tokens of one sequence in a step; None: the step's limit.
-        max_model_len: tokens of prompt and completion together; None: what the model was made for. Larger than the
-            model's, or than what fits in the KV cache: lowered, with a start-up line that says so.
+        max_model_len: tokens of prompt and completion together; None: what the model was made for.
+            Larger than the model's, or than what fits in the KV cache: lowered, with a start-up
+            line that says so.
         kv_cache_memory: bytes for the KV cache. None: a quarter of the free memory on a CPU, what
-            `gpu_memory_utilization` leaves on CUDA; never more than `max_batch_size * max_model_len` tokens can use.
-        gpu_memory_utilization: share of the device's memory that may be taken in all: by weights, KV cache, a step's
-            workspace, CUDA graphs, and what others hold on it (CUDA only).
-        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's; for GGUF bfloat16 where this
-            machine multiplies it natively, else float32.
+            `gpu_memory_utilization` leaves on CUDA; never more than `max_batch_size *
+            max_model_len` tokens can use.
+        gpu_memory_utilization: share of the device's memory that may be taken in all: by weights,
+            KV cache, a step's workspace, CUDA graphs, and what others hold on it (CUDA only).
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's; for GGUF
+            bfloat16 where this machine multiplies it natively, else float32.
         device: `"cpu"`, `"cuda"`, `"cuda:1"` …, or `"auto"`: cuda if there is one, else cpu.
-        backend: which operations run. `"cpu"`: kernels in C++, built on first use (seconds; it needs a C++ compiler);
-            `"cuda"`: kernels in Triton, built on first use, and cuBLAS; `"reference"`: plain torch; `"auto"`: the best
-            that this machine and the other options allow.
-        attention: the attention of the backend (`"auto"`) or one by name; `"reference"` and `"flex"` belong to the
-            reference backend, `"cpu"` to the CPU's, `"triton"` and `"flashinfer"` (a package of its own) to CUDA's.
-            `"flex"`: torch's flex_attention, compiled for a handful of shapes as they come up (seconds each; on a CPU
-            it needs a C++ compiler). Neither it nor FlashInfer keeps schedule invariance.
+        backend: which operations run. `"cpu"`: kernels in C++, built on first use (seconds; it
+            needs a C++ compiler); `"cuda"`: kernels in Triton, built on first use, and cuBLAS;
+            `"reference"`: plain torch; `"auto"`: the best that this machine and the other options
+            allow.
+        attention: the attention of the backend (`"auto"`) or one by name; `"reference"` and
+            `"flex"` belong to the reference backend, `"cpu"` to the CPU's, `"triton"` and
+            `"flashinfer"` (a package of its own) to CUDA's. `"flex"`: torch's flex_attention,
+            compiled for a handful of shapes as they come up (seconds each; on a CPU it needs a C++
+            compiler). Neither it nor FlashInfer keeps schedule invariance.
         enable_prefix_caching: let a new sequence start from blocks that an earlier one computed.
         enable_chunked_prefill: let a prompt be computed over several steps.
-        lookahead: steps planned before the last one's tokens are known: 0 or 1. None: 0 on a CPU, 1 on CUDA; with
-            stages as many as there are other stages, and nothing else is possible.
-        batch_invariant: a token's bits depend on the weights and the tokens before it alone, never on what else runs.
-            True: refuse what does not keep this; on CUDA products then run on kernels of our own instead of cuBLAS's,
-            which is slower. None: where it is free (the CPU kernels, the reference backend on a CPU).
-        cuda_graphs: replay captured graphs in steps that only decode (the CUDA backend; others have none, nor has
-            `attention="flashinfer"`). False: launch every kernel from Python, to measure or to debug.
-        num_threads: threads of the CPU kernels and of torch's CPU operations, at most 64 or the machine's cores; None:
-            the physical cores. For torch's it holds for the whole process.
-        max_request_entries: numbers that one request may make the engine hold and its answer carry, all its samples
-            together: a logprob, an id of a sampling mask, a bias … (docs/sampling.md). More is refused; a sample whose
-            mask grows beyond its part of this ends.
+        lookahead: steps planned before the last one's tokens are known: 0 or 1. None: 0 on a CPU, 1
+            on CUDA; with stages as many as there are other stages, and nothing else is possible.
+        batch_invariant: a token's bits depend on the weights and the tokens before it alone, never
+            on what else runs. True: refuse what does not keep this; on CUDA products then run on
+            kernels of our own instead of cuBLAS's, which is slower. None: where it is free (the CPU
+            kernels, the reference backend on a CPU).
+        cuda_graphs: replay captured graphs in steps that only decode (the CUDA backend; others have
+            none, nor has `attention="flashinfer"`). False: launch every kernel from Python, to
+            measure or to debug.
+        num_threads: threads of the CPU kernels and of torch's CPU operations, at most 64 or the
+            machine's cores; None: the physical cores. For torch's it holds for the whole process.
+        max_request_entries: numbers that one request may make the engine hold and its answer carry,
+            all its samples together: a logprob, an id of a sampling mask, a bias …
+            (docs/sampling.md). More is refused; a sample whose mask grows beyond its part of this
+            ends.
         seed: where fresh request seeds come from; None: the operating system's entropy.
-        tensor_parallel: ranks that share every layer, a process each (the engine's own is the first): 1, 2, 4, 8 ….
-        pipeline_parallel: stages, each with layers of its own. As many groups of sequences take turns in them, so fewer
-            sequences than stages leave some of them waiting.
-        context_parallel: ranks that share the keys and values of every sequence: 1, 2, 4 …. Of every block each stores
-            its part, so `block_size` must be a multiple of 512 tokens a rank; long prompts are computed by all of them.
-            For `backend="cpu"` and `"reference"`.
-        expert_parallel: over how many ranks the experts of a mixture are spread: 1, or as many as `tensor_parallel`.
-            With one tensor rank: engines in lockstep, of which this is one; only a fleet starts those.
-        rank_timeout: seconds that a rank may take for what others wait for, before the engine ends for it.
+        tensor_parallel: ranks that share every layer, a process each (the engine's own is the
+            first): 1, 2, 4, 8 ….
+        pipeline_parallel: stages, each with layers of its own. As many groups of sequences take
+            turns in them, so fewer sequences than stages leave some of them waiting.
+        context_parallel: ranks that share the keys and values of every sequence: 1, 2, 4 …. Of
+            every block each stores its part, so `block_size` must be a multiple of 512 tokens a
+            rank; long prompts are computed by all of them. For `backend="cpu"` and `"reference"`.
+        expert_parallel: over how many ranks the experts of a mixture are spread: 1, or as many as
+            `tensor_parallel`. With one tensor rank: engines in lockstep, of which this is one; only
+            a fleet starts those.
+        rank_timeout: seconds that a rank may take for what others wait for, before the engine ends
+            for it.
     """
 
     model_path: str
@@ -136,13 +152,19 @@ class EngineConfig:
         _check_context(self)
         owner = ATTENTION_OF.get(self.attention)
         if owner is not None and self.backend not in ("auto", owner):
-            raise ConfigError(f"attention={self.attention!r} belongs to backend={owner!r}, not to {self.backend!r}.")
+            raise ConfigError(
+                f"attention={self.attention!r} belongs to backend={owner!r}, not to "
+                f"{self.backend!r}."
+            )
         if self.batch_invariant and self.attention in ("flex", "flashinfer"):
             raise ConfigError(
-                f"attention={self.attention!r} does not keep batch_invariant=True; leave one of the two out."
+                f"attention={self.attention!r} does not keep batch_invariant=True; leave one of "
+                "the two out."
             )
         if self.max_chunk_tokens is not None and not self.enable_chunked_prefill:
-            raise ConfigError("max_chunk_tokens needs enable_chunked_prefill=True; leave one of the two out.")
+            raise ConfigError(
+                "max_chunk_tokens needs enable_chunked_prefill=True; leave one of the two out."
+            )
 
     @property
     def scheduler(self) -> SchedulerConfig:
@@ -178,7 +200,13 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "cuda_graphs": (True, False),
 }
 _PARALLEL = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
-_COUNTS = ("block_size", "max_batch_size", "max_tokens_per_batch", "max_request_entries", *_PARALLEL)
+_COUNTS = (
+    "block_size",
+    "max_batch_size",
+    "max_tokens_per_batch",
+    "max_request_entries",
+    *_PARALLEL,
+)
 _OPTIONAL_COUNTS = ("max_chunk_tokens", "max_model_len", "kv_cache_memory", "num_threads")
 
 
@@ -214,7 +242,9 @@ def _check_numbers(config: EngineConfig) -> None:
 def _check_ranks(config: EngineConfig) -> None:
     seconds: Any = config.rank_timeout
     if not is_number(seconds) or not 0 < seconds <= 86400:
-        raise ConfigError(f"rank_timeout={seconds!r} must be a number of seconds, above 0 and at most 86400.")
+        raise ConfigError(
+            f"rank_timeout={seconds!r} must be a number of seconds, above 0 and at most 86400."
+        )
     for name in ("tensor_parallel", "context_parallel"):
         ranks = getattr(config, name)
         if ranks & (ranks - 1):
@@ -222,12 +252,14 @@ def _check_ranks(config: EngineConfig) -> None:
     others = config.pipeline_parallel - 1
     if others and config.lookahead not in (None, others):
         raise ConfigError(
-            f"lookahead={config.lookahead} is not possible with pipeline_parallel={config.pipeline_parallel}: as many "
+            f"lookahead={config.lookahead} is not possible with "
+            f"pipeline_parallel={config.pipeline_parallel}: as many "
             "steps are planned ahead as there are other stages; leave it out."
         )
     if config.expert_parallel not in (1, config.tensor_parallel) and config.tensor_parallel != 1:
         raise ConfigError(
-            f"expert_parallel={config.expert_parallel} must be 1 or tensor_parallel={config.tensor_parallel}."
+            f"expert_parallel={config.expert_parallel} must be 1 or "
+            f"tensor_parallel={config.tensor_parallel}."
         )
 
 
@@ -237,12 +269,17 @@ def _check_context(config: EngineConfig) -> None:
         return
     if config.block_size % unit:
         raise ConfigError(
-            f"context_parallel={ranks} shares each block out at multiples of {SEGMENT} tokens, so block_size="
-            f"{config.block_size} must be a multiple of {unit}; use block_size={-(-config.block_size // unit) * unit}."
+            f"context_parallel={ranks} shares each block out at multiples of {SEGMENT} tokens, so "
+            "block_size="
+            f"{config.block_size} must be a multiple of {unit}; use "
+            f"block_size={-(-config.block_size // unit) * unit}."
         )
     if config.backend == "cuda" or config.attention in ("flex", "triton", "flashinfer"):
         choice = "backend='cuda'" if config.backend == "cuda" else f"attention={config.attention!r}"
-        raise ConfigError(f"context_parallel={ranks} is not possible with {choice}; use backend='cpu' or 'reference'.")
+        raise ConfigError(
+            f"context_parallel={ranks} is not possible with {choice}; use backend='cpu' or "
+            "'reference'."
+        )
 
 
 def _require_text(name: str, value: Any) -> None:

@@ -1,4 +1,6 @@
-"""The exceptions of the public interface. Everything this package raises on purpose is a `NanoInferenceError`."""
+"""The exceptions of the public interface. Everything this package raises on purpose is a
+`NanoInferenceError`.
+"""
 
 
 class NanoInferenceError(Exception):
@@ -12,7 +14,9 @@ def one_line(problem: BaseException) -> str:
 
 
 class ConfigError(NanoInferenceError, ValueError):
-    """An option is unknown, out of range, contradicts another one, or is not available on this machine."""
+    """An option is unknown, out of range, contradicts another one, or is not available on this
+    machine.
+    """
 
 
 class ModelLoadError(NanoInferenceError):
@@ -24,7 +28,9 @@ class InvalidRequest(NanoInferenceError, ValueError):
 
 
 class RequestTooLarge(InvalidRequest):
-    """A well-formed request that can never fit this engine. The message says which limit and what would fit."""
+    """A well-formed request that can never fit this engine. The message says which limit and what
+    would fit.
+    """
 
 
 class VersionGone(InvalidRequest):
@@ -40,7 +46,9 @@ class WeightUpdateError(NanoInferenceError):
 
 
 class WeightUpdateConflict(WeightUpdateError):
-    """A step of a weight update came at the wrong time: out of order, during another update, while weights sleep."""
+    """A step of a weight update came at the wrong time: out of order, during another update, while
+    weights sleep.
+    """
 
 
 class WeightTransferError(WeightUpdateError):
@@ -51,8 +59,8 @@ class EngineDead(NanoInferenceError):
     """The engine was shut down, or a step failed in a way that leaves its state unknown.
 
     Attributes:
-        public: the reason as strangers may hear it, without the text of an exception, which may hold a path or what
-            somebody else has asked. Empty: they may hear none.
+        public: the reason as strangers may hear it, without the text of an exception, which may
+            hold a path or what somebody else has asked. Empty: they may hear none.
     """
 
     def __init__(self, message: str, public: str = "") -> None:

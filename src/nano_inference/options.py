@@ -23,7 +23,9 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def strict_options(error: type[NanoInferenceError]) -> Callable[[type[T]], type[T]]:
-    """Class decorator for a dataclass: unknown or missing options raise `error` and name the nearest option."""
+    """Class decorator for a dataclass: unknown or missing options raise `error` and name the
+    nearest option.
+    """
 
     def decorate(cls: type[T]) -> type[T]:
         original: Callable[..., None] = cls.__init__

@@ -1,4 +1,6 @@
-"""Files of models and weights, opened without waiting: a FIFO or a device would keep its reader for ever."""
+"""Files of models and weights, opened without waiting: a FIFO or a device would keep its reader for
+ever.
+"""
 
 import json
 import os
@@ -14,7 +16,9 @@ MOST_TEXT = 2**26  # bytes of a configuration, an index, a marker
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file for reading. Raises `OSError`, also for any other kind of file."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+    descriptor = os.open(
+        path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+    )
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError("it is not a regular file")

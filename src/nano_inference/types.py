@@ -1,4 +1,6 @@
-"""Frozen nouns of the public interface: what a caller asks for and what comes back. Standard library only."""
+"""Frozen nouns of the public interface: what a caller asks for and what comes back. Standard
+library only.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,23 +14,29 @@ from nano_inference.options import strict_options
 
 FinishReason = Literal["stop", "length", "abort"]
 
-# What becomes of running requests when weights change. recompute: their context is computed again under the new ones;
-# keep: they go on with the keys and values that they have; abort: they end with what they have; wait: the update waits
-# for them; finish_old: they finish on the old weights, which are kept aside for them.
+# What becomes of running requests when weights change. recompute: their context is computed again
+# under the new ones; keep: they go on with the keys and values that they have; abort: they end with
+# what they have; wait: the update waits for them; finish_old: they finish on the old weights, which
+# are kept aside for them.
 KvPolicy = Literal["recompute", "keep", "abort", "wait", "finish_old"]
 
-# What becomes of them at a pause. keep: they stop where they are; wait: they finish first; abort: they end.
+# What becomes of them at a pause. keep: they stop where they are; wait: they finish first; abort:
+# they end.
 PauseMode = Literal["keep", "wait", "abort"]
 
-GROUP_COMPLETE = "group complete"  # stop_reason of samples that ended because enough others had finished
-VERSION_GONE = "the weight version is gone"  # and of such as were to be begun by a version that serves no more
+# stop_reason of samples that ended because enough others had finished
+GROUP_COMPLETE = "group complete"
+# and of such as were to be begun by a version that serves no more
+VERSION_GONE = "the weight version is gone"
 
 # Parts of the memory that an engine can give back while it sleeps.
 Memory = Literal["weights", "kv_cache"]
 
 
 class Limits(TypedDict, total=False):
-    """What a request asks of its group, of weight versions and of the cost; see `InferenceEngine.add_request`."""
+    """What a request asks of its group, of weight versions and of the cost; see
+    `InferenceEngine.add_request`.
+    """
 
     num_wanted: int | None
     min_version: int | None
@@ -42,38 +50,41 @@ class Limits(TypedDict, total=False):
 class SamplingParams:
     """How tokens are drawn and when a sample ends. Checked at construction: `InvalidRequest`.
 
-    The distribution is made in this order: bias, penalties, masks (`allowed_token_ids`, `min_tokens`), temperature,
-    top_k, top_p, min_p (`docs/sampling.md`).
+    The distribution is made in this order: bias, penalties, masks (`allowed_token_ids`,
+    `min_tokens`), temperature, top_k, top_p, min_p (`docs/sampling.md`).
 
     Attributes:
         temperature: 0 is greedy: the most likely token, the lower id where two are equal.
         max_tokens: completion tokens at most.
         stop_token_ids: ids that end the sample; the id itself is kept as its last token.
-        stop: strings that end the sample. The tokens up to and including the one that completes the string are kept;
-            the sample's `text` ends before it.
-        top_p: keep the shortest prefix, by falling probability, whose mass reaches this; 1 keeps all.
+        stop: strings that end the sample. The tokens up to and including the one that completes the
+            string are kept; the sample's `text` ends before it.
+        top_p: keep the shortest prefix, by falling probability, whose mass reaches this; 1 keeps
+            all.
         top_k: keep exactly this many tokens; 0 keeps all.
         min_p: keep tokens at least this probable relative to the most probable; 0 keeps all.
         presence_penalty: taken off the logit of every token that the completion holds; in [-2, 2].
         frequency_penalty: the same, times how often the completion holds it; in [-2, 2].
-        repetition_penalty: positive logits of tokens that prompt or completion hold are divided by it, negative ones
-            multiplied (arXiv:1909.05858); in [0.01, 100], and 1 changes nothing.
+        repetition_penalty: positive logits of tokens that prompt or completion hold are divided by
+            it, negative ones multiplied (arXiv:1909.05858); in [0.01, 100], and 1 changes nothing.
         logit_bias: token id -> what is added to its logit, in [-100, 100].
-        allowed_token_ids: the only ids that may be drawn; None: all. Give the end-of-sequence id too if the sample may
-            end by it.
-        min_tokens: completion tokens before a stop id may be drawn (until then it is masked) or a stop string counts.
+        allowed_token_ids: the only ids that may be drawn; None: all. Give the end-of-sequence id
+            too if the sample may end by it.
+        min_tokens: completion tokens before a stop id may be drawn (until then it is masked) or a
+            stop string counts.
         ignore_eos: do not stop at the model's own end-of-sequence ids.
-        seed: with the sample index and the position this decides every draw; None: fresh entropy, returned with the
-            sample.
-        top_logprobs: also return the ids and logprobs of this many most probable tokens at every position.
-        prompt_logprobs: also return the model's own logprob of every prompt token. Such a request reads no cached
-            prefix.
+        seed: with the sample index and the position this decides every draw; None: fresh entropy,
+            returned with the sample.
+        top_logprobs: also return the ids and logprobs of this many most probable tokens at every
+            position.
+        prompt_logprobs: also return the model's own logprob of every prompt token. Such a request
+            reads no cached prefix.
         raw_logprobs: also return the model's own logprobs (temperature 1, nothing applied).
         sampling_mask: also return which ids the filters kept, token by token.
         cache_salt: prefixes are shared only between requests of the same salt.
         priority: lower goes first; equal ones by arrival.
-        prompt_top_logprobs: also return the ids and logprobs of this many most probable tokens at every token of the
-            prompt; needs `prompt_logprobs`.
+        prompt_top_logprobs: also return the ids and logprobs of this many most probable tokens at
+            every token of the prompt; needs `prompt_logprobs`.
     """
 
     temperature: float = 1.0
@@ -120,41 +131,57 @@ class SamplingParams:
         if not isinstance(self.cache_salt, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidRequest(f"cache_salt must be a string or None, not {self.cache_salt!r}.")
         if self.prompt_top_logprobs and not self.prompt_logprobs:
-            raise InvalidRequest(f"prompt_top_logprobs={self.prompt_top_logprobs} needs prompt_logprobs=True.")
-        object.__setattr__(self, "stop_token_ids", token_id_set("stop_token_ids", self.stop_token_ids))
+            raise InvalidRequest(
+                f"prompt_top_logprobs={self.prompt_top_logprobs} needs prompt_logprobs=True."
+            )
+        object.__setattr__(
+            self, "stop_token_ids", token_id_set("stop_token_ids", self.stop_token_ids)
+        )
         object.__setattr__(self, "stop", stop_strings(self.stop))
         object.__setattr__(self, "logit_bias", biases(self.logit_bias))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", token_id_set("allowed_token_ids", self.allowed_token_ids))
+            object.__setattr__(
+                self, "allowed_token_ids", token_id_set("allowed_token_ids", self.allowed_token_ids)
+            )
             self._check_allowed(self.allowed_token_ids)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}; lower it to that."
+                f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}; lower "
+                "it to that."
             )
         if self.sampling_mask and not self.filters:
             raise InvalidRequest(
-                "sampling_mask needs temperature > 0 and a filter (top_k, top_p or min_p): without one every token is "
+                "sampling_mask needs temperature > 0 and a filter (top_k, top_p or min_p): "
+                "without one every token is "
                 "kept."
             )
 
     def _check_allowed(self, allowed: frozenset[int]) -> None:
         if not allowed:
-            raise InvalidRequest("allowed_token_ids is empty, so nothing could be drawn; leave it out to allow all.")
+            raise InvalidRequest(
+                "allowed_token_ids is empty, so nothing could be drawn; leave it out to allow all."
+            )
         if unreachable := self.stop_token_ids - allowed:
             raise InvalidRequest(
-                f"stop token id {min(unreachable)} is not among allowed_token_ids and could never be drawn; add it "
+                f"stop token id {min(unreachable)} is not among allowed_token_ids and could never "
+                "be drawn; add it "
                 "there, or take it out of stop_token_ids."
             )
         if self.min_tokens and allowed <= self.stop_token_ids:
             raise InvalidRequest(
-                f"every one of the {len(allowed)} allowed_token_ids stops the sample, so min_tokens="
+                f"every one of the {len(allowed)} allowed_token_ids stops the sample, so "
+                "min_tokens="
                 f"{self.min_tokens} leaves nothing to draw."
             )
 
     @property
     def penalizes(self) -> bool:
         """Whether tokens that are there already change the distribution."""
-        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
 
     @property
     def filters(self) -> bool:
@@ -163,8 +190,8 @@ class SamplingParams:
 
     @property
     def cuts(self) -> bool:
-        """Whether a mask or a filter can cut the distribution, so that `log_kept_mass` can be below 0. At temperature
-        0 that is 0 whatever is cut, as logprobs are the raw ones.
+        """Whether a mask or a filter can cut the distribution, so that `log_kept_mass` can be below
+        0. At temperature 0 that is 0 whatever is cut, as logprobs are the raw ones.
         """
         masks = self.allowed_token_ids is not None or self.min_tokens > 0
         return self.filters or (masks and self.temperature > 0)
@@ -181,7 +208,9 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMask:
-    """Ids that the filters kept, in CSR form: token i was drawn among `token_ids[offsets[i]:offsets[i + 1]]`."""
+    """Ids that the filters kept, in CSR form: token i was drawn among
+    `token_ids[offsets[i]:offsets[i + 1]]`.
+    """
 
     offsets: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -199,8 +228,8 @@ class SamplingMask:
 class ContextVersions(NamedTuple):
     """Which weights computed what the completion tokens [token_start, token_end) attended to.
 
-    `versions` tile the context of the last of them, by position in the whole sequence; an earlier one saw the part
-    before it. Neighbours of one version are one span.
+    `versions` tile the context of the last of them, by position in the whole sequence; an earlier
+    one saw the part before it. Neighbours of one version are one span.
     """
 
     token_start: int
@@ -217,43 +246,52 @@ class TopLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """One finished (or aborted) sample: what RL training needs of it. All per-token tuples have one entry a token.
+    """One finished (or aborted) sample: what RL training needs of it. All per-token tuples have one
+    entry a token.
 
     Attributes:
         prompt_tokens: the prompt as it was given.
         completion_tokens: sampled ids, a stop id included.
-        logprobs: log-probability of each completion token under the distribution that it was drawn from (after masks,
-            temperature and filters; natural log). At temperature 0 these are the raw ones.
-        ref_logprobs: the reference model's own log-probability of each completion token (temperature 1, nothing
-            applied); None where there is no reference model, or the sample was aborted before it was scored.
+        logprobs: log-probability of each completion token under the distribution that it was drawn
+            from (after masks, temperature and filters; natural log). At temperature 0 these are the
+            raw ones.
+        ref_logprobs: the reference model's own log-probability of each completion token
+            (temperature 1, nothing applied); None where there is no reference model, or the sample
+            was aborted before it was scored.
         weight_version: of the weights that sampled the last token.
         finish_reason: `"stop"`, `"length"` or `"abort"`.
-        stop_reason: the id or the string that stopped it; for an abort a word on why, where there is more to say; else
-            None.
-        weight_versions: which version sampled which tokens, in order, without gaps. Tokens that were appended belong to
-            the span before them.
-        kv_versions: which versions computed the keys and values that the tokens attended to; a new entry only where
-            that changed: at an update, or where the context was computed again. Appended tokens have none.
-        loss_mask: False at tokens that were appended (a tool's, an environment's), not sampled; their logprob is 0.
-        raw_logprobs: the model's own log-probabilities (temperature 1, nothing applied), if asked for.
-        log_kept_mass: log of the mass that masks and filters left of the distribution over the full vocabulary, after
-            bias, penalties and temperature (0 where nothing was cut): `logprobs + log_kept_mass` is what a trainer
-            over the full vocabulary computes at that temperature. At temperature 0 it is 0, as `logprobs` are raw.
+        stop_reason: the id or the string that stopped it; for an abort a word on why, where there
+            is more to say; else None.
+        weight_versions: which version sampled which tokens, in order, without gaps. Tokens that
+            were appended belong to the span before them.
+        kv_versions: which versions computed the keys and values that the tokens attended to; a new
+            entry only where that changed: at an update, or where the context was computed again.
+            Appended tokens have none.
+        loss_mask: False at tokens that were appended (a tool's, an environment's), not sampled;
+            their logprob is 0.
+        raw_logprobs: the model's own log-probabilities (temperature 1, nothing applied), if asked
+            for.
+        log_kept_mass: log of the mass that masks and filters left of the distribution over the full
+            vocabulary, after bias, penalties and temperature (0 where nothing was cut): `logprobs +
+            log_kept_mass` is what a trainer over the full vocabulary computes at that temperature.
+            At temperature 0 it is 0, as `logprobs` are raw.
         sampling_mask: the ids that the filters kept, if asked for.
-        top_logprobs: the most probable tokens at each position, if asked for, under the distribution that `logprobs` is
-            of. Tokens that filters or masks cut are not among them.
-        prompt_logprobs: the model's own log-probability of each prompt token after those before it, if asked for. The
-            first is nan.
+        top_logprobs: the most probable tokens at each position, if asked for, under the
+            distribution that `logprobs` is of. Tokens that filters or masks cut are not among them.
+        prompt_logprobs: the model's own log-probability of each prompt token after those before it,
+            if asked for. The first is nan.
         numerics: fingerprint of the arithmetic; the same fingerprint promises the same bits.
         seed: with `sample_index` and the weights it reproduces the sample.
         sample_index: position in the request's group.
         request_id: what `add_request` returned.
-        cached_tokens: prompt tokens that the prefix cache provided, as first computed for the group.
-        text: the completion as text, where the prompt was text or stop strings were given. It ends before a stop string
-            and leaves special tokens out.
-        sampling_params: what the request asked for: with prompt, seed and weights all that a replay needs.
-        prompt_top_logprobs: the most probable tokens in the place of each prompt token, if asked for, under the
-            distribution that `prompt_logprobs` is of. The first entry is empty.
+        cached_tokens: prompt tokens that the prefix cache provided, as first computed for the
+            group.
+        text: the completion as text, where the prompt was text or stop strings were given. It ends
+            before a stop string and leaves special tokens out.
+        sampling_params: what the request asked for: with prompt, seed and weights all that a replay
+            needs.
+        prompt_top_logprobs: the most probable tokens in the place of each prompt token, if asked
+            for, under the distribution that `prompt_logprobs` is of. The first entry is empty.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -297,11 +335,13 @@ class Delta:
         finished: the whole sample, in its last piece, which has no tokens.
         top_logprobs, raw_logprobs: of `token_ids`, as in `TrainingSample`; None unless asked for.
         cached_tokens: prompt tokens that the prefix cache provided.
-        queued: seconds from when the request was handed in until its first chunk was planned, or until it ended.
-        log_kept_mass: of `token_ids`, as in `TrainingSample`; None where neither masks nor filters can cut.
+        queued: seconds from when the request was handed in until its first chunk was planned, or
+            until it ended.
+        log_kept_mass: of `token_ids`, as in `TrainingSample`; None where neither masks nor filters
+            can cut.
         weight_version: of the weights that sampled `token_ids`; 0 where there are none.
-        past_versions: positions of the context that earlier weights computed (`kv_policy="keep"`); the weights of
-            `weight_version` computed the rest. See `TrainingSample.kv_versions`.
+        past_versions: positions of the context that earlier weights computed (`kv_policy="keep"`);
+            the weights of `weight_version` computed the rest. See `TrainingSample.kv_versions`.
     """
 
     request_id: int
@@ -326,22 +366,28 @@ class EngineStats:
     Attributes:
         num_waiting, num_running: sequences (a group whose prompt is not computed yet counts once).
         num_held: sequences that wait for a weight version, or for the end of a pause.
-        num_free_blocks, num_blocks: block ids. Where layers have a window, `kv_use` says how full the memory is.
-        kv_leaked_blocks: blocks that were in use when the engine was last without a request: 0, or there is a bug.
+        num_free_blocks, num_blocks: block ids. Where layers have a window, `kv_use` says how full
+            the memory is.
+        kv_leaked_blocks: blocks that were in use when the engine was last without a request: 0, or
+            there is a bug.
         kv_use: share of the KV memory that sequences hold; the rest may still hold prefixes.
         num_steps, num_preemptions: since the engine was built, like all that follow.
         tokens_computed: rows that went through a forward, of all weight sets.
-        prompt_tokens_computed, prompt_tokens_cached: of the policy; computed, and found in the prefix cache.
+        prompt_tokens_computed, prompt_tokens_cached: of the policy; computed, and found in the
+            prefix cache.
         hit_rate: share of `prompt_tokens_cached` in both.
-        prompt_tokens: of the requests that were let in; a prompt counts once, whatever its samples and recomputations.
-        prompt_tokens_queried: tokens looked up in the prefix cache; `prompt_tokens_cached` of them were found there.
-            A sequence that was preempted looks again, with its completion so far.
+        prompt_tokens: of the requests that were let in; a prompt counts once, whatever its samples
+            and recomputations.
+        prompt_tokens_queried: tokens looked up in the prefix cache; `prompt_tokens_cached` of them
+            were found there. A sequence that was preempted looks again, with its completion so far.
         completion_tokens: sampled.
         tokens_per_second: completion tokens by time spent in steps.
-        step_microseconds: host time of an average step, by phase: what the loop did in it, and in `wait` for the
-            device. A CPU is its own device: there `forward` and `sample` hold the work itself.
-        ranks_busy, ranks_waiting: seconds of each rank in steps: with its own part, and waiting for other stages of the
-            pipeline (rank 0: for samples). As the host sees it, which on a GPU is only ahead of the work.
+        step_microseconds: host time of an average step, by phase: what the loop did in it, and in
+            `wait` for the device. A CPU is its own device: there `forward` and `sample` hold the
+            work itself.
+        ranks_busy, ranks_waiting: seconds of each rank in steps: with its own part, and waiting for
+            other stages of the pipeline (rank 0: for samples). As the host sees it, which on a GPU
+            is only ahead of the work.
     """
 
     num_waiting: int

@@ -24,7 +24,9 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Options:
         tie=True,
         max_position=4352,
     )
-    words = Tokenizer(models.WordLevel({f"w{place}": place for place in range(49_152)}, unk_token="w0"))
+    words = Tokenizer(
+        models.WordLevel({f"w{place}": place for place in range(49_152)}, unk_token="w0")
+    )
     words.decoder = decoders.ByteLevel()  # every id has a text that does not wait for the next one
     words.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text("{}")

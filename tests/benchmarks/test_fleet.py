@@ -1,4 +1,6 @@
-"""Simulated fleets: the same seed gives the same run, nothing gets lost, and the document says what code says."""
+"""Simulated fleets: the same seed gives the same run, nothing gets lost, and the document says what
+code says.
+"""
 
 import json
 from dataclasses import replace
@@ -11,7 +13,17 @@ from typer.testing import CliRunner
 from benchmarks import machine
 from benchmarks.__main__ import app
 from benchmarks.fleet import tables
-from benchmarks.fleet.arithmetic import M8, M70, MODELS, MOE, Plan, choices, kv_tokens, tensor_bytes, weight_bytes
+from benchmarks.fleet.arithmetic import (
+    M8,
+    M70,
+    MODELS,
+    MOE,
+    Plan,
+    choices,
+    kv_tokens,
+    tensor_bytes,
+    weight_bytes,
+)
 from benchmarks.fleet.broadcast import Broadcast, arrivals
 from benchmarks.fleet.load import Conversation, Load, Turn, prompt_of
 from benchmarks.fleet.replica import Machine, Replica
@@ -33,18 +45,27 @@ def test_a_seed_names_a_run_and_every_request_ends() -> None:
     assert {turn.number for turn in run.moved} <= {turn.number for turn in run.ended}
     assert all(turn.pause >= scenario.pause for turn in run.moved if turn.had_begun)
     assert len(run.alive) == len(run.router.replicas) == 10
-    assert all(run.router.score(name) == 0 for name in run.router.replicas), "the router counts what has ended"
+    assert all(run.router.score(name) == 0 for name in run.router.replicas), (
+        "the router counts what has ended"
+    )
 
 
 def test_the_router_finds_prefixes_and_spreads_load() -> None:
     by_router = measure(SMALL)
     around = measure(replace(SMALL, policy="round robin"))
     alone = measure(replace(SMALL, router={"piece_worth": 0}))
-    assert around["hit_rate"] < alone["hit_rate"] < by_router["hit_rate"] <= by_router["hit_rate_ideal"]
+    assert (
+        around["hit_rate"]
+        < alone["hit_rate"]
+        < by_router["hit_rate"]
+        <= by_router["hit_rate_ideal"]
+    )
     assert alone["balance_mean"] < around["balance_mean"]
     assert by_router["first_token"]["p99"] < around["first_token"]["p99"]
     slow = replace(SMALL, slow=1)
-    assert measure(slow)["whole"]["p99"] < measure(replace(slow, policy="round robin"))["whole"]["p99"]
+    assert (
+        measure(slow)["whole"]["p99"] < measure(replace(slow, policy="round robin"))["whole"]["p99"]
+    )
 
 
 def test_a_replica_computes_what_it_says() -> None:
@@ -62,8 +83,11 @@ def test_a_replica_computes_what_it_says() -> None:
     while (now := replica.next_end()) < float("inf"):
         replica.advance(now)
         first, done = replica.ended()
-        ends.append((round(now, 4), [turn.number for turn in first], [turn.number for turn in done]))
-    # 200 tokens: 2 steps of 0.01 + 0.1. Then 152 (48 of the stem are cached): two steps of 76, one sequence running.
+        ends.append(
+            (round(now, 4), [turn.number for turn in first], [turn.number for turn in done])
+        )
+    # 200 tokens: 2 steps of 0.01 + 0.1. Then 152 (48 of the stem are cached): two steps of 76, one
+    # sequence running.
     assert ends[0] == (0.22, [1], [])
     assert ends[1] == (0.22 + 2 * (0.011 + 0.076), [2], [1])
     assert ends[2] == (round(0.22 + 2 * 0.087 + 0.011, 4), [], [2])
@@ -77,7 +101,9 @@ def test_pieces_of_prompts_are_equal_where_their_tokens_are() -> None:
         return prompt_of(turn)[start : start + 128]
 
     assert piece(1, 1, 700, 0) == piece(1, 2, 400, 0) != piece(2, 1, 700, 0)
-    assert piece(1, 1, 700, 256) == piece(1, 1, 900, 256) != piece(1, 2, 700, 256), "the end of the stem is in it"
+    assert piece(1, 1, 700, 256) == piece(1, 1, 900, 256) != piece(1, 2, 700, 256), (
+        "the end of the stem is in it"
+    )
 
 
 def test_weights_reach_everybody_at_the_times_of_a_tree() -> None:
@@ -101,12 +127,20 @@ def test_arithmetic_of_shapes_that_are_known() -> None:
     assert M8.kv_bytes == 131072
     for shape in MODELS:
         assert weight_bytes(shape, Plan()) == 2 * shape.parameters
-        halves = [weight_bytes(shape, plan) for plan in (Plan(tensor=2), Plan(tensor=2, expert=True))]
+        halves = [
+            weight_bytes(shape, plan) for plan in (Plan(tensor=2), Plan(tensor=2, expert=True))
+        ]
         router = 2 * shape.layers * shape.hidden * shape.experts  # every rank routes
         assert halves == [shape.parameters + router / 2, halves[0]]
-    assert weight_bytes(M70, Plan(tensor=16)) > weight_bytes(M70, Plan()) / 16, "KV heads are copied"
+    assert weight_bytes(M70, Plan(tensor=16)) > weight_bytes(M70, Plan()) / 16, (
+        "KV heads are copied"
+    )
     assert kv_tokens(M70, Plan()) == 0
-    assert tensor_bytes(M8, 2, "gather") == tensor_bytes(M8, 2, "exchange") == tensor_bytes(M8, 2, "columns")
+    assert (
+        tensor_bytes(M8, 2, "gather")
+        == tensor_bytes(M8, 2, "exchange")
+        == tensor_bytes(M8, 2, "columns")
+    )
     assert not choices(MOE, 8)
     assert all(found.step <= 0.05 or found.batch == 1 for found in choices(M70, 64))
 
@@ -114,7 +148,9 @@ def test_arithmetic_of_shapes_that_are_known() -> None:
 def test_the_document_has_the_tables_of_the_code_and_of_the_report() -> None:
     text = tables.DOCUMENT.read_text()
     assert set(tables.TABLES) == {mark[1] for mark in tables.MARKED.findall(text)}
-    assert tables.filled(text, tables.report_rows()) == text, "run python -m benchmarks.fleet.tables"
+    assert tables.filled(text, tables.report_rows()) == text, (
+        "run python -m benchmarks.fleet.tables"
+    )
 
 
 def test_the_command_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

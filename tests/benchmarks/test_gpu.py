@@ -1,4 +1,6 @@
-"""Benchmarks of the GPU path, as far as a CPU can tell: what they count, and that the peer computes the same model."""
+"""Benchmarks of the GPU path, as far as a CPU can tell: what they count, and that the peer computes
+the same model.
+"""
 
 import gzip
 import json
@@ -29,8 +31,13 @@ SCRIPT = ROOT / "scripts/gpu_check.sh"
 
 def test_the_workload_is_the_published_one() -> None:
     load, other = nano_vllm(), nano_vllm(seed=1)
-    assert (load.prompt_tokens, load.output_tokens) == (PROMPT_TOKENS, OUTPUT_TOKENS) == (142_827, 133_966)
-    assert load.requests[0].prompt[:2] == (6311, 6890)  # after `seed(0)`, the first length and the first ids
+    assert (
+        (load.prompt_tokens, load.output_tokens)
+        == (PROMPT_TOKENS, OUTPUT_TOKENS)
+        == (142_827, 133_966)
+    )
+    # after `seed(0)`, the first length and the first ids
+    assert load.requests[0].prompt[:2] == (6311, 6890)
     assert [len(r.prompt) for r in other.requests] == [len(r.prompt) for r in load.requests]
     assert other.requests[0].prompt != load.requests[0].prompt
     assert REAL.fit(load) == load
@@ -38,7 +45,9 @@ def test_the_workload_is_the_published_one() -> None:
 
 def test_its_roofline_is_that_of_the_issue() -> None:
     """At 3.0 TB/s and 800 TFLOP/s about 25.6 thousand tokens a second."""
-    bound = bound_of(steps_of(nano_vllm(), shape_of(spec_from_config(REAL.small))), Rates(800e12, 3.0e12))
+    bound = bound_of(
+        steps_of(nano_vllm(), shape_of(spec_from_config(REAL.small))), Rates(800e12, 3.0e12)
+    )
     assert nano_vllm().output_tokens / bound.bound == pytest.approx(25_600, rel=0.03)
 
 
@@ -85,8 +94,12 @@ def test_a_trace_is_read_by_what_runs_on_the_device(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_plain_loop_computes_the_same_model(tmp_path: Path, tied: bool) -> None:
-    """Its greedy tokens (a temperature near 0) are the engine's, for prompts of several lengths in one batch."""
-    folder = random_model(tmp_path, TINY | {"num_hidden_layers": 2, "tie_word_embeddings": tied}, "cpu")
+    """Its greedy tokens (a temperature near 0) are the engine's, for prompts of several lengths in
+    one batch.
+    """
+    folder = random_model(
+        tmp_path, TINY | {"num_hidden_layers": 2, "tie_word_embeddings": tied}, "cpu"
+    )
     prompts, steps = [[5, 6, 7], [9] * 11, [1, 2, 3, 4, 50]], 9
     loop = TorchLoop(folder, len(prompts), 32, "cpu", torch.float32, temperature=1e-5)
     loop.prefill(prompts)
@@ -94,16 +107,24 @@ def test_the_plain_loop_computes_the_same_model(tmp_path: Path, tied: bool) -> N
     for step in range(steps - 1):
         loop.decode(1, 11 + step)
         made.append(loop.tokens.tolist())
-    config = EngineConfig(str(folder), device="cpu", dtype="float32", backend="reference", kv_cache_memory=1 << 20)
+    config = EngineConfig(
+        str(folder), device="cpu", dtype="float32", backend="reference", kv_cache_memory=1 << 20
+    )
     with InferenceEngine(config) as engine:
-        samples = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True))
+        samples = engine.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
+        )
     assert list(zip(*made, strict=True)) == [sample.completion_tokens for sample in samples]
 
 
-def test_what_is_missing_is_said_first_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said_first_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = [
         needs.Need("torch", "2.11"),
-        needs.Need("transformers", "not installed", "transformers is not installed", ("transformers",)),
+        needs.Need(
+            "transformers", "not installed", "transformers is not installed", ("transformers",)
+        ),
         needs.Need("card memory", "24 GiB", "24 GiB; more is wanted", ("large",)),
     ]
     assert needs.skipped(found) == ["transformers", "large"]
@@ -119,7 +140,9 @@ def test_what_is_missing_is_said_first_and_left_out(tmp_path: Path, monkeypatch:
     monkeypatch.delenv("CC", raising=False)
     assert "there is no C compiler" in str(needs.compiler().problem)
     monkeypatch.undo()
-    assert not any(need.problem for need in needs.find(tmp_path, tmp_path / "none" / "there", dry_run=True))
+    assert not any(
+        need.problem for need in needs.find(tmp_path, tmp_path / "none" / "there", dry_run=True)
+    )
 
 
 def test_rows_are_on_the_disk_as_they_come(tmp_path: Path) -> None:
@@ -129,14 +152,20 @@ def test_rows_are_on_the_disk_as_they_come(tmp_path: Path) -> None:
     assert median_of(tmp_path, "engine", "rate") == 2.0
     assert [row["name"] for row in rows_of(tmp_path)] == ["rate", "other"]
     stages = [{"stage": "engine", "seconds": 3, "limit": 9, "ended": "ok"}]
-    text = "\n".join(lines_of({"machine": {}, "stages": stages, "rows": rows_of(tmp_path), "published_by_others": []}))
+    text = "\n".join(
+        lines_of(
+            {"machine": {}, "stages": stages, "rows": rows_of(tmp_path), "published_by_others": []}
+        )
+    )
     assert "2 [1..3] tok/s  (target >= 2.5: missed)" in text
     assert "FAILED: RuntimeError: no" in text
 
 
 def check(*options: str, seconds: int) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(SCRIPT), "--python", sys.executable, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=ROOT, env=dict(os.environ))
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=seconds, cwd=ROOT, env=dict(os.environ)
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,11 +196,15 @@ def test_without_a_card_it_says_so_and_stops(tmp_path: Path) -> None:
 def test_a_dry_run_goes_through_every_stage(tmp_path: Path) -> None:
     done = check("--dry-run", str(tmp_path), seconds=2400)
     stages = [json.loads(line) for line in (tmp_path / "stages.jsonl").read_text().splitlines()]
-    assert {stage["stage"]: stage["ended"] for stage in stages} == dict.fromkeys(needs.STAGES, "ok"), done.stdout[
-        -4000:
-    ]
+    assert {stage["stage"]: stage["ended"] for stage in stages} == dict.fromkeys(
+        needs.STAGES, "ok"
+    ), done.stdout[-4000:]
     assert done.returncode == 0
     report = json.loads((tmp_path / "gpu.json").read_text())
-    assert {row["part"] for row in report["rows"]} == set(needs.STAGES) - {"tests", "sanitize", "races"}
+    assert {row["part"] for row in report["rows"]} == set(needs.STAGES) - {
+        "tests",
+        "sanitize",
+        "races",
+    }
     assert not [row for row in report["rows"] if "problem" in row]
     assert (tmp_path / "trace-decode-1.json.gz").stat().st_size < idle.MOST_BYTES

@@ -60,15 +60,21 @@ async def head_fields(reader: asyncio.StreamReader) -> AsyncIterator[tuple[str, 
 
 def respond(writer: asyncio.StreamWriter, content: Any, status: str = "200 OK") -> None:
     body = json.dumps(content).encode()
-    writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status.encode(), len(body), body))
+    writer.write(
+        b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status.encode(), len(body), body)
+    )
 
 
 def begin_stream(writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+    writer.write(
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
 
 
 def event(writer: asyncio.StreamWriter, content: Any) -> None:
-    data = b"data: %s\n\n" % (content.encode() if isinstance(content, str) else json.dumps(content).encode())
+    data = b"data: %s\n\n" % (
+        content.encode() if isinstance(content, str) else json.dumps(content).encode()
+    )
     writer.write(b"%x\r\n%s\r\n" % (len(data), data))
 
 
@@ -125,7 +131,14 @@ def test_a_closed_loop_keeps_so_many_under_way_and_its_connections() -> None:
     assert line == "POST /v1/completions HTTP/1.1"
     assert fields["authorization"] == "Bearer secret"
     assert body["prompt"] in [ask.body["prompt"] for ask in asks]
-    options = {"model": "m", "max_tokens": 3, "ignore_eos": True, "temperature": 1.0, "stream": False, "top_k": 7}
+    options = {
+        "model": "m",
+        "max_tokens": 3,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "stream": False,
+        "top_k": 7,
+    }
     assert {name: value for name, value in body.items() if name != "prompt"} == options
     assert row["cpu_s"]["client"] > 0
 
@@ -138,7 +151,9 @@ def test_a_stream_is_timed_piece_by_piece(make: Callable[..., list[Ask]]) -> Non
     for each in done.outcomes:  # neither the role nor the end is a piece
         first, second, third = each.pieces
         waits = [first - each.began, second - first, third - second]
-        assert all(wait >= planned - 0.002 for wait, planned in zip(waits, (0.03, 0.01, 0.02), strict=True)), waits
+        assert all(
+            wait >= planned - 0.002 for wait, planned in zip(waits, (0.03, 0.01, 0.02), strict=True)
+        ), waits
         assert sum(waits) < 0.06 + 0.5
         assert each.tokens == 3
     assert done.row()["tokens_per_event"] == 1.0
@@ -156,7 +171,10 @@ def test_requests_set_out_at_a_rate_however_many_are_under_way() -> None:
     starts = [each.began for each in done.outcomes]
     assert 0.08 < starts[-1] - starts[0] < 0.5  # 0.195 s on average
     again, _ = run(whole, asks, rate=200.0)
-    gaps = [[b - a for a, b in itertools.pairwise(x)] for x in (starts, [e.began for e in again.outcomes])]
+    gaps = [
+        [b - a for a, b in itertools.pairwise(x)]
+        for x in (starts, [e.began for e in again.outcomes])
+    ]
     assert gaps[0] == pytest.approx(gaps[1], abs=1e-6)
 
 
@@ -216,7 +234,9 @@ def test_a_server_that_does_not_answer_is_given_up() -> None:
 
 
 def test_without_usage_the_pieces_are_counted() -> None:
-    reply = load.Reply(0.0, 200, [(0.1, json.dumps(choice(text="")).encode()), (0.2, b"[DONE]")], ended=0.2)
+    reply = load.Reply(
+        0.0, 200, [(0.1, json.dumps(choice(text="")).encode()), (0.2, b"[DONE]")], ended=0.2
+    )
     found = outcome(load._Record(Ask("/v1/completions", {"stream": True}), 0.0, reply))
     assert (found.tokens, found.pieces, found.error) == (1, (0.1,), None)
 
@@ -272,7 +292,17 @@ async def our_server(server: Server, body: dict[str, Any], writer: asyncio.Strea
 def test_the_command_prints_a_table_and_writes_a_report(tmp_path: Any) -> None:
     out = tmp_path / "load.json"
     with in_a_thread(our_server) as url:
-        options = ("--requests", "6", "--concurrency", "3", "--warm-up", "1", "--chat", "--pid", str(os.getpid()))
+        options = (
+            "--requests",
+            "6",
+            "--concurrency",
+            "3",
+            "--warm-up",
+            "1",
+            "--chat",
+            "--pid",
+            str(os.getpid()),
+        )
         result = CliRunner().invoke(app, ["load", url, *options, "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert "output tok/s" in result.output
@@ -287,7 +317,9 @@ def test_the_command_prints_a_table_and_writes_a_report(tmp_path: Any) -> None:
 
 def test_errors_fail_the_command() -> None:
     with in_a_thread(too_many) as url:
-        result = CliRunner().invoke(app, ["load", url, "--model", "m", "--requests", "2", "--warm-up", "0"])
+        result = CliRunner().invoke(
+            app, ["load", url, "--model", "m", "--requests", "2", "--warm-up", "0"]
+        )
     assert result.exit_code == 1
     assert "2 x status 429" in result.output
 
@@ -295,4 +327,6 @@ def test_errors_fail_the_command() -> None:
 def test_chats_are_random_words() -> None:
     one, two = (chat_requests(3, 10, 4, stream=True, seed=seed) for seed in (1, 2))
     assert one == chat_requests(3, 10, 4, stream=True, seed=1) != two
-    assert all(ask.path == CHAT and len(ask.body["messages"][0]["content"].split()) == 10 for ask in one)
+    assert all(
+        ask.path == CHAT and len(ask.body["messages"][0]["content"].split()) == 10 for ask in one
+    )

@@ -15,7 +15,9 @@ from benchmarks.measure import Stopwatch, cell, spread, write
 
 
 @given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=200), st.integers(1, 100))
-def test_a_percentile_is_a_value_that_enough_others_do_not_exceed(values: list[float], share: int) -> None:
+def test_a_percentile_is_a_value_that_enough_others_do_not_exceed(
+    values: list[float], share: int
+) -> None:
     found = percentile(values, share)
     assert found in values
     assert sum(value <= found for value in values) >= share / 100 * len(values)

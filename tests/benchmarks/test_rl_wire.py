@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_every_form_makes_all_tokens(options: Options, tmp_path: Path) -> None:
-    choice = Choice(engines=(OURS,), requests=4, warm_up=1, concurrency=2, output_tokens=3, cache=tmp_path)
+    choice = Choice(
+        engines=(OURS,), requests=4, warm_up=1, concurrency=2, output_tokens=3, cache=tmp_path
+    )
     rows = rl_wire.measure(options, ("logprobs",), choice)
     assert [row["form"] for row in rows] == [*rl_wire.OUR_FORMS]
     assert rows[0]["of_none"]["median"] == 1
@@ -24,10 +26,14 @@ def test_every_form_makes_all_tokens(options: Options, tmp_path: Path) -> None:
     json.dumps(rows)
 
 
-def test_updates_meet_streams_that_run(options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_meet_streams_that_run(
+    options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rl_wire, "LEAD", 40)
     monkeypatch.setattr(rl_wire, "STREAMED", 300)
-    in_process, *flows = rl_wire.measure(options, ("update",), Choice(engines=(OURS,), cache=tmp_path))
+    in_process, *flows = rl_wire.measure(
+        options, ("update",), Choice(engines=(OURS,), cache=tmp_path)
+    )
     assert in_process["seconds"]["median"] > 0
     assert [row["name"].rpartition(", ")[2] for row in flows] == [*FLOWS]
     assert all(0 < row["usual_gap_s"]["median"] < row["update_s"]["median"] for row in flows)

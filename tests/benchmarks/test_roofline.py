@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.roofline import REFERENCE, Rates, Shape, Step, bound_of, reference_rows, shape_of, steps_of
+from benchmarks.roofline import (
+    REFERENCE,
+    Rates,
+    Shape,
+    Step,
+    bound_of,
+    reference_rows,
+    shape_of,
+    steps_of,
+)
 from benchmarks.workloads import NAMES, Request, Workload, distinct_prompt_tokens, workload
 from nano_inference.models.spec import spec_from_config
 
@@ -34,7 +43,9 @@ def test_shape_of_smollm2() -> None:
     assert shape.kv == 30 * 2 * 192 * 2
 
 
-@pytest.mark.parametrize("row", reference_rows(shape_of(spec_from_config(SMOLLM2))), ids=list(REFERENCE))
+@pytest.mark.parametrize(
+    "row", reference_rows(shape_of(spec_from_config(SMOLLM2))), ids=list(REFERENCE)
+)
 def test_bounds_by_hand_are_reproduced(row: dict[str, float]) -> None:
     assert row["computed"] == pytest.approx(row["by_hand"], rel=0.005)
 
@@ -42,7 +53,8 @@ def test_bounds_by_hand_are_reproduced(row: dict[str, float]) -> None:
 def test_steps_of_a_group_and_a_longer_neighbour() -> None:
     group, single = Request((1, 2, 3), 2, n=2), Request((1, 2), 3)
     first, second, third = steps_of(Workload("", "", (group, single)), ONE_EACH)
-    # Three distinct tokens, of which the second prompt is a prefix; rows attend to 1 + 2 + 3 keys; two rows of logits.
+    # Three distinct tokens, of which the second prompt is a prefix; rows attend to 1 + 2 + 3 keys;
+    # two rows of logits.
     assert first == Step(3_000_000 + 20_000 + 6, 7 + 300)
     # Two samples at 4 keys, one at 3; they read the 3 shared tokens and one of their own each.
     assert second == Step(3_030_000 + 11, 7 + 600)

@@ -1,4 +1,6 @@
-"""The benchmarks run, on a tiny model: throughput in this process, and the engine as one of the peers in its own."""
+"""The benchmarks run, on a tiny model: throughput in this process, and the engine as one of the
+peers in its own.
+"""
 
 import json
 import sys
@@ -20,14 +22,25 @@ from tests.models.tiny import tiny_llama
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> Options:
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_llama(folder, vocab_size=49_152, hidden=16, inner=16, num_heads=2, num_kv_heads=1, layers=1, tie=True)
+    tiny_llama(
+        folder,
+        vocab_size=49_152,
+        hidden=16,
+        inner=16,
+        num_heads=2,
+        num_kv_heads=1,
+        layers=1,
+        tie=True,
+    )
     return Options(model=str(folder), dtype="float32", backend="reference", threads=1, repeats=1)
 
 
 def test_throughput_of_a_tiny_model(options: Options) -> None:
     (row,) = throughput.measure(options, ["W1"])
     assert row["name"] == "W1, 1 thread"
-    assert row["output_tokens_per_s"]["median"] == pytest.approx(128 / row["seconds"]["median"], rel=1e-3)
+    assert row["output_tokens_per_s"]["median"] == pytest.approx(
+        128 / row["seconds"]["median"], rel=1e-3
+    )
     assert row["first_token_s"]["median"] < row["seconds"]["median"]
     json.dumps(row)
 
@@ -46,7 +59,9 @@ def test_prefill_by_length_and_chunk(options: Options) -> None:
     assert all(row["prompt_tokens_per_s"]["median"] > 0 for row in rows)
 
 
-def test_a_worker_takes_its_turn_and_is_stopped_in_between(options: Options, tmp_path: Path) -> None:
+def test_a_worker_takes_its_turn_and_is_stopped_in_between(
+    options: Options, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "benchmarks.peers.ours_worker", json.dumps(options.as_dict())]
     environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     worker = Worker(OURS, "default", command, environment, tmp_path / "worker.log", "")
@@ -64,7 +79,14 @@ def test_a_worker_takes_its_turn_and_is_stopped_in_between(options: Options, tmp
 
 def test_a_worker_that_ends_says_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(PeerFailed, match="no such model"):
-        Worker("broken", "", [sys.executable, "-c", "raise SystemExit('no such model')"], {}, tmp_path / "log", "")
+        Worker(
+            "broken",
+            "",
+            [sys.executable, "-c", "raise SystemExit('no such model')"],
+            {},
+            tmp_path / "log",
+            "",
+        )
 
 
 def test_the_best_setting_counts_and_rounds_are_paired() -> None:
@@ -72,7 +94,11 @@ def test_the_best_setting_counts_and_rounds_are_paired() -> None:
         seconds = {"median": sorted(runs)[len(runs) // 2], "runs": runs}
         return {"workload": "W1", "engine": engine, "setting": setting, "seconds": seconds}
 
-    rows = [row(OURS, "default", [1.0, 2.0, 1.0]), row("vllm", "slow", [9.0]), row("vllm", "fast", [3.0, 4.0, 2.0])]
+    rows = [
+        row(OURS, "default", [1.0, 2.0, 1.0]),
+        row("vllm", "slow", [9.0]),
+        row("vllm", "fast", [3.0, 4.0, 2.0]),
+    ]
     ours, peer = best(rows, "W1", OURS), best(rows, "W1", "vllm")
     assert ours is not None
     assert peer is not None
@@ -83,7 +109,11 @@ def test_the_best_setting_counts_and_rounds_are_paired() -> None:
 
 def test_settings_of_a_peer_take_one_pass_each() -> None:
     choice = Choice(vllm=("compiled", "eager"))
-    assert wanted("W1", choice, 0) == [(OURS, "default"), ("vllm", "compiled"), ("llama.cpp", "unified KV")]
+    assert wanted("W1", choice, 0) == [
+        (OURS, "default"),
+        ("vllm", "compiled"),
+        ("llama.cpp", "unified KV"),
+    ]
     assert wanted("W1", choice, 1) == [("vllm", "eager")]
     assert wanted("W2", Choice(engines=("llama.cpp",)), 0) == [("llama.cpp", "own KV")]
 

@@ -1,4 +1,6 @@
-"""The benchmark of the server: its parts on a tiny model, and what it does with servers that fail."""
+"""The benchmark of the server: its parts on a tiny model, and what it does with servers that
+fail.
+"""
 
 import asyncio
 import itertools
@@ -49,7 +51,11 @@ def test_throughput_through_a_server_and_without(options: Options, tmp_path: Pat
     assert streamed["runs"][0]["output_tokens"] == 24
     assert streamed["runs"][0]["first_token_ms"]["p50"] > 0
     json.dumps(rows)
-    left = [p for p in psutil.Process().children(recursive=True) if "nano_inference" in " ".join(p.cmdline())]
+    left = [
+        p
+        for p in psutil.Process().children(recursive=True)
+        if "nano_inference" in " ".join(p.cmdline())
+    ]
     assert left == []
 
 
@@ -63,12 +69,18 @@ def test_first_tokens_through_a_server_and_without(options: Options, tmp_path: P
 def test_forms_and_rounds_have_prompts_of_their_own() -> None:
     choice = Choice(requests=3)
     seen = [prompts_of(choice, -1), prompts_of(choice, 0), prompts_of(choice, 1)]
-    seen += [[ask.body["prompt"] for ask in token_prompts(choice, number, 3, True)] for number in (-1, 0, 1)]
+    seen += [
+        [ask.body["prompt"] for ask in token_prompts(choice, number, 3, True)]
+        for number in (-1, 0, 1)
+    ]
     assert len({tuple(prompt) for prompts in seen for prompt in prompts}) == 18
 
 
 def test_ratios_are_of_the_same_round() -> None:
-    table = {(ALONE, "whole"): Seen([100.0, 50.0], [], []), (OURS, "whole"): Seen([90.0, 50.0], [], [])}
+    table = {
+        (ALONE, "whole"): Seen([100.0, 50.0], [], []),
+        (OURS, "whole"): Seen([90.0, 50.0], [], []),
+    }
     (line,) = targets(table)
     assert line.startswith("whole: 0.950 [0.900..1.000]")
 
@@ -118,7 +130,13 @@ def test_a_server_that_is_never_healthy_is_stopped_too(tmp_path: Path) -> None:
         pass
     with (
         pytest.raises(PeerFailed, match="no such model"),
-        servers.started([sys.executable, "-c", "raise SystemExit('no such model')"], {}, port, tmp_path / "log", 20.0),
+        servers.started(
+            [sys.executable, "-c", "raise SystemExit('no such model')"],
+            {},
+            port,
+            tmp_path / "log",
+            20.0,
+        ),
     ):
         pass
     assert set(psutil.Process().children()) <= before
@@ -127,11 +145,15 @@ def test_a_server_that_is_never_healthy_is_stopped_too(tmp_path: Path) -> None:
 QUICK, SLOW, LONG = 0.004, 0.016, 0.4
 
 
-async def shared(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, state: dict[str, Any]) -> None:
+async def shared(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, state: dict[str, Any]
+) -> None:
     """Streams that are slower while a request of many tokens is under way."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(
-        int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
+        int(line.split(b":")[1])
+        for line in head.split(b"\r\n")
+        if line.lower().startswith(b"content-length")
     )
     body = json.loads(await reader.readexactly(length))
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
@@ -148,7 +170,8 @@ async def shared(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sta
                 writer.write(event)
                 await writer.drain()
             writer.write(b"data: [DONE]\n\n")
-    except (ConnectionError, RuntimeError):  # uvloop says the second of a connection that is closed already
+    except (ConnectionError, RuntimeError):
+        # uvloop says the second of a connection that is closed already
         state["dropped"] += 1
     writer.close()
 
@@ -157,7 +180,9 @@ def arrive(most: int) -> tuple[arrival.Arrival, dict[str, Any]]:
     state = {"slow": False, "dropped": 0, "most": most}
 
     async def main() -> arrival.Arrival:
-        async with await asyncio.start_server(lambda r, w: shared(r, w, state), "127.0.0.1", 0) as listening:
+        async with await asyncio.start_server(
+            lambda r, w: shared(r, w, state), "127.0.0.1", 0
+        ) as listening:
             url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
             try:
                 return await arrival.arrive(load.Target(url), 2000)
@@ -197,7 +222,9 @@ def test_the_report_becomes_a_picture(tmp_path: Path) -> None:
         return [{"part": part, **dict.fromkeys(figures, figure), **more}]
 
     assert plots.server(tmp_path) is None
-    written = rows("throughput", engine=OURS, form="whole") + rows("throughput", engine="vllm", form="streamed")
+    written = rows("throughput", engine=OURS, form="whole") + rows(
+        "throughput", engine="vllm", form="streamed"
+    )
     written += rows("first") + rows("arrival", budget=40) + rows("arrival", budget=None)
     (tmp_path / "serve.json").write_text(json.dumps({"rows": written}))
     (path,) = plots.draw(tmp_path, tmp_path / "pictures")

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from benchmarks.wire import Broken, Chunks, Connection, Events, Plain, Reply
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\n%s\r\n\r\n"
-EVENTS = b'data: {"a": 1}\n\n: keep-alive\n\nevent: x\r\ndata:two\r\ndata: lines\r\n\r\ndata: [DONE]\n\n'
+EVENTS = (
+    b'data: {"a": 1}\n\n: keep-alive\n\nevent: x\r\ndata:two\r\ndata: lines\r\n\r\ndata: [DONE]\n\n'
+)
 EVENT_DATA = [b'{"a": 1}', b"two\nlines", b"[DONE]"]
 cuts = st.lists(st.integers(0, 400), max_size=30)
 
@@ -22,12 +24,22 @@ def pieces(data: bytes, places: list[int]) -> list[bytes]:
 
 
 def chunked(body: bytes, places: list[int], extension: bytes = b"", trailer: bytes = b"") -> bytes:
-    chunks = b"".join(b"%X%s\r\n%s\r\n" % (len(each), extension, each) for each in pieces(body, places) if each)
+    chunks = b"".join(
+        b"%X%s\r\n%s\r\n" % (len(each), extension, each) for each in pieces(body, places) if each
+    )
     return chunks + b"0" + extension + b"\r\n" + trailer + b"\r\n"
 
 
-@given(st.binary(max_size=300), cuts, cuts, st.sampled_from([b"", b";q=1"]), st.sampled_from([b"", b"X: y\r\n"]))
-def test_chunks_join_to_the_body(body: bytes, chunks: list[int], reads: list[int], extra: bytes, end: bytes) -> None:
+@given(
+    st.binary(max_size=300),
+    cuts,
+    cuts,
+    st.sampled_from([b"", b";q=1"]),
+    st.sampled_from([b"", b"X: y\r\n"]),
+)
+def test_chunks_join_to_the_body(
+    body: bytes, chunks: list[int], reads: list[int], extra: bytes, end: bytes
+) -> None:
     reader, data = Chunks(), chunked(body, chunks, extra, end)
     *parts, last = pieces(data, reads)
     found = b"".join(reader.feed(part) for part in parts)
@@ -91,7 +103,9 @@ def exchange(parts: list[bytes], *, lost: bool = False) -> tuple[Reply, Connecti
 
 
 @given(cuts, cuts, st.booleans())
-def test_a_stream_is_read_wherever_it_is_cut(chunks: list[int], reads: list[int], interim: bool) -> None:
+def test_a_stream_is_read_wherever_it_is_cut(
+    chunks: list[int], reads: list[int], interim: bool
+) -> None:
     head = HEAD % (b"text/event-stream; charset=utf-8", b"transfer-encoding: chunked")
     data = (b"HTTP/1.1 100 Continue\r\n\r\n" if interim else b"") + head + chunked(EVENTS, chunks)
     reply, connection, wire = exchange(pieces(data, reads))
@@ -115,7 +129,9 @@ def test_a_connection_that_closes_is_not_used_again() -> None:
     _, connection, wire = exchange([head, b"ok"])
     assert not connection.is_open
     assert wire.aborted
-    reply, _, _ = exchange([HEAD % (b"text/plain", b"Server: old"), b"until ", b"the end"], lost=True)
+    reply, _, _ = exchange(
+        [HEAD % (b"text/plain", b"Server: old"), b"until ", b"the end"], lost=True
+    )
     assert reply.body == b"until the end"
 
 
@@ -125,7 +141,10 @@ def test_a_connection_that_closes_is_not_used_again() -> None:
         ([], "before a reply"),
         ([b"SSH-2.0-x\r\n\r\n"], "begins with"),
         ([HEAD % (b"text/plain", b"Content-Length: 9"), b"half"], "5 bytes"),
-        ([HEAD % (b"text/event-stream", b"Transfer-Encoding: chunked"), b"4\r\nda"], "middle of a chunked"),
+        (
+            [HEAD % (b"text/event-stream", b"Transfer-Encoding: chunked"), b"4\r\nda"],
+            "middle of a chunked",
+        ),
     ],
 )
 def test_a_broken_reply_says_how(parts: list[bytes], words: str) -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from benchmarks.workloads import BASE, NAMES, Request, distinct_prompt_tokens, warm_up, workload
 
-# name -> sequences, output tokens, prompt tokens, distinct prompt tokens, hash of all ids and lengths
+# name -> sequences, output tokens, prompt tokens, distinct prompt tokens, hash of all ids and
+# lengths
 STATED = {
     "W1": (1, 128, 128, 128, "eab42cc76eba5e66"),
     "W2": (64, 8192, 2048, 2048, "7221468a52ccd4e8"),
@@ -23,9 +24,16 @@ STATED = {
 @pytest.mark.parametrize("name", BASE)
 def test_workloads_are_as_stated(name: str) -> None:
     load = workload(name)
-    content = json.dumps([(request.prompt, request.max_tokens, request.n) for request in load.requests])
+    content = json.dumps(
+        [(request.prompt, request.max_tokens, request.n) for request in load.requests]
+    )
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
-    sizes = (load.num_sequences, load.output_tokens, load.prompt_tokens, distinct_prompt_tokens(load.requests))
+    sizes = (
+        load.num_sequences,
+        load.output_tokens,
+        load.prompt_tokens,
+        distinct_prompt_tokens(load.requests),
+    )
     assert (*sizes, digest) == STATED[name]
 
 
@@ -44,7 +52,9 @@ def test_a_variant_has_the_same_shapes_and_shares_no_prefix(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_warm_up_has_the_same_prompts_and_short_answers(name: str) -> None:
     load, warm = workload(name), warm_up(name)
-    assert [len(request.prompt) for request in warm.requests] == [len(request.prompt) for request in load.requests]
+    assert [len(request.prompt) for request in warm.requests] == [
+        len(request.prompt) for request in load.requests
+    ]
     assert warm.num_sequences == load.num_sequences
     assert max(request.max_tokens for request in warm.requests) <= 32
 
@@ -52,7 +62,9 @@ def test_warm_up_has_the_same_prompts_and_short_answers(name: str) -> None:
 def test_separate_requests_are_the_group_spelled_out() -> None:
     group, separate = workload("W2"), workload("W2-separate")
     assert separate.output_tokens == group.output_tokens
-    assert [r.prompt for r in separate.requests] == [r.prompt for r in group.requests for _ in range(8)]
+    assert [r.prompt for r in separate.requests] == [
+        r.prompt for r in group.requests for _ in range(8)
+    ]
 
 
 def test_rollout_lengths_have_a_long_tail() -> None:
@@ -63,7 +75,9 @@ def test_rollout_lengths_have_a_long_tail() -> None:
 
 
 @settings(max_examples=50)
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), min_size=1, max_size=8))
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), min_size=1, max_size=8)
+)
 def test_distinct_tokens_are_the_nodes_of_the_prompts_tree(prompts: list[tuple[int, ...]]) -> None:
     prefixes = {prompt[: length + 1] for prompt in prompts for length in range(len(prompt))}
     assert distinct_prompt_tokens([Request(prompt, 1) for prompt in prompts]) == len(prefixes)

@@ -19,7 +19,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Models: with a chat template and no end, without a template, without a tokenizer."""
     made: dict[str, str] = {}
     for name, template in (("chat", TEMPLATE), ("base", None), ("bare", None)):
-        changes: dict[str, Any] = {"max_position_embeddings": 60_000, "vocab_size": 259, "eos_token_id": None}
+        changes: dict[str, Any] = {
+            "max_position_embeddings": 60_000,
+            "vocab_size": 259,
+            "eos_token_id": None,
+        }
         folder = tiny_model(tmp_path_factory.mktemp(name), "llama", **changes)
         if name != "bare":
             write_tokenizer(folder, template)

@@ -22,7 +22,9 @@ def write_tokenizer(folder: Path, template: str | None) -> None:
     """Byte-level: a token a byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate(["<s>", "<x>", "</s>", *alphabet])}, merges=[])
+        models.BPE(
+            vocab={token: i for i, token in enumerate(["<s>", "<x>", "</s>", *alphabet])}, merges=[]
+        )
     )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -18,13 +18,22 @@ from tests.cli.running import finish, run, spawn
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["generate", "--help"], ["chat", "-h"], ["info", "-h"], ["replay", "-h"], ["--version"]]
+    "arguments",
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["chat", "-h"],
+        ["info", "-h"],
+        ["replay", "-h"],
+        ["--version"],
+    ],
 )
 def test_help_and_version_need_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom nano_inference.cli import app\n"
         f"try: app({arguments!r})\nexcept SystemExit as end: assert not end.code\n"
-        "heavy = {'torch', 'numpy', 'transformers', 'tokenizers', 'tqdm'} & set(sys.modules)\nassert not heavy, heavy"
+        "heavy = {'torch', 'numpy', 'transformers', 'tokenizers', 'tqdm'} & "
+        "set(sys.modules)\nassert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -56,16 +65,23 @@ def test_public_names_that_need_torch_come_when_they_are_asked_for() -> None:
         (["generate", "MODEL", "-p", "x", "--cache-type", "heap"], 2, "heap"),
         (["generate", "MODEL", "-p", "x", "-n", "0"], 2, "--num-samples"),
         (["generate", "MODEL", "-p", "x", "--kv-cache-memory", "2 bananas"], 2, "bananas"),
-        (["generate", "MODEL", "-p", "x", "--file", "no-such-file"], 2, "there is no file no-such-file"),
+        (
+            ["generate", "MODEL", "-p", "x", "--file", "no-such-file"],
+            2,
+            "there is no file no-such-file",
+        ),
         (["generate", "MODEL", "-p", "x", "--json", "--logprobs"], 2, "--logprobs"),
         (["generate", "MODEL", "-p", "x", "--top-logprobs", "2"], 2, "--json"),
         (["cook", "MODEL"], 2, "cook"),
     ],
 )
-def test_errors_are_short_and_have_a_code(folders: dict[str, str], arguments: list[str], code: int, words: str) -> None:
+def test_errors_are_short_and_have_a_code(
+    folders: dict[str, str], arguments: list[str], code: int, words: str
+) -> None:
     result = run(*(folders["chat"] if word == "MODEL" else word for word in arguments))
     assert result.exit_code == code, result.output
-    assert words in " ".join(result.stderr.replace("│", "").split())  # a box may break lines anywhere between words
+    # a box may break lines anywhere between words
+    assert words in " ".join(result.stderr.replace("│", "").split())
     assert "Traceback" not in result.output
     assert result.stdout == ""
     assert code == 2 or result.stderr.count("\n") == 1
@@ -80,7 +96,15 @@ def test_debug_shows_the_traceback(folders: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("7", 7), ("1.5 GiB", 3 * 2**29), ("2GiB", 2**31), ("3kib", 3072), ("4KB", 4000), ("5 mb", 5 * 10**6), ("1B", 1)],
+    [
+        ("7", 7),
+        ("1.5 GiB", 3 * 2**29),
+        ("2GiB", 2**31),
+        ("3kib", 3072),
+        ("4KB", 4000),
+        ("5 mb", 5 * 10**6),
+        ("1B", 1),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size

@@ -27,7 +27,9 @@ def conversations(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]
     return seen
 
 
-def test_chat_keeps_the_conversation(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_keeps_the_conversation(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = conversations(monkeypatch)
     lines = [
         "one",
@@ -48,7 +50,13 @@ def test_chat_keeps_the_conversation(folders: dict[str, str], monkeypatch: pytes
     assert result.exit_code == 0, result.stderr
     roles = [[message["role"] for message in each] for each in seen]
     turn = ["user", "assistant"]
-    assert roles == [["user"], [*turn, "user"], ["system", *turn, *turn, "user"], ["system", "user"], [*turn, "user"]]
+    assert roles == [
+        ["user"],
+        [*turn, "user"],
+        ["system", *turn, *turn, "user"],
+        ["system", "user"],
+        [*turn, "user"],
+    ]
     assert [each[-1]["content"] for each in seen] == ["one", "two", "three", "four", "five"]
     assert result.stdout.startswith(seen[1][1]["content"] + "\n" + seen[2][4]["content"] + "\n")
     assert "/reset" in result.stderr
@@ -70,7 +78,9 @@ def test_chat_ends_with_its_input(folders: dict[str, str]) -> None:
         ("chat", "x" * 600 + "\n", "/reset forgets it"),
     ],
 )
-def test_chat_says_what_is_wrong(folders: dict[str, str], model: str, stdin: str, words: str) -> None:
+def test_chat_says_what_is_wrong(
+    folders: dict[str, str], model: str, stdin: str, words: str
+) -> None:
     result = run("chat", folders[model], "--max-model-len", "512", *FAST, stdin=stdin)
     assert result.exit_code == 1
     assert words in result.stderr
@@ -88,9 +98,14 @@ def test_keys_of_a_terminal(folders: dict[str, str]) -> None:
     import pty
 
     ours, theirs = pty.openpty()
-    begin = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from nano_inference.cli import app; app()"
+    begin = (
+        "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from "
+        "nano_inference.cli import app; app()"
+    )
     words = ["chat", folders["chat"], "--max-tokens", "50000", "--threads", "1"]
-    settled = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {"TERM": "xterm-256color"}
+    settled = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {
+        "TERM": "xterm-256color"
+    }
     process = subprocess.Popen(
         [sys.executable, "-c", begin, *words],
         **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
@@ -101,7 +116,9 @@ def test_keys_of_a_terminal(folders: dict[str, str]) -> None:
     seen = b""
 
     def until(what: bytes, key: bytes = b"") -> None:
-        """Press a key and read on. Pressed again: one that comes while the line editor starts can be lost."""
+        """Press a key and read on. Pressed again: one that comes while the line editor starts can
+        be lost.
+        """
         nonlocal seen
         os.write(ours, key)
         for _ in range(60):

@@ -20,22 +20,42 @@ from tests.cli.running import COLOR, FAST, finish, run, samples, spawn
 
 
 def test_json_holds_the_samples_of_the_engine(folders: dict[str, str]) -> None:
-    sampling = ("--temperature", "0.9", "--top-p", "0.95", "--top-k", "20", "--seed", "5", "--max-tokens", "6")
-    result = run("generate", folders["base"], "-p", "ab", "-p", "cde", "-n", "2", "--json", *sampling, *FAST)
+    sampling = (
+        "--temperature",
+        "0.9",
+        "--top-p",
+        "0.95",
+        "--top-k",
+        "20",
+        "--seed",
+        "5",
+        "--max-tokens",
+        "6",
+    )
+    result = run(
+        "generate", folders["base"], "-p", "ab", "-p", "cde", "-n", "2", "--json", *sampling, *FAST
+    )
     assert result.exit_code == 0, result.stderr
     params = SamplingParams(temperature=0.9, top_p=0.95, top_k=20, seed=5, max_tokens=6)
     config = EngineConfig(model_path=folders["base"], num_threads=1, kv_cache_memory=2**23)
     with InferenceEngine(config) as engine:
         expected = engine.generate(["ab", "cde"], params, 2)
     read = samples(result.stdout)
-    assert [tuple(sample["completion_tokens"]) for sample in read] == [each.completion_tokens for each in expected]
-    assert [tuple(sample["logprobs"]) for sample in read] == [each.logprobs for each in expected]  # no digit is lost
+    assert [tuple(sample["completion_tokens"]) for sample in read] == [
+        each.completion_tokens for each in expected
+    ]
+    # no digit is lost
+    assert [tuple(sample["logprobs"]) for sample in read] == [each.logprobs for each in expected]
     assert [sample["text"] for sample in read] == [each.text for each in expected]
     assert all(TrainingSample(**sample) for sample in read)
-    assert re.search(r"4 samples, 24 tokens in .* tok/s; 0 of 5 prompt tokens cached", result.stderr)
+    assert re.search(
+        r"4 samples, 24 tokens in .* tok/s; 0 of 5 prompt tokens cached", result.stderr
+    )
 
 
-def test_every_sampling_option_arrives(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sampling_option_arrives(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[SamplingParams] = []
 
     def remember(self: Any, prompts: Any, params: SamplingParams, *_: Any, **__: Any) -> Any:
@@ -56,10 +76,16 @@ def test_every_sampling_option_arrives(folders: dict[str, str], monkeypatch: pyt
         "repetition_penalty": 1.5,
         "top_logprobs": 4,
     }
-    words = [part for name, value in asked.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    words = [
+        part
+        for name, value in asked.items()
+        for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
     words += ["--stop", "ab", "--stop", "\n", "--stop-token-id", "9", "--ignore-eos", "--json"]
     assert run("generate", folders["chat"], "-p", "x", *words, *FAST).exit_code == 1
-    assert seen == [SamplingParams(**asked, stop=("ab", "\n"), stop_token_ids=frozenset([9]), ignore_eos=True)]
+    assert seen == [
+        SamplingParams(**asked, stop=("ab", "\n"), stop_token_ids=frozenset([9]), ignore_eos=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -86,15 +112,33 @@ def test_a_template_that_is_missing_is_an_error(folders: dict[str, str]) -> None
 
 
 def test_prompts_of_files(folders: dict[str, str], tmp_path: Path) -> None:
-    lines = [{"prompt": "a\u2028b"}, {"prompt": [5, 6]}, {"messages": [{"role": "user", "content": "hi"}]}]
+    lines = [
+        {"prompt": "a\u2028b"},
+        {"prompt": [5, 6]},
+        {"messages": [{"role": "user", "content": "hi"}]},
+    ]
     file = tmp_path / "prompts.jsonl"
-    file.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8")
+    file.write_text(
+        "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8"
+    )
     assert read_prompts(file) == ["a\u2028b", [5, 6], lines[2]["messages"]]
-    result = run("generate", folders["chat"], "-p", "first", "-f", str(file), "-m", "2", "--json", *FAST)
+    result = run(
+        "generate", folders["chat"], "-p", "first", "-f", str(file), "-m", "2", "--json", *FAST
+    )
     assert [len(sample["completion_tokens"]) for sample in samples(result.stdout)] == [2] * 4
     assert samples(result.stdout)[2]["prompt_tokens"] == [5, 6]
 
-    piped = run("generate", folders["base"], "--file", "-", "-m", "2", "--json", *FAST, stdin="one\r\n\n two\n")
+    piped = run(
+        "generate",
+        folders["base"],
+        "--file",
+        "-",
+        "-m",
+        "2",
+        "--json",
+        *FAST,
+        stdin="one\r\n\n two\n",
+    )
     tokenizer = Tokenizer.from_file(f"{folders['base']}/tokenizer.json")
     assert [s["prompt_tokens"] for s in samples(piped.stdout)] == [
         tokenizer.encode(text).ids for text in ("one", " two")
@@ -104,8 +148,22 @@ def test_prompts_of_files(folders: dict[str, str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        *("{", "[]", "3", "{}", '{"prompt": ""}', '{"prompt": 3}', '{"prompt": [1.5]}', '{"prompt": [true]}'),
-        *('{"prompt": "a", "messages": []}', '{"messages": "hi"}', '{"messages": []}', '{"messages": [1]}'),
+        *(
+            "{",
+            "[]",
+            "3",
+            "{}",
+            '{"prompt": ""}',
+            '{"prompt": 3}',
+            '{"prompt": [1.5]}',
+            '{"prompt": [true]}',
+        ),
+        *(
+            '{"prompt": "a", "messages": []}',
+            '{"messages": "hi"}',
+            '{"messages": []}',
+            '{"messages": [1]}',
+        ),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, line: str) -> None:
@@ -123,9 +181,13 @@ def test_files_without_prompts_or_text(tmp_path: Path) -> None:
             read_prompts(tmp_path / name)
 
 
-def test_a_single_sample_is_its_text_alone_and_several_have_headings(folders: dict[str, str]) -> None:
+def test_a_single_sample_is_its_text_alone_and_several_have_headings(
+    folders: dict[str, str],
+) -> None:
     few = ("--max-tokens", "8", "--seed", "3", *FAST)
-    with InferenceEngine(EngineConfig(model_path=folders["base"], num_threads=1, kv_cache_memory=2**23)) as engine:
+    with InferenceEngine(
+        EngineConfig(model_path=folders["base"], num_threads=1, kv_cache_memory=2**23)
+    ) as engine:
         expected = [s.text for s in engine.generate("ab", SamplingParams(max_tokens=8, seed=3), 2)]
     assert run("generate", folders["base"], "-p", "ab", *few).stdout == f"{expected[0]}\n"
     out = run("generate", folders["base"], "-p", "ab", "-n", "2", *few).stdout
@@ -141,19 +203,42 @@ def test_ids_without_a_tokenizer(folders: dict[str, str], tmp_path: Path) -> Non
     text = run("generate", folders["bare"], "-p", "hi", *FAST)
     assert text.exit_code == 1
     assert "needs a tokenizer" in text.stderr
-    borrowed = run("generate", folders["bare"], "--tokenizer", folders["base"], "-p", "hi", "-m", "3", *FAST)
+    borrowed = run(
+        "generate", folders["bare"], "--tokenizer", folders["base"], "-p", "hi", "-m", "3", *FAST
+    )
     assert borrowed.exit_code == 0
 
 
 def test_reference_logprobs(folders: dict[str, str]) -> None:
-    words = ["generate", folders["base"], "--ref-model", folders["base"], "-p", "ab", "-m", "3", *FAST]
+    words = [
+        "generate",
+        folders["base"],
+        "--ref-model",
+        folders["base"],
+        "-p",
+        "ab",
+        "-m",
+        "3",
+        *FAST,
+    ]
     sample = samples(run(*words, "--json").stdout)[0]
     assert sample["ref_logprobs"] == sample["logprobs"]
     assert re.search(r"mean logprob (-\S+), reference \1", run(*words, "-n", "2").stdout)
 
 
 def test_logprobs_are_colors_on_a_terminal_and_numbers_elsewhere(folders: dict[str, str]) -> None:
-    words = ["generate", folders["base"], "-p", "ab", "-m", "24", "--seed", "1", "--logprobs", *FAST]
+    words = [
+        "generate",
+        folders["base"],
+        "-p",
+        "ab",
+        "-m",
+        "24",
+        "--seed",
+        "1",
+        "--logprobs",
+        *FAST,
+    ]
     _, colors, _ = finish(spawn(*words, FORCE_COLOR="1"))
     _, plain, _ = finish(spawn(*words, FORCE_COLOR="1", NO_COLOR="1"))
     _, piped, _ = finish(spawn(*words))
@@ -172,7 +257,9 @@ def test_no_color_also_holds_for_errors() -> None:
     assert not COLOR.search(finish(spawn(*words, FORCE_COLOR="1", NO_COLOR="1"))[2])
 
 
-def test_a_model_cannot_send_control_sequences_to_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_cannot_send_control_sequences_to_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from nano_inference.cli import terminal
 
     assert terminal.printable("\x1b[2Ja\tb\n") == "\x1b[2Ja\tb\n"
@@ -181,7 +268,9 @@ def test_a_model_cannot_send_control_sequences_to_a_terminal(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("flags", [["--json"], [], ["--logprobs"]])
-def test_a_reader_who_leaves_is_no_error_to_talk_about(folders: dict[str, str], flags: list[str]) -> None:
+def test_a_reader_who_leaves_is_no_error_to_talk_about(
+    folders: dict[str, str], flags: list[str]
+) -> None:
     process = spawn("generate", folders["base"], "-p", "a", "-n", "200", "-m", "20", *flags, *FAST)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -196,8 +285,21 @@ def test_a_reader_who_leaves_is_no_error_to_talk_about(folders: dict[str, str], 
     process.stdin.close()
 
 
-def test_verbose_shows_what_the_engine_logs_and_warnings_come_always(folders: dict[str, str]) -> None:
-    words = ["generate", folders["base"], "-p", "a", "-m", "2", "--max-model-len", "50000", "--threads", "1"]
+def test_verbose_shows_what_the_engine_logs_and_warnings_come_always(
+    folders: dict[str, str],
+) -> None:
+    words = [
+        "generate",
+        folders["base"],
+        "-p",
+        "a",
+        "-m",
+        "2",
+        "--max-model-len",
+        "50000",
+        "--threads",
+        "1",
+    ]
     words += ["--kv-cache-memory", "64KiB"]
     quiet, loud = run(*words).stderr, run(*words, "-v").stderr
     assert "WARNING" in quiet
@@ -207,7 +309,9 @@ def test_verbose_shows_what_the_engine_logs_and_warnings_come_always(folders: di
 
 
 def test_interrupt_ends_a_run_quietly(folders: dict[str, str]) -> None:
-    process = spawn("generate", folders["base"], "-p", "a", "-m", "50000", "--json", "--threads", "1", "-v")
+    process = spawn(
+        "generate", folders["base"], "-p", "a", "-m", "50000", "--json", "--threads", "1", "-v"
+    )
     assert process.stderr is not None
     while "longest sequence" not in process.stderr.readline():
         pass  # the weights come next, then the run
@@ -218,10 +322,14 @@ def test_interrupt_ends_a_run_quietly(folders: dict[str, str]) -> None:
     assert out == ""
 
 
-def test_interrupt_keeps_what_was_finished(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_keeps_what_was_finished(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     generate = InferenceEngine.generate
 
-    def interrupted(self: Any, prompts: Any, params: SamplingParams, *rest: Any, **named: Any) -> Any:
+    def interrupted(
+        self: Any, prompts: Any, params: SamplingParams, *rest: Any, **named: Any
+    ) -> Any:
         each = [replace(params, max_tokens=count) for count in (30, 3, 30)]
         deltas: Any = generate(self, prompts, each, *rest, **named)
         for delta in deltas:
@@ -241,7 +349,9 @@ def test_the_first_interrupt_waits_for_the_next_delta(folders: dict[str, str]) -
     config = EngineConfig(model_path=folders["base"], num_threads=1, kv_cache_memory=2**23)
     before = signal.getsignal(signal.SIGINT)
     with InferenceEngine(config) as engine:
-        with Interruptible(engine.generate("ab", SamplingParams(max_tokens=1000), stream=True)) as deltas:
+        with Interruptible(
+            engine.generate("ab", SamplingParams(max_tokens=1000), stream=True)
+        ) as deltas:
             seen = 0
             for _ in deltas:
                 seen += 1
@@ -255,9 +365,13 @@ def test_the_first_interrupt_waits_for_the_next_delta(folders: dict[str, str]) -
 
 
 def test_the_json_of_a_run_reads_back_as_samples(folders: dict[str, str], tmp_path: Path) -> None:
-    result = run("generate", folders["base"], "-p", "ab", "-n", "3", "--json", "--top-logprobs", "2", *FAST)
+    result = run(
+        "generate", folders["base"], "-p", "ab", "-n", "3", "--json", "--top-logprobs", "2", *FAST
+    )
     file = tmp_path / "samples.jsonl"
     file.write_text(result.stdout)
     back = read_jsonl(file)
     assert [sample.sample_index for sample in back] == [0, 1, 2]
-    assert all(sample.top_logprobs and len(sample.top_logprobs) == len(sample.logprobs) for sample in back)
+    assert all(
+        sample.top_logprobs and len(sample.top_logprobs) == len(sample.logprobs) for sample in back
+    )

@@ -1,4 +1,6 @@
-"""generation_config.json: what it recommends holds where a request of the usual protocols says nothing."""
+"""generation_config.json: what it recommends holds where a request of the usual protocols says
+nothing.
+"""
 
 import json
 import logging
@@ -22,7 +24,13 @@ from nano_inference.types import SamplingParams
 from tests.cli.running import run
 from tests.serving.scripted import ScriptedClient
 
-RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+RECOMMENDED = {
+    "temperature": 0.6,
+    "top_p": 0.95,
+    "top_k": 20,
+    "min_p": 0.05,
+    "repetition_penalty": 1.1,
+}
 MESSAGES = {"messages": [{"role": "user", "content": "Hi"}]}
 USUAL: list[tuple[Protocol_, dict[str, Any]]] = [
     (Completions(), {"prompt": "Hi"}),
@@ -50,16 +58,22 @@ NEUTRAL = {name: getattr(SamplingParams(), name) for name in RECOMMENDED}
 
 
 @pytest.mark.parametrize(("protocol", "body"), USUAL)
-def test_what_a_request_leaves_out_is_as_recommended(protocol: Protocol_, body: dict[str, Any]) -> None:
+def test_what_a_request_leaves_out_is_as_recommended(
+    protocol: Protocol_, body: dict[str, Any]
+) -> None:
     assert params_of(protocol, body, served()) == RECOMMENDED
     asked = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
     assert params_of(protocol, body | asked, served()) == NEUTRAL
-    assert params_of(protocol, body | {"temperature": 0}, served()) == RECOMMENDED | {"temperature": 0}
+    assert params_of(protocol, body | {"temperature": 0}, served()) == RECOMMENDED | {
+        "temperature": 0
+    }
     assert params_of(protocol, body, served(generation_config="none")) == NEUTRAL
 
 
 @pytest.mark.parametrize(("protocol", "body"), USUAL)
-def test_under_rl_the_usual_routes_are_neutral_unless_asked(protocol: Protocol_, body: dict[str, Any]) -> None:
+def test_under_rl_the_usual_routes_are_neutral_unless_asked(
+    protocol: Protocol_, body: dict[str, Any]
+) -> None:
     assert params_of(protocol, body, served(rl=True)) == NEUTRAL
     assert params_of(protocol, body, served(rl=True, generation_config="auto")) == RECOMMENDED
 
@@ -72,7 +86,9 @@ def test_routes_of_trainers_are_always_neutral(protocol: Protocol_, body: dict[s
 def test_a_folder_recommends_what_its_file_says(tmp_path: Path) -> None:
     assert generation_defaults(tmp_path) == {}
     file = tmp_path / "generation_config.json"
-    file.write_text(json.dumps(RECOMMENDED | {"eos_token_id": 2, "do_sample": True, "max_new_tokens": 9}))
+    file.write_text(
+        json.dumps(RECOMMENDED | {"eos_token_id": 2, "do_sample": True, "max_new_tokens": 9})
+    )
     assert generation_defaults(tmp_path) == RECOMMENDED
     file.write_text(json.dumps({"temperature": None, "top_k": -1}))
     assert generation_defaults(tmp_path) == {"top_k": 0}
@@ -81,15 +97,26 @@ def test_a_folder_recommends_what_its_file_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "told",
     [
-        *({"temperature": -1}, {"temperature": "0.6"}, {"temperature": float("nan")}, {"top_p": 0}, {"top_p": True}),
+        *(
+            {"temperature": -1},
+            {"temperature": "0.6"},
+            {"temperature": float("nan")},
+            {"top_p": 0},
+            {"top_p": True},
+        ),
         *({"top_k": 2.5}, {"min_p": 7}, {"repetition_penalty": 0}, {"repetition_penalty": 10**400}),
     ],
 )
 def test_a_value_that_is_not_taken_is_left_out_with_a_warning(
-    tmp_path: Path, told: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    told: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("nano_inference"), "propagate", True)
-    (tmp_path / "generation_config.json").write_text(json.dumps(told | {"top_k": told.get("top_k", 3)}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps(told | {"top_k": told.get("top_k", 3)})
+    )
     assert generation_defaults(tmp_path) == ({"top_k": 3} if "top_k" not in told else {})
     assert f"has {next(iter(told))}=" in caplog.text
 
@@ -110,7 +137,19 @@ def test_the_command_line_takes_it_where_nothing_is_given(
     for file in Path(folders["chat"]).iterdir():
         (folder / file.name).symlink_to(file)
     (folder / "generation_config.json").write_text('{"temperature": 0.0, "top_k": 5}')
-    arguments = ("-p", "[1]", "-m", "3", "--json", "--threads", "1", "--kv-cache-memory", "8MiB", "--seed", "1")
+    arguments = (
+        "-p",
+        "[1]",
+        "-m",
+        "3",
+        "--json",
+        "--threads",
+        "1",
+        "--kv-cache-memory",
+        "8MiB",
+        "--seed",
+        "1",
+    )
 
     def sampled(*more: str) -> tuple[SamplingParams, str]:
         result = run("generate", str(folder), *arguments, *more)

@@ -12,7 +12,9 @@ from tests.models.tiny import tiny_model
 
 
 def test_info_as_json_agrees_with_an_engine(folders: dict[str, str]) -> None:
-    result = run("info", folders["chat"], "--json", "--kv-cache-memory", "8MiB", "--max-model-len", "100")
+    result = run(
+        "info", folders["chat"], "--json", "--kv-cache-memory", "8MiB", "--max-model-len", "100"
+    )
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     config = EngineConfig(model_path=folders["chat"], kv_cache_memory=2**23, max_model_len=100)
@@ -20,7 +22,9 @@ def test_info_as_json_agrees_with_an_engine(folders: dict[str, str]) -> None:
         assert found["numerics"]["fingerprint"] == engine.numerics.fingerprint
         assert found["memory"]["num_blocks"] == engine.memory_budget.num_blocks
         assert found["memory"]["num_tokens"] == engine.memory_budget.num_tokens
-        assert found["num_parameters"] == sum(tensor.numel() for tensor in engine.model.params.values())
+        assert found["num_parameters"] == sum(
+            tensor.numel() for tensor in engine.model.params.values()
+        )
         assert found["architecture"]["num_layers"] == engine.spec.num_layers
     assert found["tokenizer"]["has_chat_template"]
 
@@ -48,10 +52,18 @@ def test_info_of_ranks_agrees_with_an_engine_of_several(folders: dict[str, str])
     assert [each["rank"] for each in ranks] == [0, 1, 2, 3]
     assert [each["layers"] for each in ranks] == [[0, 1], [0, 1], [1, 2], [1, 2]]
     assert [each["query_heads"] for each in ranks] == [[0, 2], [2, 4]] * 2
-    config = EngineConfig(folders["chat"], kv_cache_memory=2**23, tensor_parallel=2, pipeline_parallel=2, num_threads=1)
+    config = EngineConfig(
+        folders["chat"],
+        kv_cache_memory=2**23,
+        tensor_parallel=2,
+        pipeline_parallel=2,
+        num_threads=1,
+    )
     with InferenceEngine(config) as engine:
         assert engine.memory_budget.weights == ranks[0]["memory"]["weights"]
-        assert engine.memory_budget.num_blocks == min(each["memory"]["num_blocks"] for each in ranks)
+        assert engine.memory_budget.num_blocks == min(
+            each["memory"]["num_blocks"] for each in ranks
+        )
     text = run("info", folders["chat"], *options).stdout
     assert "memory on cpu, of rank 0" in text
     assert "layers 1; query heads 2 to 3" in " ".join(text.split())
@@ -59,7 +71,10 @@ def test_info_of_ranks_agrees_with_an_engine_of_several(folders: dict[str, str])
 
 def test_info_of_experts_in_ranks_and_in_lockstep(tmp_path: Path) -> None:
     folder = str(tiny_model(tmp_path, "mixtral"))
-    for options in (("--expert-parallel", "2"), ("--tensor-parallel", "2", "--expert-parallel", "2")):
+    for options in (
+        ("--expert-parallel", "2"),
+        ("--tensor-parallel", "2", "--expert-parallel", "2"),
+    ):
         result = run("info", folder, "--json", *options)
         assert result.exit_code == 0, result.stderr
         ranks = json.loads(result.stdout)["ranks"]

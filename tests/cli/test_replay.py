@@ -1,4 +1,6 @@
-"""`nano-inference replay`: what `generate --json` wrote is made again, and whatever was changed is found."""
+"""`nano-inference replay`: what `generate --json` wrote is made again, and whatever was changed is
+found.
+"""
 
 import json
 from collections.abc import Callable
@@ -10,14 +12,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample, VersionSpan
+from nano_inference import (
+    EngineConfig,
+    InferenceEngine,
+    SamplingParams,
+    TrainingSample,
+    VersionSpan,
+)
 from nano_inference.data import read_jsonl, write_jsonl, write_parquet
 from nano_inference.types import ContextVersions
 from tests.cli.running import FAST, run
 from tests.models.tiny import family_weights, write_model
 
 SAMPLING = (
-    *("--top-p", "0.9", "--top-logprobs", "2", "--max-tokens", "9", "--stop", "e", "--repetition-penalty", "1.1"),
+    *(
+        "--top-p",
+        "0.9",
+        "--top-logprobs",
+        "2",
+        "--max-tokens",
+        "9",
+        "--stop",
+        "e",
+        "--repetition-penalty",
+        "1.1",
+    ),
     *("--seed", "3"),  # another seed may draw the same first token
 )
 
@@ -25,14 +44,28 @@ SAMPLING = (
 @pytest.fixture(scope="module")
 def written(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("replay") / "samples.jsonl"
-    result = run("generate", folders["chat"], "-p", "ab", "-p", "a longer one", "-n", "3", "--json", *SAMPLING, *FAST)
+    result = run(
+        "generate",
+        folders["chat"],
+        "-p",
+        "ab",
+        "-p",
+        "a longer one",
+        "-n",
+        "3",
+        "--json",
+        *SAMPLING,
+        *FAST,
+    )
     assert result.exit_code == 0, result.stderr
     path.write_text(result.stdout)
     return path
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_generate_writes_replays(folders: dict[str, str], written: Path, tmp_path: Path, dtype: str) -> None:
+def test_what_generate_writes_replays(
+    folders: dict[str, str], written: Path, tmp_path: Path, dtype: str
+) -> None:
     """The file says which dtype and backend it was made with."""
     path, model = tmp_path / "samples.jsonl", folders["chat"]
     more = ("--dtype", dtype, "--ref-model", model)
@@ -41,10 +74,15 @@ def test_what_generate_writes_replays(folders: dict[str, str], written: Path, tm
     result = run("replay", str(path), "--model", model, "--ref-model", model, *FAST)
     assert result.exit_code == 0, result.output
     tokens = sum(len(sample.completion_tokens) for sample in read_jsonl(path))
-    assert f"4 of 4 samples are equal to the bit: {tokens} tokens looked at, weight version 0, " in result.stdout
+    assert (
+        f"4 of 4 samples are equal to the bit: {tokens} tokens looked at, weight version 0, "
+        in result.stdout
+    )
     assert f"/{dtype}/cpu/" in result.stdout
     write_parquet(read_jsonl(written), tmp_path / "samples.parquet")
-    result = run("replay", str(tmp_path / "samples.parquet"), "--model", model, "--limit", "2", *FAST)
+    result = run(
+        "replay", str(tmp_path / "samples.parquet"), "--model", model, "--limit", "2", *FAST
+    )
     assert result.exit_code == 0, result.output
     assert "2 of 2 samples" in result.stdout
 
@@ -62,9 +100,14 @@ CHANGES: dict[str, tuple[Change, str]] = {
         "completion token 1: completion_tokens is 79, replayed ",
     ),
     "seed": (lambda s: {"seed": s.seed + 1}, "completion token 0: "),
-    "top": (lambda s: {"top_logprobs": (s.top_logprobs or ())[::-1]}, "completion token 0: top_logprobs is "),
+    "top": (
+        lambda s: {"top_logprobs": (s.top_logprobs or ())[::-1]},
+        "completion token 0: top_logprobs is ",
+    ),
     "params": (
-        lambda s: {"sampling_params": replace(s.sampling_params or SamplingParams(), temperature=1.01)},
+        lambda s: {
+            "sampling_params": replace(s.sampling_params or SamplingParams(), temperature=1.01)
+        },
         "completion token 0: logprobs is ",
     ),
     "reason": (lambda s: {"finish_reason": "stop", "stop_reason": 5}, "the sample: "),
@@ -72,7 +115,9 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_found(folders: dict[str, str], written: Path, tmp_path: Path, name: str) -> None:
+def test_a_change_is_found(
+    folders: dict[str, str], written: Path, tmp_path: Path, name: str
+) -> None:
     change, words = CHANGES[name]
     samples = read_jsonl(written)
     samples = [s for s in samples if len(s.completion_tokens) > 2]
@@ -91,7 +136,9 @@ def test_a_change_is_found(folders: dict[str, str], written: Path, tmp_path: Pat
 def test_an_operation_that_breaks_the_law_is_named(
     folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = EngineConfig(model_path=folders["chat"], num_threads=1, kv_cache_memory=2**23, backend="reference")
+    config = EngineConfig(
+        model_path=folders["chat"], num_threads=1, kv_cache_memory=2**23, backend="reference"
+    )
     build = InferenceEngine.__init__
 
     def build_broken(self: InferenceEngine, config: EngineConfig) -> None:
@@ -110,7 +157,12 @@ def test_an_operation_that_breaks_the_law_is_named(
         write_jsonl([engine.generate([5, 6, 7], params)[0]] * 5, tmp_path / "b.jsonl")
     result = run("replay", str(tmp_path / "b.jsonl"), "--model", folders["chat"], *FAST)
     assert result.exit_code == 1
-    assert result.stdout.count("layer 1, linear (down): the row of position 0 has other bits in one chunk") == 3
+    assert (
+        result.stdout.count(
+            "layer 1, linear (down): the row of position 0 has other bits in one chunk"
+        )
+        == 3
+    )
     assert "0 of 5 samples" in result.stdout
 
 
@@ -132,7 +184,10 @@ def test_versions_come_from_folders(folders: dict[str, str], tmp_path: Path) -> 
     at = spans[0].end
     assert [span.version for span in spans] == [0, 3]
     old = VersionSpan(0, 0, 3 + at - 1)
-    kv = (ContextVersions(0, at, (old,)), ContextVersions(at, 10, (old, VersionSpan(3, old.end, 12))))
+    kv = (
+        ContextVersions(0, at, (old,)),
+        ContextVersions(at, 10, (old, VersionSpan(3, old.end, 12))),
+    )
     samples[-1] = replace(samples[-1], kv_versions=kv)
     write_jsonl(samples, tmp_path / "a.jsonl")
     arguments = ("replay", str(tmp_path / "a.jsonl"), "--model", folders["chat"], *FAST)
@@ -150,9 +205,15 @@ def test_bad_input(folders: dict[str, str], written: Path, tmp_path: Path) -> No
     first, other, empty = read_jsonl(written)[0], tmp_path / "a.jsonl", tmp_path / "empty.jsonl"
     empty.write_text("")
     for sample, words in (
-        (replace(first, numerics="cpu-0/float32/cpu/torch-1"), "sample 2: the sample was made with numerics 'cpu-0/"),
+        (
+            replace(first, numerics="cpu-0/float32/cpu/torch-1"),
+            "sample 2: the sample was made with numerics 'cpu-0/",
+        ),
         (replace(first, sampling_params=None), "sample 2: the sample has no sampling_params"),
-        (replace(first, weight_version=7, weight_versions=(), kv_versions=()), "version 7 are needed"),
+        (
+            replace(first, weight_version=7, weight_versions=(), kv_versions=()),
+            "version 7 are needed",
+        ),
     ):
         write_jsonl([first, sample], other)
         result = run("replay", str(other), "--model", folders["chat"], *FAST)

@@ -44,13 +44,32 @@ def other(value: Any, kind: str) -> Any:
 
 
 CHOICES = {"cache_type": "radix", "dtype": "float32", "backend": "reference", "device": "cpu"}
-CHOICES |= {"attention": "reference", "batch_invariant": True, "lookahead": 1, "gpu_memory_utilization": 0.5}
-CHOICES |= {"tensor_parallel": 4, "pipeline_parallel": 2, "context_parallel": 2, "expert_parallel": 4}
+CHOICES |= {
+    "attention": "reference",
+    "batch_invariant": True,
+    "lookahead": 1,
+    "gpu_memory_utilization": 0.5,
+}
+CHOICES |= {
+    "tensor_parallel": 4,
+    "pipeline_parallel": 2,
+    "context_parallel": 2,
+    "expert_parallel": 4,
+}
 CHOICES |= {"block_size": 1024}
 CHOICES |= {"admin_key": "third"}  # a user's key is refused
-CHOICES |= {"served_model_name": ("other", "more"), "root_path": "/other", "max_pending_bytes": 1 << 30}
+CHOICES |= {
+    "served_model_name": ("other", "more"),
+    "root_path": "/other",
+    "max_pending_bytes": 1 << 30,
+}
 CHOICES |= {"generation_config": "none"}
-CHOICES |= {"log_level": "error", "log_format": "json", "tool_format": "llama", "reasoning_format": "none"}
+CHOICES |= {
+    "log_level": "error",
+    "log_format": "json",
+    "tool_format": "llama",
+    "reasoning_format": "none",
+}
 CHOICES |= {"weight_update_group_init_method": "tcp://10.0.0.1:9000", "actor_llm_idx": 0}
 OPTION = {"tokenizer_path": "tokenizer", "ref_model_path": "ref-model", "num_threads": "threads"}
 OPTION |= {"enable_prefix_caching": "prefix-caching", "enable_chunked_prefill": "chunked-prefill"}
@@ -61,7 +80,11 @@ def flags(name: str, value: Any) -> list[str]:
     option = OPTION.get(name, name.replace("_", "-"))
     if isinstance(value, bool):
         return [f"--{option}" if value else f"--no-{option}"]
-    return [part for each in (value if isinstance(value, tuple) else (value,)) for part in (f"--{option}", str(each))]
+    return [
+        part
+        for each in (value if isinstance(value, tuple) else (value,))
+        for part in (f"--{option}", str(each))
+    ]
 
 
 @pytest.mark.parametrize("kind", [EngineConfig, ServerConfig])
@@ -74,7 +97,8 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
     # The two exclude each other; and there is an admin key.
     del wanted["enable_chunked_prefill" if kind is EngineConfig else "rl_open"]
     if kind is ServerConfig:
-        del wanted["uds"], wanted["chat_template"]  # one is instead of host and port, the other is read from a file
+        # one is instead of host and port, the other is read from a file
+        del wanted["uds"], wanted["chat_template"]
     arguments = [part for name, value in wanted.items() for part in flags(name, value)]
     result = run("serve", "smollm2-135m", *arguments)
     assert result.exit_code == 0, result.output
@@ -91,7 +115,10 @@ def test_a_socket_file_and_a_chat_template(started: Configs, tmp_path: Path) -> 
     file = tmp_path / "own.jinja"
     assert run("serve", "smollm2-135m", "--chat-template", str(file)).exit_code != 0
     file.write_text("{{ messages }}")
-    assert run("serve", "smollm2-135m", "--uds", "nano.sock", "--chat-template", str(file)).exit_code == 0
+    assert (
+        run("serve", "smollm2-135m", "--uds", "nano.sock", "--chat-template", str(file)).exit_code
+        == 0
+    )
     assert (started[0][1].uds, started[0][1].chat_template) == ("nano.sock", "{{ messages }}")
 
 
@@ -110,7 +137,10 @@ def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
         (("--admin-key", "a", "--admin-key-file", "{keys}"), "there is one admin key"),
         (("--admin-key-file", "{keys}"), "there is one admin key"),
         (("--api-key-file", "{empty}"), "holds no key"),
-        (("--in-process", "--restart-engine"), "restart_engine=True is not possible with in_process=True"),
+        (
+            ("--in-process", "--restart-engine"),
+            "restart_engine=True is not possible with in_process=True",
+        ),
         (("--tls-cert", "c.pem"), "tls_cert and tls_key belong together"),
         (("--tool-format", "morse"), "there is no tool format 'morse'"),
         (("--max-samples", "0"), "max_samples=0 must be"),
@@ -124,7 +154,9 @@ def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_serve_says_what_is_wrong(arguments: tuple[str, ...], words: str, started: Configs, tmp_path: Path) -> None:
+def test_serve_says_what_is_wrong(
+    arguments: tuple[str, ...], words: str, started: Configs, tmp_path: Path
+) -> None:
     (tmp_path / "keys").write_text("one\ntwo\n")
     (tmp_path / "empty").write_text("\n")
     places = {"keys": str(tmp_path / "keys"), "empty": str(tmp_path / "empty")}
@@ -137,8 +169,14 @@ def test_serve_says_what_is_wrong(arguments: tuple[str, ...], words: str, starte
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--pipeline-parallel", "99"), "pipeline_parallel=99 is more than the model's 30 layers; use at most 30"),
-        (("--tensor-parallel", "16"), "tensor_parallel=16 is more than the model's 9 attention heads; use at most 8"),
+        (
+            ("--pipeline-parallel", "99"),
+            "pipeline_parallel=99 is more than the model's 30 layers; use at most 30",
+        ),
+        (
+            ("--tensor-parallel", "16"),
+            "tensor_parallel=16 is more than the model's 9 attention heads; use at most 8",
+        ),
         (("--tensor-parallel", "2", "--expert-parallel", "2"), "it has no experts"),
         (("--expert-parallel", "2", "--replicas", "2"), "it has no experts"),
     ],
@@ -161,7 +199,9 @@ def test_ranks_that_the_model_cannot_have_are_refused_before_anything_starts(
 
 def test_what_is_not_installed_is_named(started: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == "zmq" else found(name))
+    monkeypatch.setattr(
+        command.importlib.util, "find_spec", lambda name: None if name == "zmq" else found(name)
+    )
     result = run("serve", "smollm2-135m")
     assert result.exit_code == 1
     assert "needs zmq" in result.stderr
@@ -171,7 +211,9 @@ def test_what_is_not_installed_is_named(started: Configs, monkeypatch: pytest.Mo
 
 def test_ray_has_to_be_installed(started: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == "ray" else found(name))
+    monkeypatch.setattr(
+        command.importlib.util, "find_spec", lambda name: None if name == "ray" else found(name)
+    )
     result = run("serve", "smollm2-135m", "--ray")
     assert result.exit_code == 1
     assert "pip install 'nano-inference[ray]'" in result.stderr

@@ -18,7 +18,10 @@ NOT_FOUND = Answer(404, {"error": {"message": "no such path."}})
 
 
 def completions(path: str, _: Any) -> Answer:
-    return {"/v1/models": MODELS, "/v1/completions": said("one ", "two", usage=USAGE, chat=False)}.get(path, NOT_FOUND)
+    return {
+        "/v1/models": MODELS,
+        "/v1/completions": said("one ", "two", usage=USAGE, chat=False),
+    }.get(path, NOT_FOUND)
 
 
 def test_a_completion_goes_to_standard_output_and_its_figures_do_not() -> None:
@@ -28,7 +31,12 @@ def test_a_completion_goes_to_standard_output_and_its_figures_do_not() -> None:
     assert "3 tokens" in result.stderr
     assert "4 of 7 prompt tokens cached" in result.stderr
     (body,) = seen.bodies("/v1/completions")
-    options = {"temperature": 1.0, "max_tokens": 256, "stream": True, "stream_options": {"include_usage": True}}
+    options = {
+        "temperature": 1.0,
+        "max_tokens": 256,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     assert body == {"model": "first", "prompt": "Say it"} | options
 
 
@@ -54,7 +62,9 @@ def test_only_what_differs_from_the_defaults_is_sent(tmp_path: Path) -> None:
         "second",
     ]
     with scripted_http(completions) as seen:
-        result = run("complete", "--url", seen.url, *options, "--api-key-file", str(key), stdin="a\nb\n")
+        result = run(
+            "complete", "--url", seen.url, *options, "--api-key-file", str(key), stdin="a\nb\n"
+        )
     assert result.exit_code == 0, result.stderr
     ((_, headers, body),) = seen.requests
     assert headers["authorization"] == "Bearer abc"
@@ -97,7 +107,9 @@ def test_no_server_is_one_sentence() -> None:
     for command in (("complete", "-p", "x"), ("chat",)):
         result = run(*command, "--url", "http://127.0.0.1:1", stdin="hi\n")
         assert result.exit_code == 1
-        assert result.stderr.startswith("error: nothing answers at http://127.0.0.1:1; start a server")
+        assert result.stderr.startswith(
+            "error: nothing answers at http://127.0.0.1:1; start a server"
+        )
         assert result.stdout == ""
 
 
@@ -128,9 +140,16 @@ def test_chat_keeps_the_conversation() -> None:
     bodies = seen.bodies("/v1/chat/completions")
     roles = [[message["role"] for message in body["messages"]] for body in bodies]
     turn = ["user", "assistant"]
-    assert roles == [["user"], [*turn, "user"], ["system", *turn, *turn, "user"], ["system", "user"]]
+    assert roles == [
+        ["user"],
+        [*turn, "user"],
+        ["system", *turn, *turn, "user"],
+        ["system", "user"],
+    ]
     assert bodies[1]["messages"][1]["content"] == "answer 1"
-    assert all((body["model"], body["top_k"], body["max_tokens"]) == ("first", 5, 1024) for body in bodies)
+    assert all(
+        (body["model"], body["top_k"], body["max_tokens"]) == ("first", 5, 1024) for body in bodies
+    )
 
 
 def test_chat_asks_for_no_more_than_fits() -> None:
@@ -156,11 +175,16 @@ def test_what_the_server_says_is_shown() -> None:
     [
         ((), "name a MODEL, or a server"),
         (("--url", "http://x", "--dtype", "float32"), "--dtype is for an engine of your own"),
-        (("--url", "http://x", "--max-model-len", "5"), "--max-model-len is for an engine of your own"),
+        (
+            ("--url", "http://x", "--max-model-len", "5"),
+            "--max-model-len is for an engine of your own",
+        ),
         (("smollm2-135m", "--api-key", "x"), "--api-key is for a server"),
     ],
 )
-def test_options_that_could_have_no_effect_are_refused(arguments: tuple[str, ...], words: str) -> None:
+def test_options_that_could_have_no_effect_are_refused(
+    arguments: tuple[str, ...], words: str
+) -> None:
     result = run("chat", *arguments, stdin="hi\n")
     assert result.exit_code == 2
     assert words in " ".join(result.stderr.replace("│", " ").split())

@@ -1,4 +1,6 @@
-"""Every python block of the documents runs; each document's blocks share one namespace, in order."""
+"""Every python block of the documents runs; each document's blocks share one namespace, in
+order.
+"""
 
 import importlib.util
 import re
@@ -11,9 +13,14 @@ import torch
 import nano_inference
 
 ROOT = Path(__file__).parents[2]
-# Their blocks need a server, or others' packages: test_server.py, test_rl_frameworks.py, ../ray_fleet/test_ray.py.
+# Their blocks need a server, or others' packages: test_server.py, test_rl_frameworks.py,
+# ../ray_fleet/test_ray.py.
 ELSEWHERE = {"docs/server.md", "docs/rl-frameworks.md", "docs/ray.md"}
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+]
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 
 
@@ -33,8 +40,12 @@ def test_links_lead_somewhere(name: str) -> None:
         assert ((ROOT / name).parent / target).exists(), target
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="Python versions spell types differently")
-def test_the_api_reference_is_current_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="Python versions spell types differently"
+)
+def test_the_api_reference_is_current_and_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
     assert spec is not None
     assert spec.loader is not None
@@ -42,6 +53,8 @@ def test_the_api_reference_is_current_and_whole(tmp_path: Path, monkeypatch: pyt
     spec.loader.exec_module(make_api)
     monkeypatch.setattr(make_api, "TARGET", tmp_path / "api.md")
     make_api.main()
-    assert (tmp_path / "api.md").read_text() == (ROOT / "docs" / "api.md").read_text(), "run python docs/make_api.py"
+    assert (tmp_path / "api.md").read_text() == (ROOT / "docs" / "api.md").read_text(), (
+        "run python docs/make_api.py"
+    )
     named = {name for names in make_api.GROUPS.values() for name in names}
     assert named == set(nano_inference.__all__)

@@ -1,4 +1,6 @@
-"""The figures of README's table are those of the committed report, from which the chart above it is drawn."""
+"""The figures of README's table are those of the committed report, from which the chart above it is
+drawn.
+"""
 
 import json
 import re
@@ -28,5 +30,9 @@ def test_the_readme_shows_what_was_measured(first: str) -> None:
     for engine, figure in zip((OURS, "vllm", "llama.cpp"), shown, strict=True):
         row = best(report, ROWS[first], engine)
         assert row is not None
-        measured = row["seconds"] if "seconds" in line else row[next(rate for rate in RATES if rate in row)]
+        measured = (
+            row["seconds"]
+            if "seconds" in line
+            else row[next(rate for rate in RATES if rate in row)]
+        )
         assert figure == pytest.approx(measured["median"], rel=0.015), (engine, measured)

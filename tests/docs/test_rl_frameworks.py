@@ -1,4 +1,6 @@
-"""The programs of docs/rl-frameworks.md, each in the environment of its framework (`make test-slow` makes them)."""
+"""The programs of docs/rl-frameworks.md, each in the environment of its framework (`make test-slow`
+makes them).
+"""
 
 import ast
 import os
@@ -19,7 +21,11 @@ from tests.docs.test_docs import ROOT
 TEXT = (ROOT / "docs" / "rl-frameworks.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, flags=re.M | re.S)
 TRL, VERIFIERS = (Path(sys.prefix) / name / "bin" / "python" for name in ("trl", "rl-clients"))
-QUIET = os.environ | {"OMP_NUM_THREADS": "2", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+QUIET = os.environ | {
+    "OMP_NUM_THREADS": "2",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def block(word: str) -> str:
@@ -29,7 +35,9 @@ def block(word: str) -> str:
 
 def run(python: Path, program: str, folder: Path) -> str:
     command = [python, "-W", "ignore", "-c", program]
-    ran = subprocess.run(command, cwd=folder, env=QUIET, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        command, cwd=folder, env=QUIET, capture_output=True, text=True, timeout=300
+    )
     assert ran.returncode == 0, ran.stderr[-4000:]
     return ran.stdout.splitlines()[-1]
 
@@ -47,13 +55,19 @@ def test_trl_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not VERIFIERS.exists(), reason=f"there is no {VERIFIERS}; make test-slow makes it")
+@pytest.mark.skipif(
+    not VERIFIERS.exists(), reason=f"there is no {VERIFIERS}; make test-slow makes it"
+)
 def test_verifiers_samples(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
-    engine = EngineConfig("smollm2-135m", device="cpu", max_model_len=256, kv_cache_memory=2**26, num_threads=1)
+    engine = EngineConfig(
+        "smollm2-135m", device="cpu", max_model_len=256, kv_cache_memory=2**26, num_threads=1
+    )
     with running_server(engine, ServerConfig(port=0, in_process=True, rl=True)) as url:
         program = block("from verifiers").replace("http://127.0.0.1:8000", url)
-        said = run(VERIFIERS, program.replace("MODEL_FOLDER", str(resolve_model("smollm2-135m"))), tmp_path)
+        said = run(
+            VERIFIERS, program.replace("MODEL_FOLDER", str(resolve_model("smollm2-135m"))), tmp_path
+        )
     torch.set_num_threads(threads)
     ids, logprobs = ast.literal_eval(said.replace("] [", "], ["))
     assert 1 <= len(ids) == len(logprobs) <= 8

@@ -21,7 +21,11 @@ from tests.docs.test_docs import ROOT
 
 ADDRESS = "http://127.0.0.1:8000"  # as the document writes it
 TEXT = (ROOT / "docs" / "server.md").read_text()
-CURL = [block for block in re.findall(r"^```bash\n(.*?)^```", TEXT, flags=re.M | re.S) if block.startswith("curl")]
+CURL = [
+    block
+    for block in re.findall(r"^```bash\n(.*?)^```", TEXT, flags=re.M | re.S)
+    if block.startswith("curl")
+]
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, flags=re.M | re.S)
 TRAINERS = [block for block in BLOCKS if "init_process_group" in block]  # each a process of its own
 PYTHON = [block for block in BLOCKS if block not in TRAINERS]
@@ -31,7 +35,9 @@ Check = Callable[[Any], bool]
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     threads = torch.get_num_threads()
-    engine = EngineConfig("smollm2-135m", device="cpu", max_model_len=1024, kv_cache_memory=2**28, num_threads=1)
+    engine = EngineConfig(
+        "smollm2-135m", device="cpu", max_model_len=1024, kv_cache_memory=2**28, num_threads=1
+    )
     with running_server(engine, ServerConfig(port=0, in_process=True)) as address:
         yield address
     torch.set_num_threads(threads)
@@ -41,7 +47,9 @@ KINDS: dict[str, Check] = {
     "/v1/chat/completions": lambda body: (
         body["object"] == "chat.completion" and body["choices"][0]["message"]["content"]
     ),
-    "/v1/completions": lambda body: len(body["choices"]) == 2 and body["choices"][1]["logprobs"]["top_logprobs"],
+    "/v1/completions": lambda body: (
+        len(body["choices"]) == 2 and body["choices"][1]["logprobs"]["top_logprobs"]
+    ),
     "/v1/messages": lambda body: body["type"] == "message" and body["content"][0]["text"],
     "/v1/messages/count_tokens": lambda body: body["input_tokens"] > 4,
     "/tokenize": lambda body: body["count"] == len(body["tokens"]) == 2,
@@ -57,7 +65,9 @@ def test_curl_lines_are_answered_as_the_document_says(block: str, url: str) -> N
     assert ADDRESS in block
     command = block.replace(ADDRESS, url)
     done = subprocess.run(
-        ["bash", "-c", f"{command.rstrip()} --silent --fail-with-body"], capture_output=True, text=True
+        ["bash", "-c", f"{command.rstrip()} --silent --fail-with-body"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     path = re.search(rf"{ADDRESS}(\S+)", block)
@@ -67,7 +77,9 @@ def test_curl_lines_are_answered_as_the_document_says(block: str, url: str) -> N
         assert last == "[DONE]"
         chunks = [json.loads(event) for event in events]
         assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-        assert "".join(each["delta"].get("content") or "" for chunk in chunks for each in chunk["choices"])
+        assert "".join(
+            each["delta"].get("content") or "" for chunk in chunks for each in chunk["choices"]
+        )
         assert 1 <= chunks[-1]["usage"]["completion_tokens"] <= 16
     else:
         assert KINDS[path[1]](json.loads(done.stdout)), done.stdout
@@ -79,9 +91,13 @@ def test_every_kind_of_answer_is_shown() -> None:
 
 
 def test_python_blocks_run(url: str) -> None:
-    """In a process of its own: the clients' libraries leave connections open for whoever collects them."""
+    """In a process of its own: the clients' libraries leave connections open for whoever collects
+    them.
+    """
     program = "\nprint('\\n-- next block')\n".join(PYTHON).replace(ADDRESS, url)
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     printed = ran.stdout.split("\n-- next block\n")
     assert len(printed) == len(PYTHON)
@@ -91,13 +107,19 @@ def test_python_blocks_run(url: str) -> None:
 @pytest.mark.parametrize("block", TRAINERS)
 def test_a_trainer_of_plain_torch(block: str) -> None:
     threads = torch.get_num_threads()
-    engine = EngineConfig("smollm2-135m", device="cpu", max_model_len=256, kv_cache_memory=2**26, num_threads=1)
+    engine = EngineConfig(
+        "smollm2-135m", device="cpu", max_model_len=256, kv_cache_memory=2**26, num_threads=1
+    )
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    with running_server(engine, ServerConfig(port=0, in_process=True, rl=True, rl_timeout=60)) as address:
+    with running_server(
+        engine, ServerConfig(port=0, in_process=True, rl=True, rl_timeout=60)
+    ) as address:
         program = block.replace(ADDRESS, address).replace("29500", str(port))
         assert program.count(str(port)) == 1
-        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        ran = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+        )
         served = httpx.get(address + "/weight_info").json()
     torch.set_num_threads(threads)
     assert ran.returncode == 0, ran.stderr[-2000:]

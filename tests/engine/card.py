@@ -7,7 +7,9 @@ from nano_inference.engine.memory_profile import MemoryReading
 
 @dataclass
 class Card:
-    """Memory in bytes: the card's, what others hold of it, what this engine's weights and its largest step take."""
+    """Memory in bytes: the card's, what others hold of it, what this engine's weights and its
+    largest step take.
+    """
 
     total: int
     others: int = 0
@@ -22,7 +24,9 @@ class Card:
         allocated = self.weights if self.loaded else 0
         reserved = allocated + self.cached
         peak = allocated + (self.step if self.ran else 0)
-        return MemoryReading(self.total, self.total - self.others - reserved, reserved, allocated, peak)
+        return MemoryReading(
+            self.total, self.total - self.others - reserved, reserved, allocated, peak
+        )
 
     def reset_peak(self) -> None:
         self.ran = True  # what is measured next is the step

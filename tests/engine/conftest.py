@@ -26,7 +26,13 @@ def build(model: Path, tmp_path: Path) -> Iterator[Build]:
         folder = model
         if weights is not None:
             folder = write_model(tmp_path / f"model{len(engines)}", llama_config(), weights)
-        settled = {"model_path": str(folder), "num_threads": 1, "kv_cache_memory": 2**20, "seed": 0, "block_size": 4}
+        settled = {
+            "model_path": str(folder),
+            "num_threads": 1,
+            "kv_cache_memory": 2**20,
+            "seed": 0,
+            "block_size": 4,
+        }
         engines.append(InferenceEngine(EngineConfig(**(settled | options))))
         return engines[-1]
 

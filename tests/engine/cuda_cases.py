@@ -1,7 +1,9 @@
-"""What the tests of the CUDA runner share: a queue that checks and poisons, and operations that keep its conventions.
+"""What the tests of the CUDA runner share: a queue that checks and poisons, and operations that
+keep its conventions.
 
-The operations are the reference's, with what a captured step asks of an attention: block tables by `table_stride`, and
-padding that is not touched. Kernels have tests of their own; here it is the runner that is looked at, at full speed.
+The operations are the reference's, with what a captured step asks of an attention: block tables by
+`table_stride`, and padding that is not touched. Kernels have tests of their own; here it is the
+runner that is looked at, at full speed.
 """
 
 from collections.abc import Callable, Iterator
@@ -106,7 +108,9 @@ class _WithoutPadding:
         self._view.write(layer, slots[stored], keys[stored], values[stored])
 
 
-def _rope_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, view: Any, *rest: Any) -> Tensor:
+def _rope_and_store(
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, view: Any, *rest: Any
+) -> Tensor:
     return reference.rope_and_store(qkv, cos, sin, positions, _WithoutPadding(view), *rest)  # pyright: ignore
 
 

@@ -73,7 +73,10 @@ async def collect(deltas: Any) -> list[Delta]:
 
 def test_two_hundred_callers_with_random_cancellation(engine: InferenceEngine) -> None:
     r = random.Random(1)
-    alone = {seed: engine.generate(prompt(seed), params(seed))[0].completion_tokens for seed in range(0, 200, 20)}
+    alone = {
+        seed: engine.generate(prompt(seed), params(seed))[0].completion_tokens
+        for seed in range(0, 200, 20)
+    }
     cancelled = {seed for seed in range(200) if seed % 20 and r.random() < 0.4}
 
     async def main() -> dict[int, Any]:
@@ -100,7 +103,11 @@ def test_two_hundred_callers_with_random_cancellation(engine: InferenceEngine) -
         return dict(zip(tasks, results, strict=True))
 
     results = run(main())
-    ended = {seed: result for seed, result in results.items() if not isinstance(result, asyncio.CancelledError)}
+    ended = {
+        seed: result
+        for seed, result in results.items()
+        if not isinstance(result, asyncio.CancelledError)
+    }
     assert set(range(200)) - cancelled <= set(ended)
     assert len(ended) < 200, "nobody was cancelled in time"
     for seed, result in ended.items():
@@ -139,7 +146,9 @@ def test_prompts_come_back_in_order(engine: InferenceEngine) -> None:
             return await a.generate([prompt(i) for i in range(6)], each, 2)
 
     samples = run(main())
-    assert [s.prompt_tokens for s in samples] == [tuple(prompt(i)) for i in range(6) for _ in range(2)]
+    assert [s.prompt_tokens for s in samples] == [
+        tuple(prompt(i)) for i in range(6) for _ in range(2)
+    ]
     assert [s.sample_index for s in samples] == [0, 1] * 6
 
 
@@ -165,7 +174,9 @@ def test_weights_change_between_two_awaited_samples(engine: InferenceEngine) -> 
         async with AsyncInferenceEngine(engine) as a:
             before = asyncio.create_task(a.generate([5, 6], params(1, max_tokens=200)))
             await underway(engine)
-            version = await a.update_weights({"model.norm.weight": torch.full((64,), 0.5)}, version=7)
+            version = await a.update_weights(
+                {"model.norm.weight": torch.full((64,), 0.5)}, version=7
+            )
             return await before, version, await a.generate([5, 6], params(1))
 
     (before,), version, (after,) = run(main())
@@ -187,13 +198,18 @@ def test_a_refused_request_is_the_callers_alone(engine: InferenceEngine) -> None
     assert len(run(main())[0].completion_tokens) == 12
 
 
-def test_a_failing_step_reaches_everybody_who_awaits(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_step_reaches_everybody_who_awaits(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("device lost")
 
     async def main() -> list[Any]:
         async with AsyncInferenceEngine(engine) as a:
-            tasks = [asyncio.create_task(a.generate(prompt(i), params(i, max_tokens=100))) for i in range(5)]
+            tasks = [
+                asyncio.create_task(a.generate(prompt(i), params(i, max_tokens=100)))
+                for i in range(5)
+            ]
             await underway(engine)
             monkeypatch.setattr(engine.runner, "forward", broken)
             results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -228,7 +244,9 @@ def test_an_idle_engine_uses_no_time(engine: InferenceEngine) -> None:
 
 def test_threads_and_tasks_share_one_engine(engine: InferenceEngine) -> None:
     blocking: list[TrainingSample] = []
-    thread = threading.Thread(target=lambda: blocking.extend(engine.generate([9, 9], params(4, 40))))
+    thread = threading.Thread(
+        target=lambda: blocking.extend(engine.generate([9, 9], params(4, 40)))
+    )
 
     async def main() -> list[TrainingSample]:
         async with AsyncInferenceEngine(engine) as a:
@@ -245,8 +263,15 @@ def test_pieces_of_text_without_an_engine_of_ones_own() -> None:
     with InferenceEngine(EngineConfig("smollm2-135m", device="cpu", max_model_len=128)) as engine:
 
         async def main() -> list[str]:
-            return [piece async for piece in engine.generate_async("Count: 1, 2,", SamplingParams(0, max_tokens=6))]
+            return [
+                piece
+                async for piece in engine.generate_async(
+                    "Count: 1, 2,", SamplingParams(0, max_tokens=6)
+                )
+            ]
 
         pieces = run(main())
-        assert "".join(pieces) == engine.generate_text("Count: 1, 2,", SamplingParams(0, max_tokens=6))
+        assert "".join(pieces) == engine.generate_text(
+            "Count: 1, 2,", SamplingParams(0, max_tokens=6)
+        )
         assert len(pieces) > 1

@@ -11,7 +11,9 @@ from nano_inference.engine.transports.background import NICENESS, step_back
 from nano_inference.engine.transports.interface import Deadline
 from nano_inference.engine.transports.unanswered import before
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="threads have priorities of their own on Linux"
+)
 
 
 def niceness() -> int:

@@ -1,4 +1,6 @@
-"""Blocks that move between engines change no bit, and nothing gets in under a name that is not its own."""
+"""Blocks that move between engines change no bit, and nothing gets in under a name that is not its
+own.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -42,7 +44,9 @@ def build(models: dict[str, Path]) -> Iterator[Build]:
             "kv_cache_memory": 2**18,
             "backend": "reference",
         }
-        built.append(InferenceEngine(EngineConfig(model_path=str(models[family]), **(given | options))))
+        built.append(
+            InferenceEngine(EngineConfig(model_path=str(models[family]), **(given | options)))
+        )
         return built[-1]
 
     yield make
@@ -72,10 +76,18 @@ def finished(engine: InferenceEngine) -> TrainingSample:
     return samples[0]
 
 
-def move(source: InferenceEngine, target: InferenceEngine, names: tuple[int, ...], max_bytes: int = 1 << 20) -> int:
+def move(
+    source: InferenceEngine,
+    target: InferenceEngine,
+    names: tuple[int, ...],
+    max_bytes: int = 1 << 20,
+) -> int:
     """All of a chain that the source has; returns how much of it the target has now."""
     here = 0
-    while here < len(names) and (piece := source.blocks.export_blocks(names, here, max_bytes)) is not None:
+    while (
+        here < len(names)
+        and (piece := source.blocks.export_blocks(names, here, max_bytes)) is not None
+    ):
         before, here = here, target.blocks.import_blocks(piece)
         if here <= before:
             break
@@ -93,7 +105,9 @@ def move(source: InferenceEngine, target: InferenceEngine, names: tuple[int, ...
 def test_a_prompt_goes_on_elsewhere_with_the_same_bits(
     build: Build, family: str, cache_type: str, backend: str
 ) -> None:
-    source, target, alone = (build(family, cache_type=cache_type, backend=backend) for _ in range(3))
+    source, target, alone = (
+        build(family, cache_type=cache_type, backend=backend) for _ in range(3)
+    )
     prompt = prompt_of(18)
     first = source.generate([prompt], params(1))[0]
     names = source.blocks.names(prompt)
@@ -113,7 +127,9 @@ def test_a_prompt_goes_on_elsewhere_with_the_same_bits(
         assert engine.loop.leaked_blocks() == 0
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_whatever_arrives_when_no_bit_changes(build: Build, data: st.DataObject) -> None:
     """Requests, exchanges, flushes in any order, on caches that are too small for all of it."""
@@ -128,10 +144,14 @@ def test_whatever_arrives_when_no_bit_changes(build: Build, data: st.DataObject)
     for _ in range(data.draw(st.integers(2, 8))):
         engine, other = data.draw(st.permutations(engines))
         prompt = prompt_of(data.draw(st.integers(14, 40)), data.draw(st.sampled_from([0, 8, 13])))
-        match data.draw(st.sampled_from(["request", "request", "request", "move", "move", "flush", "step"])):
+        match data.draw(
+            st.sampled_from(["request", "request", "request", "move", "move", "flush", "step"])
+        ):
             case "request":
                 salt = data.draw(st.sampled_from([None, None, "salt"]))
-                request_id = engine.add_request(prompt, params(data.draw(st.integers(1, 6)), cache_salt=salt))
+                request_id = engine.add_request(
+                    prompt, params(data.draw(st.integers(1, 6)), cache_salt=salt)
+                )
                 prompts[request_id] = prompt
                 expected[(id(engine), request_id)] = alone.generate(  # pyright: ignore[reportArgumentType]
                     [prompt],
@@ -155,11 +175,22 @@ def test_whatever_arrives_when_no_bit_changes(build: Build, data: st.DataObject)
     assert not expected
 
 
-def _kept(build: Build, family: str, kind: str, place: int, kept: dict[Any, InferenceEngine] = {}) -> InferenceEngine:  # noqa: B006
+def _kept(
+    build: Build,
+    family: str,
+    kind: str,
+    place: int,
+    kept: dict[Any, InferenceEngine] = {},  # noqa: B006
+) -> InferenceEngine:
     key = (id(build), family, kind, place)
     if key not in kept:
         small = 26 * SIZE * {"llama": 512, "gemma3": 512, "mistral": 512}[family]
-        kept[key] = build(family, cache_type=kind, kv_cache_memory=2**20 if place == 2 else small, max_model_len=64)
+        kept[key] = build(
+            family,
+            cache_type=kind,
+            kv_cache_memory=2**20 if place == 2 else small,
+            max_model_len=64,
+        )
     return kept[key]
 
 
@@ -183,7 +214,9 @@ def test_every_rank_gives_and_takes_its_own_part(build: Build) -> None:
     with pytest.raises(InvalidRequest, match="shapes"):
         alone.blocks.import_blocks(piece)
     engine.flush_cache()
-    engine.generate([[place % 290 + 5 for place in range(at, at + 100)] for at in range(0, 500, 100)], params(1))
+    engine.generate(
+        [[place % 290 + 5 for place in range(at, at + 100)] for at in range(0, 500, 100)], params(1)
+    )
     engine.flush_cache()  # and what stood in these blocks is overwritten
     assert engine.blocks.import_blocks(piece) == 4
     again = engine.generate([prompt], params())[0]
@@ -192,7 +225,9 @@ def test_every_rank_gives_and_takes_its_own_part(build: Build) -> None:
 
 
 def test_windows_on_several_ranks_are_refused_by_name(build: Build) -> None:
-    with pytest.raises(InvalidRequest, match="layers with a window are not exchanged by engines of several ranks"):
+    with pytest.raises(
+        InvalidRequest, match="layers with a window are not exchanged by engines of several ranks"
+    ):
         _ = RankedRunner.block_shapes(SimpleNamespace(_units=object()))  # pyright: ignore[reportArgumentType]
 
 
@@ -246,7 +281,8 @@ def test_blocks_of_old_weights_are_refused(build: Build) -> None:
     target.update_weights(llama_weights(llama_config(), seed=5), blocking=True)
     with pytest.raises(VersionGone, match="version 0; version 1 serves"):
         target.blocks.import_blocks(piece)
-    assert move(source, target, source.blocks.names(prompt_of(12))) == 0  # not computed under the new ones yet
+    # not computed under the new ones yet
+    assert move(source, target, source.blocks.names(prompt_of(12))) == 0
     source.generate([prompt_of(12)], params(1))
     assert move(source, target, source.blocks.names(prompt_of(12))) == 3
 
@@ -275,11 +311,17 @@ def test_a_hole_and_a_full_cache_take_less(build: Build) -> None:
 def test_asleep_and_without_prefixes(build: Build) -> None:
     source, target = build(), build(enable_prefix_caching=False)
     piece = piece_of(source, prompt_of(9))
-    for call in (lambda: target.blocks.import_blocks(piece), lambda: target.blocks.export_blocks(piece.names)):
+    for call in (
+        lambda: target.blocks.import_blocks(piece),
+        lambda: target.blocks.export_blocks(piece.names),
+    ):
         with pytest.raises(InvalidRequest, match="enable_prefix_caching"):
             call()
     source.sleep()
-    for call in (lambda: source.blocks.import_blocks(piece), lambda: source.blocks.export_blocks(piece.names)):
+    for call in (
+        lambda: source.blocks.import_blocks(piece),
+        lambda: source.blocks.export_blocks(piece.names),
+    ):
         with pytest.raises(InvalidRequest, match="asleep"):
             call()
     source.wake()

@@ -1,4 +1,6 @@
-"""A blocking update returns or raises: whatever waits in the queue, whoever has paused, and in whichever order."""
+"""A blocking update returns or raises: whatever waits in the queue, whoever has paused, and in
+whichever order.
+"""
 
 import itertools
 import threading
@@ -41,7 +43,9 @@ def cases() -> Iterator[tuple[tuple[str, ...], bool, KvPolicy]]:
     for length in range(4):
         for acts in itertools.product(ACTS, repeat=length):
             waits = {"wait", "finish_old"}.intersection(acts)
-            if length < 3 or (waits and {"pause", "sleep"}.intersection(acts) and "pause, wait" not in acts):
+            if length < 3 or (
+                waits and {"pause", "sleep"}.intersection(acts) and "pause, wait" not in acts
+            ):
                 for policy in POLICIES if length < 3 else POLICIES[:1]:
                     yield acts, True, policy
                     if length < 2:
@@ -103,7 +107,9 @@ class Watched:
         engine.wake()
         engine.resume()
         drain(engine)
-        assert engine.get_weight_version() == before + announced, "what was queued before is applied"
+        assert engine.get_weight_version() == before + announced, (
+            "what was queued before is applied"
+        )
 
 
 @contextmanager
@@ -133,7 +139,9 @@ def test_every_short_order_of_updates_and_pauses_ends(build: Build) -> None:
     assert len(refused) < watched.ended // 2
 
 
-def test_an_update_of_another_thread_that_comes_before_is_seen(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_of_another_thread_that_comes_before_is_seen(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After the look at the queue, and before the blocking update stands in it."""
     engine = build()
     engine.add_request(PROMPT, drawn(8))
@@ -144,14 +152,19 @@ def test_an_update_of_another_thread_that_comes_before_is_seen(build: Build, mon
 
     def late(*args: Any, **options: Any) -> Any:
         monkeypatch.setattr(manager, "stage", stage)
-        other = threading.Thread(target=engine.update_weights, args=(CHANGE,), kwargs={"kv_policy": "wait"})
+        other = threading.Thread(
+            target=engine.update_weights, args=(CHANGE,), kwargs={"kv_policy": "wait"}
+        )
         other.start()
         other.join()
         return stage(*args, **options)
 
     monkeypatch.setattr(manager, "stage", late)
     version = engine.get_weight_version()
-    with ending(engine), pytest.raises(WeightUpdateError, match="weight version 1 with kv_policy='wait'"):
+    with (
+        ending(engine),
+        pytest.raises(WeightUpdateError, match="weight version 1 with kv_policy='wait'"),
+    ):
         engine.update_weights(OTHER, blocking=True, kv_policy="abort")
     assert engine.get_weight_version() == version
     engine.resume()
@@ -169,7 +182,8 @@ def test_a_blocking_update_waits_for_another_threads_resume(build: Build) -> Non
     engine.pause()
     waiting = threading.Thread(target=engine.update_weights, args=(OTHER, True), daemon=True)
     waiting.start()
-    with ending(engine), pytest.raises(WeightUpdateError, match="this thread"):  # but who paused may not wait
+    # but who paused may not wait
+    with ending(engine), pytest.raises(WeightUpdateError, match="this thread"):
         engine.update_weights(CHANGE, blocking=True)
     assert waiting.is_alive()
     engine.resume()

@@ -1,4 +1,6 @@
-"""Pause, sleep, abort, going on: nothing that is done to a request between two tokens changes its tokens."""
+"""Pause, sleep, abort, going on: nothing that is done to a request between two tokens changes its
+tokens.
+"""
 
 import threading
 import time
@@ -22,7 +24,9 @@ LENGTH = 12
 
 
 def drawn(max_tokens: int = LENGTH, **more: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": max_tokens, "seed": 3, "ignore_eos": True, "raw_logprobs": True, **more})
+    return SamplingParams(
+        **{"max_tokens": max_tokens, "seed": 3, "ignore_eos": True, "raw_logprobs": True, **more}
+    )
 
 
 def same(one: TrainingSample, other: TrainingSample) -> bool:
@@ -32,7 +36,7 @@ def same(one: TrainingSample, other: TrainingSample) -> bool:
     return repr(one) == repr(other)  # nan equals nan
 
 
-# -- pause -------------------------------------------------------------------------------------------------------------
+# -- pause -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -80,7 +84,9 @@ def test_a_pause_that_aborts_returns_what_there_is(build: Build) -> None:
         engine.step()
     ended = engine.pause("abort")
     assert [s.finish_reason for s in ended] == ["abort", "abort"]
-    assert all(0 < len(s.completion_tokens) == len(s.logprobs) == len(s.raw_logprobs or ()) for s in ended)
+    assert all(
+        0 < len(s.completion_tokens) == len(s.logprobs) == len(s.raw_logprobs or ()) for s in ended
+    )
     assert not engine.loop.sequences.by_id
     engine.resume()
 
@@ -165,13 +171,20 @@ def test_the_async_engine_pauses(build: Build, mode: Any) -> None:
     assert same(asyncio.run(main()), expected)
 
 
-# -- going on ----------------------------------------------------------------------------------------------------------
+# -- going on --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_partial_sample_goes_on_token_for_token(build: Build, cache_type: str, lookahead: int) -> None:
-    told = {"sampling_mask": True, "top_logprobs": 2, "prompt_logprobs": True, "prompt_top_logprobs": 3}
+def test_a_partial_sample_goes_on_token_for_token(
+    build: Build, cache_type: str, lookahead: int
+) -> None:
+    told = {
+        "sampling_mask": True,
+        "top_logprobs": 2,
+        "prompt_logprobs": True,
+        "prompt_top_logprobs": 3,
+    }
     params = drawn(top_k=20, presence_penalty=0.5, **told)
     expected = build().generate(PROMPT, params, 2)
     for steps in range(1, LENGTH + 1):
@@ -184,7 +197,9 @@ def test_a_partial_sample_goes_on_token_for_token(build: Build, cache_type: str,
         for sample in partial:
             engine.resume_from(sample)
         samples = drain(engine)
-        assert all(same(*pair) for pair in zip(samples, expected, strict=True)), f"after {steps} steps"
+        assert all(same(*pair) for pair in zip(samples, expected, strict=True)), (
+            f"after {steps} steps"
+        )
         engine.shutdown()
 
 
@@ -234,7 +249,9 @@ def test_turns_of_a_tool(build: Build) -> None:
     (third,) = drain(engine)
     assert third.loss_mask == (*second.loss_mask, False, True, True)
     assert third.weight_versions == (VersionSpan(0, 0, 15), VersionSpan(1, 15, 17))
-    assert len(third.logprobs) == len(third.raw_logprobs or ()) == len(third.log_kept_mass or ()) == 17
+    assert (
+        len(third.logprobs) == len(third.raw_logprobs or ()) == len(third.log_kept_mass or ()) == 17
+    )
 
 
 def test_a_sample_that_stopped_goes_on_behind_appended_tokens(build: Build) -> None:

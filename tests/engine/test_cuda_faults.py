@@ -1,4 +1,6 @@
-"""A device that fails at any place where `CudaRunner` asks it for something: nobody hangs, and everybody is told."""
+"""A device that fails at any place where `CudaRunner` asks it for something: nobody hangs, and
+everybody is told.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -19,11 +21,17 @@ pytestmark = pytest.mark.usefixtures("conventional")
 PATIENCE = 30.0  # seconds
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
 FAULTS: dict[str, Callable[[], Exception]] = {
-    "access": lambda: torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+    "access": lambda: torch.AcceleratorError(
+        "CUDA error: an illegal memory access was encountered"
+    ),
     "memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     "hang": lambda: DeviceHangs("the device hangs: it has not finished a step in 300 seconds"),
 }
-TOLD = {"access": "illegal memory access", "memory": "out of the device's memory; lower", "hang": "the device hangs"}
+TOLD = {
+    "access": "illegal memory access",
+    "memory": "out of the device's memory; lower",
+    "hang": "the device hangs",
+}
 PLACES = ("upload", "download", "wait", "capture", "replay")
 
 
@@ -84,7 +92,9 @@ def failing(build: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Infe
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("where", PLACES)
-def test_it_ends_the_engine_with_the_reason(failing: Callable[..., InferenceEngine], where: str, fault: str) -> None:
+def test_it_ends_the_engine_with_the_reason(
+    failing: Callable[..., InferenceEngine], where: str, fault: str
+) -> None:
     engine = failing(where, fault, lookahead=1)
     with pytest.raises(EngineDead, match=TOLD[fault]) as problem:
         engine.generate([[1, 2, 3], [4, 5]], PARAMS)
@@ -103,7 +113,8 @@ def test_whoever_awaits_is_told(failing: Callable[..., InferenceEngine], where: 
     async def run() -> None:
         async with AsyncInferenceEngine(failing(where, "access", lookahead=1)) as engine:
             ended = await asyncio.wait_for(
-                asyncio.gather(*(one(engine, i) for i in range(3)), return_exceptions=True), PATIENCE
+                asyncio.gather(*(one(engine, i) for i in range(3)), return_exceptions=True),
+                PATIENCE,
             )
         assert all(isinstance(each, EngineDead) for each in ended), ended
         assert all("illegal memory access" in str(each) for each in ended)

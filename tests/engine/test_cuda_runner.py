@@ -1,4 +1,6 @@
-"""`CudaRunner` on the host: what it gives is what the plain runner gives, and a steady decode costs one copy a step."""
+"""`CudaRunner` on the host: what it gives is what the plain runner gives, and a steady decode costs
+one copy a step.
+"""
 
 import gc
 import weakref
@@ -87,14 +89,18 @@ def test_graphs_equal_eager_equal_the_reference(build: Build, options: dict[str,
     replayed = build(backend="cuda", batch_invariant=True, **options)
     for engine in (eager, replayed):
         found = workload(engine)
-        assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
+        assert [repr(bare(sample)) for sample in found] == [
+            repr(bare(sample)) for sample in expected
+        ]
         assert engine.stats().tokens_computed == plain.stats().tokens_computed
         assert engine.stats().prompt_tokens_computed == plain.stats().prompt_tokens_computed
     assert runner(eager).num_replays == 0
     assert runner(replayed).num_replays > 5
     assert runner(replayed).num_eager_steps > 5
     for engine in (eager, replayed):
-        assert runner(engine).num_replays + runner(engine).num_eager_steps == engine.stats().num_steps
+        assert (
+            runner(engine).num_replays + runner(engine).num_eager_steps == engine.stats().num_steps
+        )
 
 
 def test_a_workload_meets_what_it_should(build: Build) -> None:
@@ -108,7 +114,9 @@ def test_a_workload_meets_what_it_should(build: Build) -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}], ids=["plain", "filters"])
-def test_a_steady_decode_costs_one_copy_up(build: Build, lookahead: int, filters: dict[str, Any]) -> None:
+def test_a_steady_decode_costs_one_copy_up(
+    build: Build, lookahead: int, filters: dict[str, Any]
+) -> None:
     engine = build(backend="cuda", lookahead=lookahead)
     for seed in range(3):
         engine.add_request([seed, 4, 5], params(seed=seed, max_tokens=30, **filters), 1)
@@ -155,7 +163,9 @@ def test_half_precision(build: Build, dtype: str) -> None:
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_an_engine_that_is_shut_down_holds_no_memory(build: Build, graphs: bool) -> None:
-    """Also while somebody knows it still: the next engine of the process wants the card's memory."""
+    """Also while somebody knows it still: the next engine of the process wants the card's
+    memory.
+    """
     engine = build(backend="cuda", lookahead=1, cuda_graphs=graphs)
     engine.generate([7, 8, 9], params(), 2)
     storage, model = engine.runner.storage, engine.runner.models["policy"]
@@ -167,8 +177,12 @@ def test_an_engine_that_is_shut_down_holds_no_memory(build: Build, graphs: bool)
 
 
 def test_a_group_that_is_wider_than_a_step(build: Build) -> None:
-    """Tokens of its fork do not fit where graphs look for them; the steps that want them look elsewhere."""
-    expected = build(backend="reference", lookahead=1, max_batch_size=3).generate([7, 8, 9], params(), 7)
+    """Tokens of its fork do not fit where graphs look for them; the steps that want them look
+    elsewhere.
+    """
+    expected = build(backend="reference", lookahead=1, max_batch_size=3).generate(
+        [7, 8, 9], params(), 7
+    )
     engine = build(backend="cuda", lookahead=1, max_batch_size=3)
     found = engine.generate([7, 8, 9], params(), 7)
     assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
@@ -177,7 +191,10 @@ def test_a_group_that_is_wider_than_a_step(build: Build) -> None:
 
 def test_a_step_of_nothing_but_scores(build: Build, model: Path) -> None:
     """The reference model scores what the policy has finished, also when nobody draws."""
-    engines = [build(backend=name, lookahead=1, ref_model_path=str(model)) for name in ("reference", "cuda")]
+    engines = [
+        build(backend=name, lookahead=1, ref_model_path=str(model))
+        for name in ("reference", "cuda")
+    ]
     expected, found = (engine.generate([7, 8, 9], params(), 2) for engine in engines)
     assert found[0].ref_logprobs is not None
     assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
@@ -191,7 +208,9 @@ def test_windows(build: Build, tmp_path: Path, family: str) -> None:
     expected = workload(build(backend="reference", **options))
     engine = build(backend="cuda", batch_invariant=True, **options)
     assert engine.runner.storage.unit_map is not None
-    assert [repr(bare(sample)) for sample in workload(engine)] == [repr(bare(sample)) for sample in expected]
+    assert [repr(bare(sample)) for sample in workload(engine)] == [
+        repr(bare(sample)) for sample in expected
+    ]
     assert runner(engine).num_replays > 5
 
 

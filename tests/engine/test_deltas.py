@@ -11,7 +11,9 @@ PARAMS = SamplingParams(max_tokens=6, seed=3, top_logprobs=2, raw_logprobs=True,
 PROMPT = list(range(5, 16))
 
 
-def run(engine: InferenceEngine, params: SamplingParams, *, stream: bool, num_samples: int = 3) -> list[Delta]:
+def run(
+    engine: InferenceEngine, params: SamplingParams, *, stream: bool, num_samples: int = 3
+) -> list[Delta]:
     deltas: list[Delta] = []
     engine.submit(PROMPT, params, num_samples, deltas.append, stream=stream)
     while engine.has_pending():
@@ -54,11 +56,14 @@ def test_what_nobody_asked_for_is_none(build: Build) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_every_delta_says_what_was_cached_and_how_long_it_queued(build: Build, stream: bool) -> None:
+def test_every_delta_says_what_was_cached_and_how_long_it_queued(
+    build: Build, stream: bool
+) -> None:
     engine = build(max_batch_size=3)
     first = run(engine, PARAMS, stream=stream)
     assert {delta.cached_tokens for delta in first} == {0}
-    engine.add_request([1, 2], SamplingParams(max_tokens=40, seed=1, ignore_eos=True), 3)  # fills the batch
+    # fills the batch
+    engine.add_request([1, 2], SamplingParams(max_tokens=40, seed=1, ignore_eos=True), 3)
     engine.step()
     again = run(engine, PARAMS, stream=stream)
     assert {delta.cached_tokens for delta in again} == {8}

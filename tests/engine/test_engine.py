@@ -1,4 +1,6 @@
-"""The engine's front door on tiny models: what comes back, in which order, and what a bad request cannot do."""
+"""The engine's front door on tiny models: what comes back, in which order, and what a bad request
+cannot do.
+"""
 
 import logging
 import math
@@ -39,7 +41,9 @@ Build = Callable[..., InferenceEngine]
 
 TOKEN_BYTES = 512  # keys and values of one token of the tiny model
 CALM = settings(
-    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    deadline=None,
+    max_examples=20,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
@@ -88,7 +92,9 @@ def assert_aligned(sample: TrainingSample) -> None:
         assert offsets[-1] == len(ids)
         for i, token in enumerate(sample.completion_tokens):
             assert token in ids[offsets[i] : offsets[i + 1]]
-    covered = [position for span in sample.weight_versions for position in range(span.start, span.end)]
+    covered = [
+        position for span in sample.weight_versions for position in range(span.start, span.end)
+    ]
     assert covered == list(range(num))
     if sample.weight_versions:
         assert sample.weight_version == sample.weight_versions[-1].version
@@ -96,7 +102,7 @@ def assert_aligned(sample: TrainingSample) -> None:
     assert all(type(value) is float and math.isfinite(value) for value in sample.logprobs)
 
 
-# -- the front door ----------------------------------------------------------------------------------------------------
+# -- the front door --------------------------------------------------------------------------------
 
 
 USAGE = """
@@ -145,7 +151,9 @@ def test_results_come_in_request_order_whatever_ends_first(build: Build) -> None
     prompts = [[10 + i] * (i + 1) for i in range(4)]
     params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
     ended: list[int] = []
-    samples = build(max_batch_size=5).generate(prompts, params, 2, progress=lambda done, *_: ended.append(done))
+    samples = build(max_batch_size=5).generate(
+        prompts, params, 2, progress=lambda done, *_: ended.append(done)
+    )
     assert [s.prompt_tokens for s in samples] == [tuple(p) for p in prompts for _ in range(2)]
     assert [s.sample_index for s in samples] == [0, 1] * 4
     assert [len(s.completion_tokens) for s in samples] == [n for n in lengths for _ in range(2)]
@@ -154,7 +162,9 @@ def test_results_come_in_request_order_whatever_ends_first(build: Build) -> None
 
 def test_progress_is_told_after_every_step(build: Build) -> None:
     engine, told = build(), list[tuple[int, int, int]]()
-    engine.generate([[1, 2], [3]], greedy(5, ignore_eos=True), 2, progress=lambda *numbers: told.append(numbers))
+    engine.generate(
+        [[1, 2], [3]], greedy(5, ignore_eos=True), 2, progress=lambda *numbers: told.append(numbers)
+    )
     assert told[-1] == (4, 4, 20)
     assert told == sorted(told)
     assert len(told) == engine.stats().num_steps
@@ -184,11 +194,14 @@ def test_one_params_for_each_prompt_or_one_for_all(build: Build) -> None:
     engine = build()
     with pytest.raises(InvalidRequest, match="2 sampling_params for 3 prompts"):
         engine.generate([[1], [2], [3]], [greedy(), greedy()])
-    lengths = [len(s.completion_tokens) for s in engine.generate([[1], [2]], [greedy(1), greedy(3, ignore_eos=True)])]
+    lengths = [
+        len(s.completion_tokens)
+        for s in engine.generate([[1], [2]], [greedy(1), greedy(3, ignore_eos=True)])
+    ]
     assert lengths == [1, 3]
 
 
-# -- groups ------------------------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
@@ -220,11 +233,15 @@ def test_a_group_larger_than_a_batch_takes_turns(build: Build) -> None:
     engine = build(max_batch_size=2)
     samples = engine.generate([1, 2, 3], SamplingParams(max_tokens=5, seed=3, ignore_eos=True), 7)
     assert [s.sample_index for s in samples] == list(range(7))
-    assert samples == build().generate([1, 2, 3], SamplingParams(max_tokens=5, seed=3, ignore_eos=True), 7)
+    assert samples == build().generate(
+        [1, 2, 3], SamplingParams(max_tokens=5, seed=3, ignore_eos=True), 7
+    )
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_a_prompt_that_was_seen_is_taken_from_the_cache(build: Build, cache_type: CacheType) -> None:
+def test_a_prompt_that_was_seen_is_taken_from_the_cache(
+    build: Build, cache_type: CacheType
+) -> None:
     engine = build(block_size=4, cache_type=cache_type)
     prompt = list(range(30, 41))
     (first,) = engine.generate(prompt, greedy())
@@ -250,11 +267,15 @@ def test_a_salt_separates_prefixes(build: Build, cache_type: CacheType) -> None:
 
 @pytest.mark.parametrize("num_blocks", [12, 200])
 def test_the_kind_of_the_cache_changes_no_bit(build: Build, num_blocks: int) -> None:
-    """Conversations that go on, prompts asked twice, groups and an update; the small cache has to evict."""
+    """Conversations that go on, prompts asked twice, groups and an update; the small cache has to
+    evict.
+    """
     stem = list(range(20, 36))
     results: list[list[TrainingSample]] = []
     for cache_type, cls in CACHES.items():
-        engine = build(block_size=4, cache_type=cache_type, kv_cache_memory=num_blocks * 4 * TOKEN_BYTES)
+        engine = build(
+            block_size=4, cache_type=cache_type, kv_cache_memory=num_blocks * 4 * TOKEN_BYTES
+        )
         assert type(engine.cache) is cls
         samples: list[TrainingSample] = []
         for turn in range(4):
@@ -269,7 +290,9 @@ def test_the_kind_of_the_cache_changes_no_bit(build: Build, num_blocks: int) -> 
         results.append(samples)
         stem = list(range(20, 36))
     paged, radix = results
-    assert [replace(sample, cached_tokens=0) for sample in paged] == [replace(s, cached_tokens=0) for s in radix]
+    assert [replace(sample, cached_tokens=0) for sample in paged] == [
+        replace(s, cached_tokens=0) for s in radix
+    ]
     assert sum(sample.cached_tokens for sample in radix) > 0
 
 
@@ -281,12 +304,15 @@ def test_without_prefix_caching_nothing_is_taken(build: Build, cache_type: Cache
     assert engine.runner.prompt_tokens_computed == 22
 
 
-# -- sharing the engine ------------------------------------------------------------------------------------------------
+# -- sharing the engine ----------------------------------------------------------------------------
 
 
 def test_generate_keeps_the_samples_of_others(build: Build) -> None:
     engine = build()
-    short, long = engine.add_request([9, 8], greedy(2)), engine.add_request([7, 6], greedy(30, ignore_eos=True))
+    short, long = (
+        engine.add_request([9, 8], greedy(2)),
+        engine.add_request([7, 6], greedy(30, ignore_eos=True)),
+    )
     mine = engine.generate([[1, 2], [3, 4]], greedy(5, ignore_eos=True), 2)
     assert [s.prompt_tokens for s in mine] == [(1, 2), (1, 2), (3, 4), (3, 4)]
     assert not {short, long} & {s.request_id for s in mine}
@@ -351,19 +377,23 @@ def test_an_abort_from_progress_ends_generate(build: Build) -> None:
     assert found == {(0, "abort"), (1, "abort")}
 
 
-# -- abort -------------------------------------------------------------------------------------------------------------
+# -- abort -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_an_abort_returns_what_there_is(build: Build, lookahead: int) -> None:
-    params = SamplingParams(max_tokens=20, seed=5, ignore_eos=True, raw_logprobs=True, top_k=9, sampling_mask=True)
+    params = SamplingParams(
+        max_tokens=20, seed=5, ignore_eos=True, raw_logprobs=True, top_k=9, sampling_mask=True
+    )
     whole = build().generate([[1, 2, 3], [4, 5]], params, 3)
     engine = build(lookahead=lookahead)
     ids = [engine.add_request(prompt, params, 3) for prompt in ([1, 2, 3], [4, 5])]
     for _ in range(7):
         assert engine.step() == []
     partial = engine.abort()
-    assert [(s.request_id, s.sample_index) for s in partial] == [(i, n) for i in ids for n in range(3)]
+    assert [(s.request_id, s.sample_index) for s in partial] == [
+        (i, n) for i in ids for n in range(3)
+    ]
     for part, full in zip(partial, whole, strict=True):
         assert_aligned(part)
         assert part.finish_reason == "abort"
@@ -402,7 +432,13 @@ def test_an_unforked_group_aborts_as_all_its_samples(build: Build, steps: int) -
     assert [s.sample_index for s in samples] == [0, 1, 2, 3]
     for sample in samples:
         assert_aligned(sample)
-        assert sample.completion_tokens == sample.logprobs == sample.raw_logprobs == sample.weight_versions == ()
+        assert (
+            sample.completion_tokens
+            == sample.logprobs
+            == sample.raw_logprobs
+            == sample.weight_versions
+            == ()
+        )
         assert (sample.finish_reason, sample.request_id, sample.seed) == ("abort", request, 8)
         assert sample.prompt_tokens == tuple(range(50, 70))
     assert not engine.has_pending()
@@ -423,7 +459,7 @@ def test_ids_that_are_not_live_are_passed_over(build: Build) -> None:
     assert engine.abort() == []
 
 
-# -- bad requests ------------------------------------------------------------------------------------------------------
+# -- bad requests ----------------------------------------------------------------------------------
 
 LONGEST = 512
 BAD_REQUESTS: list[tuple[Any, Any, Any, type[InvalidRequest], str]] = [
@@ -450,12 +486,42 @@ BAD_REQUESTS: list[tuple[Any, Any, Any, type[InvalidRequest], str]] = [
     ([1], greedy(), -1, InvalidRequest, "num_samples=-1"),
     ([1], greedy(), 1.0, InvalidRequest, "num_samples=1.0"),
     ([1], greedy(), True, InvalidRequest, "num_samples=True"),
-    ([1], greedy(stop_token_ids=frozenset({300, 5})), 1, InvalidRequest, "stop token id 300 .* 0 to 299"),
-    ([1], greedy(stop_token_ids=frozenset(range(300)), min_tokens=1), 1, InvalidRequest, "whole vocabulary"),
-    ([1], greedy(logit_bias={300: 1.0}), 1, InvalidRequest, "logit_bias key 300 is outside the vocabulary: 0 to 299"),
+    (
+        [1],
+        greedy(stop_token_ids=frozenset({300, 5})),
+        1,
+        InvalidRequest,
+        "stop token id 300 .* 0 to 299",
+    ),
+    (
+        [1],
+        greedy(stop_token_ids=frozenset(range(300)), min_tokens=1),
+        1,
+        InvalidRequest,
+        "whole vocabulary",
+    ),
+    (
+        [1],
+        greedy(logit_bias={300: 1.0}),
+        1,
+        InvalidRequest,
+        "logit_bias key 300 is outside the vocabulary: 0 to 299",
+    ),
     ([1], greedy(allowed_token_ids=[5, 300]), 1, InvalidRequest, "allowed token id 300 is outside"),
-    ([1], greedy(allowed_token_ids=[2], min_tokens=1), 1, InvalidRequest, "allowed set would end.*min_tokens"),
-    ([1], greedy(top_logprobs=301), 1, InvalidRequest, "top_logprobs=301 is more than the vocabulary has: 300"),
+    (
+        [1],
+        greedy(allowed_token_ids=[2], min_tokens=1),
+        1,
+        InvalidRequest,
+        "allowed set would end.*min_tokens",
+    ),
+    (
+        [1],
+        greedy(top_logprobs=301),
+        1,
+        InvalidRequest,
+        "top_logprobs=301 is more than the vocabulary has: 300",
+    ),
     (
         [1],
         greedy(prompt_logprobs=True, prompt_top_logprobs=301),
@@ -465,8 +531,20 @@ BAD_REQUESTS: list[tuple[Any, Any, Any, type[InvalidRequest], str]] = [
     ),
     ([1], greedy(stop=["a"]), 1, InvalidRequest, "a stop string needs a tokenizer.*tokenizer_path"),
     ([{"role": "user", "content": "a"}], greedy(), 1, InvalidRequest, "a chat needs a tokenizer"),
-    ([1] * LONGEST, greedy(1), 1, RequestTooLarge, "512 tokens .*max_model_len=512; at most 511 fit"),
-    ([1] * 500, greedy(13), 1, RequestTooLarge, r"prompt \(500\) and max_tokens=13 .*=512; max_tokens=12 would fit"),
+    (
+        [1] * LONGEST,
+        greedy(1),
+        1,
+        RequestTooLarge,
+        "512 tokens .*max_model_len=512; at most 511 fit",
+    ),
+    (
+        [1] * 500,
+        greedy(13),
+        1,
+        RequestTooLarge,
+        r"prompt \(500\) and max_tokens=13 .*=512; max_tokens=12 would fit",
+    ),
 ]
 
 
@@ -536,14 +614,19 @@ def test_stop_ids_and_ends_that_leave_nothing_to_draw_are_refused(build: Build) 
     engine = build()
     with pytest.raises(InvalidRequest, match="nothing to draw"):
         engine.add_request([1], SamplingParams(stop_token_ids=everything_else, min_tokens=1))
-    (sample,) = engine.generate([1], SamplingParams(stop_token_ids=everything_else, min_tokens=1, ignore_eos=True))
+    (sample,) = engine.generate(
+        [1], SamplingParams(stop_token_ids=everything_else, min_tokens=1, ignore_eos=True)
+    )
     assert sample.completion_tokens[0] == 2
 
 
 def test_what_can_never_fit_is_told_what_would(build: Build) -> None:
     engine = build(kv_cache_memory=3 * 16 * TOKEN_BYTES)
     assert engine.max_model_len == 48
-    with pytest.raises(RequestTooLarge, match=r"prompt \(40\) and max_tokens=9 exceed max_model_len=48; max_tokens=8"):
+    with pytest.raises(
+        RequestTooLarge,
+        match=r"prompt \(40\) and max_tokens=9 exceed max_model_len=48; max_tokens=8",
+    ):
         engine.add_request([7] * 40, greedy(9))
     assert len(engine.generate([7] * 40, greedy(8, ignore_eos=True))[0].completion_tokens) == 8
     with pytest.raises(RequestTooLarge, match=r"prompt of 48 tokens .* at most 47 fit"):
@@ -553,7 +636,9 @@ def test_what_can_never_fit_is_told_what_would(build: Build) -> None:
 
 def test_without_chunks_a_request_must_fit_a_step(build: Build) -> None:
     engine = build(enable_chunked_prefill=False, max_tokens_per_batch=20)
-    with pytest.raises(RequestTooLarge, match=r"max_tokens_per_batch=20.*enable it, or allow 21 tokens"):
+    with pytest.raises(
+        RequestTooLarge, match=r"max_tokens_per_batch=20.*enable it, or allow 21 tokens"
+    ):
         engine.add_request([7] * 15, greedy(6))
     assert len(engine.generate([7] * 15, greedy(5, ignore_eos=True))[0].completion_tokens) == 5
 
@@ -564,11 +649,13 @@ def test_more_work_than_memory_is_done_in_turns(build: Build) -> None:
     tight = build(kv_cache_memory=8 * 4 * TOKEN_BYTES, block_size=4)
     samples = tight.generate(prompts, params, 2)
     assert tight.stats().num_preemptions > 0
-    assert [s.completion_tokens for s in samples] == [s.completion_tokens for s in build().generate(prompts, params, 2)]
+    assert [s.completion_tokens for s in samples] == [
+        s.completion_tokens for s in build().generate(prompts, params, 2)
+    ]
     assert_all_blocks_free(tight)
 
 
-# -- failures ----------------------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
 def assert_dead(engine: InferenceEngine, why: str) -> None:
@@ -588,7 +675,9 @@ def assert_dead(engine: InferenceEngine, why: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["forward", "sample"])
-def test_a_failed_step_is_the_end_of_the_engine(build: Build, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+def test_a_failed_step_is_the_end_of_the_engine(
+    build: Build, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
     engine = build()
     engine.add_request([1, 2], greedy(5))
     engine.step()
@@ -604,7 +693,9 @@ def test_a_failed_step_is_the_end_of_the_engine(build: Build, monkeypatch: pytes
     engine.shutdown()
 
 
-def test_a_failed_step_inside_generate_is_engine_dead_too(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_inside_generate_is_engine_dead_too(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = build()
     monkeypatch.setattr(engine.runner, "forward", lambda *_: 1 / 0)
     with pytest.raises(EngineDead, match="ZeroDivisionError"):
@@ -657,7 +748,10 @@ def test_logits_that_are_not_finite_end_only_their_request(build: Build, way: st
         assert sample.completion_tokens == ()
         assert_aligned(sample)
     for sample, alone in zip([samples[0], samples[4]], expected, strict=True):
-        assert (sample.completion_tokens, sample.logprobs) == (alone.completion_tokens, alone.logprobs)
+        assert (sample.completion_tokens, sample.logprobs) == (
+            alone.completion_tokens,
+            alone.logprobs,
+        )
     assert_all_blocks_free(engine)
 
 
@@ -674,7 +768,7 @@ def test_poison_met_half_way_keeps_what_was_sampled(build: Build) -> None:
     assert_aligned(sample)
 
 
-# -- building ----------------------------------------------------------------------------------------------------------
+# -- building --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -694,14 +788,22 @@ def test_a_length_that_does_not_fit_is_lowered_and_said(
     assert f"max_model_len={options['max_model_len']} is lowered to {longest}" in caplog.text
 
 
-def test_the_memory_table_says_where_memory_goes(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_memory_table_says_where_memory_goes(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="nano_inference"):
         budget = build(kv_cache_memory=100_000).memory_budget
     assert budget.bytes_per_token == TOKEN_BYTES
     assert budget.num_blocks == 100_000 // (16 * TOKEN_BYTES)
     assert budget.kv_cache == budget.num_blocks * 16 * TOKEN_BYTES <= 100_000
     assert budget.max_model_len == budget.num_tokens == budget.num_blocks * 16
-    for told in ("weights", "KV cache", f"{budget.num_blocks} blocks of 16 tokens", f"{TOKEN_BYTES} bytes", "lowered"):
+    for told in (
+        "weights",
+        "KV cache",
+        f"{budget.num_blocks} blocks of 16 tokens",
+        f"{TOKEN_BYTES} bytes",
+        "lowered",
+    ):
         assert (told in caplog.text) == (told != "lowered")
 
 
@@ -718,7 +820,8 @@ def test_a_cache_without_room_for_a_block_says_how_much_is_needed(build: Build) 
 
 
 @pytest.mark.parametrize(
-    ("device", "told"), [("tpu", "not a device"), ("cpu:x", "not a device"), ("meta", "not supported")]
+    ("device", "told"),
+    [("tpu", "not a device"), ("cpu:x", "not a device"), ("meta", "not supported")],
 )
 def test_a_device_that_is_not_there_is_a_config_error(build: Build, device: str, told: str) -> None:
     with pytest.raises(ConfigError, match=rf"device='{device}' is {told}"):
@@ -738,7 +841,9 @@ def test_a_folder_that_is_no_model_is_a_load_error(build: Build, tmp_path: Path)
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_samples_carry_the_fingerprint_of_the_arithmetic(build: Build, dtype: str, backend: str) -> None:
+def test_samples_carry_the_fingerprint_of_the_arithmetic(
+    build: Build, dtype: str, backend: str
+) -> None:
     engine = build(dtype=dtype, backend=backend)
     (sample,) = engine.generate([1, 2], greedy(2))
     assert sample.numerics == engine.numerics.fingerprint
@@ -750,12 +855,14 @@ def test_samples_carry_the_fingerprint_of_the_arithmetic(build: Build, dtype: st
 @pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
 @pytest.mark.parametrize("tie", [True, False])
 def test_models_of_every_kind_run(build: Build, tmp_path: Path, rope: Any, tie: bool) -> None:
-    folder = tiny_llama(tmp_path, rope=rope, tie=tie, num_heads=4, num_kv_heads=1, layers=1, dtype=torch.bfloat16)
+    folder = tiny_llama(
+        tmp_path, rope=rope, tie=tie, num_heads=4, num_kv_heads=1, layers=1, dtype=torch.bfloat16
+    )
     (sample,) = build(folder).generate(list(range(90)), greedy(4))
     assert_aligned(sample)
 
 
-# -- seeds -------------------------------------------------------------------------------------------------------------
+# -- seeds -----------------------------------------------------------------------------------------
 
 
 def test_a_sample_is_reproduced_by_its_seed(build: Build) -> None:
@@ -768,7 +875,10 @@ def test_a_sample_is_reproduced_by_its_seed(build: Build) -> None:
             list(samples[i].prompt_tokens), SamplingParams(max_tokens=12, seed=samples[i].seed), 2
         )
         for one, other in zip(again, samples[i : i + 2], strict=True):
-            assert (one.completion_tokens, one.logprobs) == (other.completion_tokens, other.logprobs)
+            assert (one.completion_tokens, one.logprobs) == (
+                other.completion_tokens,
+                other.logprobs,
+            )
             assert one.seed == other.seed
 
 
@@ -799,7 +909,7 @@ def test_fresh_seeds_do_not_meet(build: Build) -> None:
     assert max(seeds) > 2**50
 
 
-# -- when a sample ends ------------------------------------------------------------------------------------------------
+# -- when a sample ends ----------------------------------------------------------------------------
 
 EVEN = frozenset(range(0, 300, 2))
 
@@ -807,7 +917,9 @@ EVEN = frozenset(range(0, 300, 2))
 @pytest.fixture
 def eager(tmp_path: Path) -> Path:
     """A model that ends at every even id: about every other token."""
-    return write_model(tmp_path, llama_config() | {"eos_token_id": sorted(EVEN)}, llama_weights(llama_config()))
+    return write_model(
+        tmp_path, llama_config() | {"eos_token_id": sorted(EVEN)}, llama_weights(llama_config())
+    )
 
 
 def test_a_stop_id_ends_the_sample_and_is_its_last_token(build: Build) -> None:
@@ -821,18 +933,26 @@ def test_a_stop_id_ends_the_sample_and_is_its_last_token(build: Build) -> None:
         (sample,) = build().generate([1, 2], params)
         assert sample.completion_tokens == tokens[: first + 1]
         assert sample.logprobs == whole.logprobs[: first + 1]
-        assert (sample.finish_reason, sample.stop_reason) == ("stop", tokens[place])  # also as the last one allowed
+        # also as the last one allowed
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", tokens[place])
 
 
 @CALM
-@given(seed=st.integers(0, 2**32), min_tokens=st.integers(0, 6), own=st.booleans(), lookahead=st.integers(0, 1))
+@given(
+    seed=st.integers(0, 2**32),
+    min_tokens=st.integers(0, 6),
+    own=st.booleans(),
+    lookahead=st.integers(0, 1),
+)
 def test_ends_come_after_min_tokens(
     build: Build, eager: Path, model: Path, seed: int, min_tokens: int, own: bool, lookahead: int
 ) -> None:
     """The model's own end ids and the request's stop ids alike."""
     engine = build(eager if own else model, lookahead=lookahead)
     stops = frozenset() if own else EVEN
-    params = SamplingParams(max_tokens=40, min_tokens=min_tokens, seed=seed, stop_token_ids=stops, ignore_eos=not own)
+    params = SamplingParams(
+        max_tokens=40, min_tokens=min_tokens, seed=seed, stop_token_ids=stops, ignore_eos=not own
+    )
     (sample,) = engine.generate([1, 2], params)
     engine.shutdown()
     tokens = sample.completion_tokens
@@ -849,7 +969,9 @@ def test_min_tokens_equal_to_max_tokens_ends_by_length(build: Build, eager: Path
     assert not EVEN & set(sample.completion_tokens)
 
 
-def test_logprobs_under_min_tokens_are_of_the_masked_distribution(build: Build, eager: Path) -> None:
+def test_logprobs_under_min_tokens_are_of_the_masked_distribution(
+    build: Build, eager: Path
+) -> None:
     params = SamplingParams(max_tokens=4, min_tokens=4, seed=1, raw_logprobs=True)
     (sample,) = build(eager).generate([1, 2], params)
     assert sample.raw_logprobs is not None
@@ -879,13 +1001,15 @@ def test_optional_columns_are_absent_unless_asked_for(build: Build) -> None:
     assert sample.ref_logprobs is None
     assert sample.log_kept_mass is not None
     assert all(mass < 0 for mass in sample.log_kept_mass)
-    (asked,) = build().generate([1, 2], SamplingParams(max_tokens=3, top_k=4, sampling_mask=True, ignore_eos=True))
+    (asked,) = build().generate(
+        [1, 2], SamplingParams(max_tokens=3, top_k=4, sampling_mask=True, ignore_eos=True)
+    )
     assert asked.sampling_mask is not None
     assert asked.sampling_mask.offsets == (0, 4, 8, 12)
     assert_aligned(asked)
 
 
-# -- threads -----------------------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -924,13 +1048,22 @@ class Threads:
 @pytest.mark.usefixtures("restless")
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_others_may_add_and_update_while_one_steps(build: Build, lookahead: int) -> None:
-    engine, samples, added, updates = build(lookahead=lookahead), list[TrainingSample](), list[int](), list[Any]()
+    engine, samples, added, updates = (
+        build(lookahead=lookahead),
+        list[TrainingSample](),
+        list[int](),
+        list[Any](),
+    )
     norm = {"model.norm.weight": torch.ones(64)}
     done = threading.Event()
 
     def add() -> None:
         for i in range(15):
-            added.append(engine.add_request([1 + i, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True), 1 + i % 2))
+            added.append(
+                engine.add_request(
+                    [1 + i, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True), 1 + i % 2
+                )
+            )
 
     def update() -> None:
         for i in range(16):

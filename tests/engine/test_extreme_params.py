@@ -1,4 +1,6 @@
-"""Numbers at the ends of what a request may say: they are refused by their name, or drawn with to the end."""
+"""Numbers at the ends of what a request may say: they are refused by their name, or drawn with to
+the end.
+"""
 
 import math
 from collections.abc import Iterator
@@ -12,15 +14,40 @@ from nano_inference import EngineConfig, InferenceEngine, InvalidRequest, Sampli
 from tests.models.tiny import tiny_llama
 
 TINY = [5e-324, 1e-320, 1e-300, 1e-45, 1e-40, 1e-38, 1e-30, 1e-7, 0.01]
-HUGE = [100.0, 1e7, 1e30, 3.4e38, 1e39, 1e300, 1.7e308, 10**18, 10**40, 10**300, 10**400, 2**63 - 1, 2**63, 2**64]
+HUGE = [
+    100.0,
+    1e7,
+    1e30,
+    3.4e38,
+    1e39,
+    1e300,
+    1.7e308,
+    10**18,
+    10**40,
+    10**300,
+    10**400,
+    2**63 - 1,
+    2**63,
+    2**64,
+]
 ENDS = [0, 0.0, -0.0, 1, 1.0, math.nextafter(1, 0), math.nextafter(1, 2), *TINY, *HUGE]
 SIGNED = [*ENDS, *(-end for end in ENDS)]
-NUMBERS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "top_k"]
+NUMBERS = [
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "top_k",
+]
 OPTIONS = st.fixed_dictionaries(
     {},
     optional={
         **{name: st.sampled_from(SIGNED) for name in NUMBERS},
-        "logit_bias": st.dictionaries(st.sampled_from([0, 5, 299, 300, 2**63]), st.sampled_from(SIGNED), max_size=3),
+        "logit_bias": st.dictionaries(
+            st.sampled_from([0, 5, 299, 300, 2**63]), st.sampled_from(SIGNED), max_size=3
+        ),
         "allowed_token_ids": st.sampled_from([[7], [5, 6, 299], range(300)]),
         "min_tokens": st.sampled_from([0, 3, 2**62, 10**400]),
         "seed": st.sampled_from([0, 2**64 - 1, 2**64]),
@@ -29,10 +56,16 @@ OPTIONS = st.fixed_dictionaries(
 
 
 @pytest.fixture(scope="module", params=["cpu", "reference"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceEngine]:
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[InferenceEngine]:
     folder = tiny_llama(tmp_path_factory.mktemp("model"), std=1.0)
     config = EngineConfig(
-        model_path=str(folder), backend=request.param, device="cpu", dtype="float32", kv_cache_memory=2**22
+        model_path=str(folder),
+        backend=request.param,
+        device="cpu",
+        dtype="float32",
+        kv_cache_memory=2**22,
     )
     with InferenceEngine(config) as built:
         yield built
@@ -43,11 +76,17 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @example({"repetition_penalty": 1e-40})
 @example({"temperature": 10**400})
 @example({"temperature": 1e-45, "allowed_token_ids": [7]})
-@example({"temperature": 5e-324, "repetition_penalty": 0.01, "logit_bias": {5: -100.0}, "min_p": 1e-300})
+@example(
+    {"temperature": 5e-324, "repetition_penalty": 0.01, "logit_bias": {5: -100.0}, "min_p": 1e-300}
+)
 @example({"temperature": 1.7e308, "repetition_penalty": 100.0, "top_p": 5e-324, "top_k": 2**63 - 1})
-def test_extreme_numbers_are_refused_or_drawn_with(engine: InferenceEngine, options: dict[str, Any]) -> None:
+def test_extreme_numbers_are_refused_or_drawn_with(
+    engine: InferenceEngine, options: dict[str, Any]
+) -> None:
     try:
-        params = SamplingParams(max_tokens=3, ignore_eos=True, top_logprobs=2, raw_logprobs=True, **options)
+        params = SamplingParams(
+            max_tokens=3, ignore_eos=True, top_logprobs=2, raw_logprobs=True, **options
+        )
         (sample,) = engine.generate([1, 5, 7], params)
     except InvalidRequest:
         return

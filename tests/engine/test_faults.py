@@ -1,4 +1,6 @@
-"""A device that fails amid a step: everybody who waits is told why, nothing hangs, and what is left can be put away."""
+"""A device that fails amid a step: everybody who waits is told why, nothing hangs, and what is left
+can be put away.
+"""
 
 import threading
 import time
@@ -8,14 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from nano_inference import EngineConfig, EngineDead, InferenceEngine, NanoInferenceError, SamplingParams
+from nano_inference import (
+    EngineConfig,
+    EngineDead,
+    InferenceEngine,
+    NanoInferenceError,
+    SamplingParams,
+)
 from nano_inference.engine.device import DeviceHangs, is_device_failure
 from nano_inference.engine.faults import why
 from nano_inference.engine.sleeping import Sleep
 from tests.engine.weight_cases import Build
 
 PATIENCE = 30.0  # seconds; a hang fails instead of hanging
-ILLEGAL = "CUDA error: an illegal memory access was encountered\nSearch for it in the documentation."
+ILLEGAL = (
+    "CUDA error: an illegal memory access was encountered\nSearch for it in the documentation."
+)
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
 FAULTS: dict[str, Callable[[], Exception]] = {
     "access": lambda: torch.AcceleratorError(ILLEGAL),
@@ -27,12 +37,15 @@ PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 class Device:
-    """Stands before a runner. From a moment on every call fails, as those of a CUDA device do; before that, none.
+    """Stands before a runner. From a moment on every call fails, as those of a CUDA device do;
+    before that, none.
 
     `where` is the call that notices: "forward", "sample", or "wait", as of what runs by itself.
     """
 
-    def __init__(self, runner: Any, where: str, fault: Callable[[], Exception], after: int = 3) -> None:
+    def __init__(
+        self, runner: Any, where: str, fault: Callable[[], Exception], after: int = 3
+    ) -> None:
         self._runner, self._where, self._fault = runner, where, fault
         self._left = after
         self.broken = False
@@ -88,12 +101,20 @@ def broken(engine: InferenceEngine, where: str, fault: str, after: int = 3) -> D
 
 def told(fault: str) -> str:
     if fault == "memory":
-        return r"a step ran out of the device's memory; lower gpu_memory_utilization from 0\.9 to 0\.85 or max_tokens"
-    return "a step failed on the device, which this process cannot use any more: .*illegal memory access"
+        return (
+            r"a step ran out of the device's memory; lower gpu_memory_utilization from 0\.9 "
+            r"to 0\.85 or max_tokens"
+        )
+    return (
+        "a step failed on the device, which this process cannot use any more: .*illegal "
+        "memory access"
+    )
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_ends_the_engine_and_says_why(engine: InferenceEngine, where: str, fault: str) -> None:
+def test_a_fault_ends_the_engine_and_says_why(
+    engine: InferenceEngine, where: str, fault: str
+) -> None:
     broken(engine, where, fault)
     with pytest.raises(EngineDead, match=told(fault)):
         engine.generate([[1, 2, 3], [4, 5]], PARAMS, 2)
@@ -120,7 +141,9 @@ def test_a_fault_ends_the_engine_and_says_why(engine: InferenceEngine, where: st
     engine.shutdown()
 
 
-def test_a_device_without_memory_is_no_samples_own_fault(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_memory_is_no_samples_own_fault(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Although each sample alone might find room."""
     engine = build()
     sample = engine.runner.sample
@@ -136,7 +159,9 @@ def test_a_device_without_memory_is_no_samples_own_fault(build: Build, monkeypat
 
 
 def test_everybody_who_waits_is_told(engine: InferenceEngine, where: str) -> None:
-    """Two that generate, one that waits in a pause, one for an update, and one who came through asyncio's engine."""
+    """Two that generate, one that waits in a pause, one for an update, and one who came through
+    asyncio's engine.
+    """
     device = broken(engine, where, "access")
     device.released.clear()
     ended: dict[str, BaseException] = {}
@@ -160,7 +185,9 @@ def test_everybody_who_waits_is_told(engine: InferenceEngine, where: str) -> Non
         assert time.monotonic() < deadline
         time.sleep(0.001)
     threads.append(run("pause", lambda: engine.pause("wait")))
-    threads.append(run("update", lambda: engine.update_weights(weights, blocking=True, kv_policy="wait")))
+    threads.append(
+        run("update", lambda: engine.update_weights(weights, blocking=True, kv_policy="wait"))
+    )
     device.released.set()
     for thread in threads:
         thread.join(PATIENCE)
@@ -172,7 +199,9 @@ def test_everybody_who_waits_is_told(engine: InferenceEngine, where: str) -> Non
     engine.shutdown()
 
 
-def test_a_fault_while_weights_are_written_ends_it_too(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_while_weights_are_written_ends_it_too(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = build()
     update = engine.update_weights
     weights = {"model.norm.weight": engine.model.params["norm"].clone()}
@@ -189,7 +218,9 @@ def test_a_fault_while_weights_are_written_ends_it_too(build: Build, monkeypatch
 
 
 @pytest.mark.parametrize("weights", [False, True])
-def test_memory_that_cannot_be_given_back_ends_it(build: Build, monkeypatch: pytest.MonkeyPatch, weights: bool) -> None:
+def test_memory_that_cannot_be_given_back_ends_it(
+    build: Build, monkeypatch: pytest.MonkeyPatch, weights: bool
+) -> None:
     engine = build()
 
     def fails(*_: Any, **__: Any) -> None:
@@ -203,7 +234,9 @@ def test_memory_that_cannot_be_given_back_ends_it(build: Build, monkeypatch: pyt
     engine.shutdown()
 
 
-def test_a_card_that_is_full_when_it_wakes_is_tried_again(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_is_full_when_it_wakes_is_tried_again(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = build()
     (before,) = engine.generate([1, 2], PARAMS)
     engine.sleep(weights=True)
@@ -213,7 +246,9 @@ def test_a_card_that_is_full_when_it_wakes_is_tried_again(build: Build, monkeypa
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
     monkeypatch.setattr(Sleep, "end", full)
-    with pytest.raises(NanoInferenceError, match=r"no memory to wake weights in.* sleeps on") as problem:
+    with pytest.raises(
+        NanoInferenceError, match=r"no memory to wake weights in.* sleeps on"
+    ) as problem:
         engine.wake()
     assert not isinstance(problem.value, EngineDead)
     assert engine.sleeping() == ("weights", "kv_cache")
@@ -265,8 +300,15 @@ def test_what_is_the_devices_fault_and_what_to_change() -> None:
     assert "gpu_memory_utilization from 0.06 to 0.03 (" in text
     assert "max_tokens_per_batch" not in text
     assert public.endswith("from 0.06 to 0.03"), "what others on the card hold is nobody's business"
-    for text in ("CUBLAS_STATUS_EXECUTION_FAILED when calling", "NCCL error in: x.cpp", "CUDA driver error: unknown"):
+    for text in (
+        "CUBLAS_STATUS_EXECUTION_FAILED when calling",
+        "NCCL error in: x.cpp",
+        "CUDA driver error: unknown",
+    ):
         assert is_device_failure(RuntimeError(text))
     for problem in (RuntimeError("shape"), ValueError("CUDA error"), KeyError(1)):
         assert not is_device_failure(problem)
-    assert why(ValueError("/home"), config) == ("a step failed: ValueError: /home", "a step failed: ValueError")
+    assert why(ValueError("/home"), config) == (
+        "a step failed: ValueError: /home",
+        "a step failed: ValueError",
+    )

@@ -1,4 +1,6 @@
-"""An engine with `attention="flex"` says what the reference says: greedy tokens equal, logprobs within 1e-5."""
+"""An engine with `attention="flex"` says what the reference says: greedy tokens equal, logprobs
+within 1e-5.
+"""
 
 import random
 from collections.abc import Sequence
@@ -8,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from nano_inference import ConfigError, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import (
+    ConfigError,
+    EngineConfig,
+    InferenceEngine,
+    SamplingParams,
+    TrainingSample,
+)
 from tests.models.tiny import tiny_model
 from tests.ops.compiler import NEEDS_COMPILER
 
@@ -17,9 +25,16 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"
 
 
 def config(model: Path, attention: str, **options: Any) -> EngineConfig:
-    # 128 blocks of 16 or 256 of 8: at these sizes most tests run on the kernels that tests/ops/test_flex.py compiles.
+    # 128 blocks of 16 or 256 of 8: at these sizes most tests run on the kernels that
+    # tests/ops/test_flex.py compiles.
     return EngineConfig(
-        str(model), attention=attention, device="cpu", dtype="float32", max_batch_size=8, max_model_len=256, **options
+        str(model),
+        attention=attention,
+        device="cpu",
+        dtype="float32",
+        max_batch_size=8,
+        max_model_len=256,
+        **options,
     )
 
 
@@ -36,16 +51,22 @@ def assert_same(got: Sequence[TrainingSample], expected: Sequence[TrainingSample
 def compare(model: Path, **options: Any) -> None:
     """Prompts of many lengths, then the same ones longer: hits of whole blocks; in chunks of 24."""
     if options["block_size"] % 16 == 8 and torch.backends.cpu.get_cpu_capability() == "AVX2":
-        with pytest.raises(ConfigError, match=r"computes wrong values here with block_size=8 .* multiple of 16"):
+        with pytest.raises(
+            ConfigError, match=r"computes wrong values here with block_size=8 .* multiple of 16"
+        ):
             InferenceEngine(config(model, "flex", **options))
         return
     rng = random.Random(0)
     first = prompts(rng, [1, 5, 16, 40, 60])
-    again = [prompt + extra for prompt, extra in zip(first, prompts(rng, [3, 30, 1, 9, 20]), strict=True)]
+    again = [
+        prompt + extra for prompt, extra in zip(first, prompts(rng, [3, 30, 1, 9, 20]), strict=True)
+    ]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     found: dict[str, list[TrainingSample]] = {}
     for attention in ("reference", "flex"):
-        with InferenceEngine(config(model, attention, max_chunk_tokens=24, seed=0, **options)) as engine:
+        with InferenceEngine(
+            config(model, attention, max_chunk_tokens=24, seed=0, **options)
+        ) as engine:
             found[attention] = [*engine.generate(first, params), *engine.generate(again, params)]
             found[attention] += engine.generate(again[:2], params, num_samples_per_prompt=2)
             assert engine.numerics.schedule_invariant == (attention == "reference")

@@ -1,4 +1,6 @@
-"""Of a group of n samples the first k that finish are wanted: the others end with them, and lose nothing."""
+"""Of a group of n samples the first k that finish are wanted: the others end with them, and lose
+nothing.
+"""
 
 import asyncio
 from pathlib import Path
@@ -21,19 +23,28 @@ from nano_inference.types import GROUP_COMPLETE, VERSION_GONE, Delta
 from tests.engine.weight_cases import NEW, PROMPT, Build, drain
 
 LONGEST = 60
-STOPS = frozenset(range(0, 128, 16))  # some id in sixteen ends a sample, so that samples are of many lengths
+# some id in sixteen ends a sample, so that samples are of many lengths
+STOPS = frozenset(range(0, 128, 16))
 
 
 def drawn(**more: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": LONGEST, "seed": 5, "stop_token_ids": STOPS, **more})
 
 
-def bits(sample: TrainingSample, length: int | None = None) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def bits(
+    sample: TrainingSample, length: int | None = None
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
     return sample.completion_tokens[:length], sample.logprobs[:length]
 
 
 def engine_of(model: Path, **options: Any) -> InferenceEngine:
-    settled = {"model_path": str(model), "num_threads": 1, "kv_cache_memory": 2**20, "seed": 0, "block_size": 4}
+    settled = {
+        "model_path": str(model),
+        "num_threads": 1,
+        "kv_cache_memory": 2**20,
+        "seed": 0,
+        "block_size": 4,
+    }
     return InferenceEngine(EngineConfig(**(settled | options)))
 
 
@@ -63,7 +74,11 @@ def test_the_rest_ends_with_the_last_that_is_wanted(
     tokens: int,
     memory: int,
 ) -> None:
-    options: dict[str, Any] = {"lookahead": lookahead, "cache_type": cache_type, "max_tokens_per_batch": tokens}
+    options: dict[str, Any] = {
+        "lookahead": lookahead,
+        "cache_type": cache_type,
+        "max_tokens_per_batch": tokens,
+    }
     with engine_of(model, **options, kv_cache_memory=memory) as engine:
         check_group(engine, whole, num_wanted)
 
@@ -90,7 +105,9 @@ def check_group(engine: InferenceEngine, whole: list[TrainingSample], num_wanted
         assert sample.stop_reason == GROUP_COMPLETE
         length = len(sample.completion_tokens)
         assert bits(sample) == bits(whole[sample.sample_index], length)
-        assert length < len(whole[sample.sample_index].completion_tokens), "a finished sample was thrown away"
+        assert length < len(whole[sample.sample_index].completion_tokens), (
+            "a finished sample was thrown away"
+        )
     complete = sorted(ends[sample.sample_index] for sample in finished)[num_wanted - 1]
     assert {ends[sample.sample_index] for sample in rest} <= {complete}
 
@@ -142,7 +159,10 @@ def test_streams_of_the_rest_end(build: Build) -> None:
     for deltas in seen.values():
         sample = deltas[-1].finished
         assert sample is not None
-        assert tuple(token for delta in deltas for token in delta.token_ids) == sample.completion_tokens
+        assert (
+            tuple(token for delta in deltas for token in delta.token_ids)
+            == sample.completion_tokens
+        )
     assert len(seen) == 8
 
 
@@ -166,7 +186,7 @@ def test_what_cannot_be_wanted(build: Build, num_wanted: Any) -> None:
     assert not engine.has_pending()
 
 
-# -- one version -------------------------------------------------------------------------------------------------------
+# -- one version -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -193,7 +213,11 @@ def test_it_ends_with_nothing_when_its_version_is_passed_over(build: Build, stat
         assert engine.stats().num_running == 1
     engine.update_weights(NEW, version=7)
     (sample,) = drain(engine)
-    assert (sample.finish_reason, sample.stop_reason, sample.completion_tokens) == ("abort", VERSION_GONE, ())
+    assert (sample.finish_reason, sample.stop_reason, sample.completion_tokens) == (
+        "abort",
+        VERSION_GONE,
+        (),
+    )
 
 
 def test_one_that_has_begun_goes_on_under_the_next_version(build: Build) -> None:

@@ -1,4 +1,6 @@
-"""One request's failure is its own: it ends and says so, and every other has the bits of a quiet run."""
+"""One request's failure is its own: it ends and says so, and every other has the bits of a quiet
+run.
+"""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +24,9 @@ class Broken(Exception):
 
 @dataclass
 class Text:
-    """A text without a tokenizer, one letter a token, that may break: in one of its methods, at some token."""
+    """A text without a tokenizer, one letter a token, that may break: in one of its methods, at
+    some token.
+    """
 
     breaks: str | None = None
     at: int = 0
@@ -59,10 +63,26 @@ class Text:
 
 
 REQUESTS: list[tuple[list[int], SamplingParams, int]] = [
-    ([1, 2, 3, 4, 5, 6], SamplingParams(0.9, max_tokens=LENGTH, seed=1, ignore_eos=True, raw_logprobs=True), 3),
-    ([1, 2, 3, 4, 9], SamplingParams(ODD, max_tokens=LENGTH, seed=2, ignore_eos=True, frequency_penalty=0.5), 2),
-    ([7], SamplingParams(1.0, max_tokens=LENGTH, seed=3, ignore_eos=True, top_k=9, top_logprobs=2), 1),
-    ([1, 2, 3, 4, 9, 8, 8, 8], SamplingParams(0, max_tokens=LENGTH, repetition_penalty=1.3, ignore_eos=True), 2),
+    (
+        [1, 2, 3, 4, 5, 6],
+        SamplingParams(0.9, max_tokens=LENGTH, seed=1, ignore_eos=True, raw_logprobs=True),
+        3,
+    ),
+    (
+        [1, 2, 3, 4, 9],
+        SamplingParams(ODD, max_tokens=LENGTH, seed=2, ignore_eos=True, frequency_penalty=0.5),
+        2,
+    ),
+    (
+        [7],
+        SamplingParams(1.0, max_tokens=LENGTH, seed=3, ignore_eos=True, top_k=9, top_logprobs=2),
+        1,
+    ),
+    (
+        [1, 2, 3, 4, 9, 8, 8, 8],
+        SamplingParams(0, max_tokens=LENGTH, repetition_penalty=1.3, ignore_eos=True),
+        2,
+    ),
 ]
 
 
@@ -77,7 +97,10 @@ class Run:
     def others(self) -> dict[tuple[int, int], str]:
         """All that is known of the requests that are to go on, bit by bit."""
         mine = {key: sample for key, sample in self.samples.items() if key[0] != FAILS}
-        return {key: repr(replace(sample, cached_tokens=0, kv_versions=())) for key, sample in mine.items()}
+        return {
+            key: repr(replace(sample, cached_tokens=0, kv_versions=()))
+            for key, sample in mine.items()
+        }
 
     def failed(self) -> list[TrainingSample]:
         return [sample for key, sample in sorted(self.samples.items()) if key[0] == FAILS]
@@ -92,8 +115,12 @@ class Run:
         return {key: value for key, value in found.items() if key[0] != FAILS}
 
 
-def run(engine: InferenceEngine, *, stream: bool, text: Text | None = None, sink: Any = None) -> Run:
-    """Run all requests, each entering two steps after the one before. Text of the failing one is `text`."""
+def run(
+    engine: InferenceEngine, *, stream: bool, text: Text | None = None, sink: Any = None
+) -> Run:
+    """Run all requests, each entering two steps after the one before. Text of the failing one is
+    `text`.
+    """
     deltas: list[Delta] = []
     for place, (prompt, params, num_samples) in enumerate(REQUESTS):
         seq = engine.intake.sequence(prompt, params, num_samples, stream=stream)
@@ -110,7 +137,9 @@ def run(engine: InferenceEngine, *, stream: bool, text: Text | None = None, sink
     assert not engine.loop.sequences.by_id
     assert not engine.shared.delivery.open_requests()
     samples = [delta.finished for delta in deltas if delta.finished is not None]
-    assert len({(s.request_id, s.sample_index) for s in samples}) == len(samples), "a sample came twice"
+    assert len({(s.request_id, s.sample_index) for s in samples}) == len(samples), (
+        "a sample came twice"
+    )
     return Run({(s.request_id, s.sample_index): s for s in samples}, deltas, engine)
 
 
@@ -118,10 +147,18 @@ def assert_failed(run: Run, what: str, *, kind: str = "Broken", num_samples: int
     failed = run.failed()
     assert [sample.sample_index for sample in failed] == list(range(num_samples))
     for sample in failed:
-        assert (sample.finish_reason, sample.stop_reason) == ("abort", f"error: {what} raised {kind}")
+        assert (sample.finish_reason, sample.stop_reason) == (
+            "abort",
+            f"error: {what} raised {kind}",
+        )
         length = len(sample.completion_tokens)
         assert length < LENGTH or what == "the text"
-        assert len(sample.logprobs) == len(sample.log_kept_mass or ()) == len(sample.loss_mask) == length
+        assert (
+            len(sample.logprobs)
+            == len(sample.log_kept_mass or ())
+            == len(sample.loss_mask)
+            == length
+        )
         assert not sample.weight_versions or sample.weight_versions[-1].end == length
 
 
@@ -175,7 +212,9 @@ def test_one_sample_of_a_group_whose_draw_raises(
     quiet, engine = run(make(), stream=False), make()
     put = SamplingTable.put
 
-    def fail(table: Any, slot: int, params: SamplingParams, seed: int, sample_index: int, prompt: Any) -> None:
+    def fail(
+        table: Any, slot: int, params: SamplingParams, seed: int, sample_index: int, prompt: Any
+    ) -> None:
         if params.temperature == ODD and sample_index == index:
             raise Broken("/secret/path")
         put(table, slot, params, seed, sample_index, prompt)
@@ -215,7 +254,9 @@ def test_penalties_that_cannot_be_counted(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("at", [1, 4, LENGTH])
 @pytest.mark.parametrize("breaks", ["append", "take", "finish", "text"])
-def test_a_text_that_raises(make: Callable[[], InferenceEngine], breaks: str, at: int, stream: bool) -> None:
+def test_a_text_that_raises(
+    make: Callable[[], InferenceEngine], breaks: str, at: int, stream: bool
+) -> None:
     if breaks == "take" and not stream:
         at = LENGTH  # nobody takes it before
     quiet, found = run(make(), stream=stream), run(make(), stream=stream, text=Text(breaks, at))
@@ -225,25 +266,36 @@ def test_a_text_that_raises(make: Callable[[], InferenceEngine], breaks: str, at
     for sample in found.failed():
         assert len(sample.completion_tokens) == (at if early else LENGTH)
         assert sample.text is None
-        streamed = [d for d in found.deltas if (d.request_id, d.sample_index) == (FAILS, sample.sample_index)]
+        streamed = [
+            d
+            for d in found.deltas
+            if (d.request_id, d.sample_index) == (FAILS, sample.sample_index)
+        ]
         if stream:
             assert tuple(t for d in streamed for t in d.token_ids) == sample.completion_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_that_cannot_be_copied(make: Callable[[], InferenceEngine], stream: bool) -> None:
-    """The sample that keeps the text goes on, the other one of its group ends with its first token."""
+    """The sample that keeps the text goes on, the other one of its group ends with its first
+    token.
+    """
     quiet, found = run(make(), stream=stream), run(make(), stream=stream, text=Text("copy"))
     assert_same_others(found, quiet)
     well, sick = found.failed()
-    assert (well.completion_tokens, well.text) == (quiet.failed()[0].completion_tokens, quiet.failed()[0].text)
+    assert (well.completion_tokens, well.text) == (
+        quiet.failed()[0].completion_tokens,
+        quiet.failed()[0].text,
+    )
     assert (sick.finish_reason, sick.stop_reason) == ("abort", "error: the text raised Broken")
     assert sick.completion_tokens == quiet.failed()[1].completion_tokens[:1]
     assert sick.text is None
 
 
 @pytest.mark.parametrize("steps", [0, 5])
-def test_samples_that_cannot_be_fetched(build: Build, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+def test_samples_that_cannot_be_fetched(
+    build: Build, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
     """Without lookahead: with it the next step has used them before it is known."""
     quiet, engine = run(build(lookahead=0), stream=False), build(lookahead=0)
     draw = engine.runner.sample
@@ -275,9 +327,13 @@ def test_a_sink_that_raises(make: Callable[[], InferenceEngine], after: int, str
 
     found = run(engine, stream=stream, sink=sink)
     assert_same_others(found, quiet)
-    assert len(arrived) == (min(after + 1, 2) if not stream else after + 1), "it is not called again"
+    assert len(arrived) == (min(after + 1, 2) if not stream else after + 1), (
+        "it is not called again"
+    )
     if stream:
-        assert engine.stats().completion_tokens < quiet.engine.stats().completion_tokens, "it is aborted"
+        assert engine.stats().completion_tokens < quiet.engine.stats().completion_tokens, (
+            "it is aborted"
+        )
 
 
 def test_a_fault_of_nobody_is_the_end_of_none(
@@ -297,7 +353,9 @@ def test_a_fault_of_nobody_is_the_end_of_none(
     found = run(engine, stream=False)
     assert raised
     assert_same_others(found, quiet)
-    assert [s.completion_tokens for s in found.failed()] == [s.completion_tokens for s in quiet.failed()]
+    assert [s.completion_tokens for s in found.failed()] == [
+        s.completion_tokens for s in quiet.failed()
+    ]
 
 
 def test_a_top_k_beyond_the_vocabulary_keeps_all(build: Build) -> None:
@@ -309,7 +367,9 @@ def test_a_top_k_beyond_the_vocabulary_keeps_all(build: Build) -> None:
     assert sample.finish_reason == "length"
 
 
-def test_the_log_has_what_the_caller_is_not_told(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_what_the_caller_is_not_told(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
     found = run(build(), stream=False, text=Text("append", 2))
     assert "/secret/path" not in repr([s.stop_reason for s in found.failed()])
     (first, *_) = [record for record in caplog.records if record.levelname == "ERROR"]

@@ -1,6 +1,8 @@
-"""What becomes of running requests at an update: every policy, at every token, on both caches, with lookahead or not.
+"""What becomes of running requests at an update: every policy, at every token, on both caches, with
+lookahead or not.
 
-The old model's tokens stand before the update, and what follows is to the bit what the policy promises.
+The old model's tokens stand before the update, and what follows is to the bit what the policy
+promises.
 """
 
 from pathlib import Path
@@ -53,20 +55,24 @@ def split(sample: TrainingSample) -> int:
     return sample.weight_versions[0].end if sample.weight_versions else 0
 
 
-# -- every policy at every token ---------------------------------------------------------------------------------------
+# -- every policy at every token -------------------------------------------------------------------
 
 CASES = [(cache, lookahead) for cache in ("paged", "radix") for lookahead in (0, 1)]
 
 
 @pytest.fixture(scope="module")
 def stops(folders: list[Path]) -> dict[str, Any]:
-    """Old and new samples of the prompt; and by cut, what the new model makes of the old one's first tokens."""
+    """Old and new samples of the prompt; and by cut, what the new model makes of the old one's
+    first tokens.
+    """
     with InferenceEngine(EngineConfig(model_path=str(folders[0]), kv_cache_memory=2**20)) as engine:
         old = engine.generate(PROMPT, drawn())[0]
     with InferenceEngine(EngineConfig(model_path=str(folders[1]), kv_cache_memory=2**20)) as engine:
         new = engine.generate(PROMPT, drawn())[0]
         after = {
-            cut: bits(engine.generate([*PROMPT, *old.completion_tokens[:cut]], drawn(LENGTH - cut))[0])
+            cut: bits(
+                engine.generate([*PROMPT, *old.completion_tokens[:cut]], drawn(LENGTH - cut))[0]
+            )
             for cut in range(LENGTH)
         }
     return {"old": old, "new": new, "after": after}
@@ -89,7 +95,9 @@ def test_an_update_at_every_token(
         first, second = sorted(samples, key=lambda s: s.request_id)
         cuts.add(cut := split(first))
         check_first(engine, first, stops, policy, cut)
-        assert bits(second) == bits(stops["new"]), "a newcomer after the update is the new model's alone"
+        assert bits(second) == bits(stops["new"]), (
+            "a newcomer after the update is the new model's alone"
+        )
         assert second.weight_versions == (VersionSpan(1, 0, LENGTH),)
         assert "previous" not in engine.runner.models
         engine.shutdown()
@@ -97,15 +105,23 @@ def test_an_update_at_every_token(
 
 
 def check_first(
-    engine: InferenceEngine, sample: TrainingSample, stops: dict[str, Any], policy: KvPolicy, cut: int
+    engine: InferenceEngine,
+    sample: TrainingSample,
+    stops: dict[str, Any],
+    policy: KvPolicy,
+    cut: int,
 ) -> None:
     """The request that was there before the update."""
     version = sample.weight_versions[0].version
     if version == 1:  # it had not begun, or had drawn nothing
         assert bits(sample) == bits(stops["new"])
-        assert sample.kv_versions == (ContextVersions(0, LENGTH, (VersionSpan(1, 0, len(PROMPT) + LENGTH - 1),)),)
+        assert sample.kv_versions == (
+            ContextVersions(0, LENGTH, (VersionSpan(1, 0, len(PROMPT) + LENGTH - 1),)),
+        )
         return
-    assert bits(sample, 0, cut) == bits(stops["old"], 0, cut), "what stood before is the old model's"
+    assert bits(sample, 0, cut) == bits(stops["old"], 0, cut), (
+        "what stood before is the old model's"
+    )
     before = ContextVersions(0, cut, (VersionSpan(0, 0, len(PROMPT) + cut - 1),))
     if policy == "recompute":
         assert bits(sample, cut) == stops["after"].get(cut, ((), ()))
@@ -127,10 +143,12 @@ def check_first(
         assert sample.finish_reason == "length"
 
 
-# -- finish_old --------------------------------------------------------------------------------------------------------
+# -- finish_old ------------------------------------------------------------------------------------
 
 
-def test_a_new_request_finishes_first_while_an_old_one_goes_on(build: Build, stops: dict[str, Any]) -> None:
+def test_a_new_request_finishes_first_while_an_old_one_goes_on(
+    build: Build, stops: dict[str, Any]
+) -> None:
     engine = build()
     before = {name: tensor.data_ptr() for name, tensor in engine.model.params.items()}
     old = engine.add_request(PROMPT, drawn(40))
@@ -143,7 +161,9 @@ def test_a_new_request_finishes_first_while_an_old_one_goes_on(build: Build, sto
     assert [s.request_id for s in samples] == [old, old + 1]
     assert bits(samples[1]) == bits(stops["new"])
     assert bits(samples[0]) == bits(alone(build, 0, PROMPT, 40))
-    assert {name: tensor.data_ptr() for name, tensor in engine.model.params.items()} == before, "in place"
+    assert {name: tensor.data_ptr() for name, tensor in engine.model.params.items()} == before, (
+        "in place"
+    )
 
 
 def test_only_what_changes_is_copied_aside(build: Build) -> None:
@@ -181,7 +201,9 @@ def test_a_second_finish_old_waits_for_those_who_finish(build: Build) -> None:
     assert third.done()
     assert engine.get_weight_version() == 3
     assert bits(samples[0]) == bits(alone(build, 0, PROMPT, 20))
-    assert bits(samples[1]) == bits(alone(build, 1, PROMPT, 12)), "the update waited longer than it ran"
+    assert bits(samples[1]) == bits(alone(build, 1, PROMPT, 12)), (
+        "the update waited longer than it ran"
+    )
 
 
 def test_old_and_new_do_not_meet_in_the_cache(build: Build, stops: dict[str, Any]) -> None:
@@ -234,7 +256,9 @@ def test_without_memory_for_the_old_weights_the_update_fails(
     assert bits(engine.generate(PROMPT, drawn())[0]) == bits(stops["new"])
 
 
-def test_what_builds_on_a_failed_update_fails_with_it(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_builds_on_a_failed_update_fails_with_it(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn(20))
     engine.step()
@@ -244,7 +268,9 @@ def test_what_builds_on_a_failed_update_fails_with_it(build: Build, monkeypatch:
     refused = engine.update_weights(NEWER, kv_policy="finish_old")  # it waits for `previous`
     norm = {"model.norm.weight": OLD["model.norm.weight"]}
     follows = engine.update_weights(norm, kv_policy="finish_old")
-    follows_too = engine.update_weights([[("model.norm.weight", torch.tensor([0]), torch.tensor([2.0]))]])
+    follows_too = engine.update_weights(
+        [[("model.norm.weight", torch.tensor([0]), torch.tensor([2.0]))]]
+    )
     whole = engine.update_weights(OLD)
     partial = engine.update_weights(norm)
 
@@ -266,7 +292,7 @@ def test_what_builds_on_a_failed_update_fails_with_it(build: Build, monkeypatch:
     assert engine.weights_checksum() == checksum
 
 
-# -- versions that a request asks for ----------------------------------------------------------------------------------
+# -- versions that a request asks for --------------------------------------------------------------
 
 
 def test_a_request_waits_for_its_version(build: Build, stops: dict[str, Any]) -> None:
@@ -316,13 +342,15 @@ def test_a_request_that_is_too_stale_ends_with_what_it_has(build: Build, policy:
     assert ended[fresh].oldest_weight_version == 2
 
 
-@pytest.mark.parametrize(("name", "value"), [("min_version", -1), ("min_version", 1.5), ("max_staleness", "2")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("min_version", -1), ("min_version", 1.5), ("max_staleness", "2")]
+)
 def test_limits_of_versions_are_whole_numbers(build: Build, name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=name):
         build().add_request(PROMPT, drawn(), **{name: value})
 
 
-# -- blocking, and nonsense --------------------------------------------------------------------------------------------
+# -- blocking, and nonsense ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["recompute", "keep", "abort", "wait", "finish_old"])
@@ -354,15 +382,19 @@ def test_a_newcomer_waits_behind_an_update_that_waits(build: Build, stops: dict[
 
 def test_an_unknown_policy_is_an_error(build: Build) -> None:
     engine = build()
-    with pytest.raises(WeightUpdateError, match="'retract' is not one of recompute, keep, abort, wait, finish_old"):
+    with pytest.raises(
+        WeightUpdateError, match="'retract' is not one of recompute, keep, abort, wait, finish_old"
+    ):
         engine.update_weights(NEW, kv_policy="retract")
     assert engine.get_weight_version() == 0
 
 
-# -- several updates, and what stands between them ---------------------------------------------------------------------
+# -- several updates, and what stands between them -------------------------------------------------
 
 
-def test_who_is_held_behind_an_update_that_fails_goes_on(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_held_behind_an_update_that_fails_goes_on(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn(40))
     engine.step()
@@ -384,11 +416,15 @@ def test_who_is_held_behind_an_update_that_fails_goes_on(build: Build, monkeypat
     with pytest.raises(WeightUpdateError, match="no memory"):
         update.result(0)
     assert held in {s.request_id for s in samples}
-    assert {seq.request_id for seq in engine.loop.sequences.held} == {other}, "its version may yet come"
+    assert {seq.request_id for seq in engine.loop.sequences.held} == {other}, (
+        "its version may yet come"
+    )
 
 
 def test_who_is_held_has_not_begun(build: Build) -> None:
-    """Else it would be put on the old weights, for which the next update waits, and it for the one behind that."""
+    """Else it would be put on the old weights, for which the next update waits, and it for the one
+    behind that.
+    """
     engine = build()
     engine.add_request(PROMPT, drawn())
     engine.step()
@@ -490,7 +526,9 @@ def test_staleness_counts_what_was_used_and_nothing_else(build: Build, limit: in
             engine.step()
     engine.update_weights(NEWER, kv_policy="recompute")
     engine.step()
-    assert engine.loop.sequences.of_requests(frozenset([request])), "nothing is left of version 0, or it is allowed"
+    assert engine.loop.sequences.of_requests(frozenset([request])), (
+        "nothing is left of version 0, or it is allowed"
+    )
     engine.update_weights(OLD, kv_policy="recompute")
     (sample,) = drain(engine)
     assert sample.stop_reason == ("it is too stale" if limit == 2 else None)

@@ -43,7 +43,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, **options: Any) -> EngineConfig:
-    common: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 2**20, "backend": "reference"}
+    common: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "kv_cache_memory": 2**20,
+        "backend": "reference",
+    }
     return EngineConfig(model_path=str(folder), **(common | options))
 
 
@@ -57,7 +62,9 @@ class Engines:
         self.samples: list[list[TrainingSample]] = [[] for _ in self.each]
         self.dead: list[EngineDead | None] = [None] * count
         self._stop = False
-        self._threads = [threading.Thread(target=self._step_on, args=(place,)) for place in range(count)]
+        self._threads = [
+            threading.Thread(target=self._step_on, args=(place,)) for place in range(count)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -103,14 +110,20 @@ def of_threads(count: int) -> list[Lockstep]:
 
 
 def of_processes(count: int) -> list[Lockstep]:
-    """As processes have it: groups of gloo, and a bell in a store that each reaches by a connection of its own."""
+    """As processes have it: groups of gloo, and a bell in a store that each reaches by a connection
+    of its own.
+    """
     dist: Any = torch.distributed
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
-    stores += [dist.TCPStore("127.0.0.1", stores[0].port, is_master=False) for _ in range(count - 1)]
+    stores += [
+        dist.TCPStore("127.0.0.1", stores[0].port, is_master=False) for _ in range(count - 1)
+    ]
     bells = [StoreBell(dist.PrefixStore("bell", store)) for store in stores]
 
     def member(rank: int) -> Lockstep:
-        group = ProcessGroup(dist.PrefixStore("group", stores[rank]), rank, count, torch.device("cpu"), 20.0)
+        group = ProcessGroup(
+            dist.PrefixStore("group", stores[rank]), rank, count, torch.device("cpu"), 20.0
+        )
         return Lockstep(group, bells[rank])
 
     with ThreadPoolExecutor(count) as pool:
@@ -129,7 +142,10 @@ def lockstep(
 
 
 def bits(samples: list[TrainingSample]) -> list[object]:
-    return [(s.prompt_tokens, s.completion_tokens, s.logprobs, s.weight_version, s.finish_reason) for s in samples]
+    return [
+        (s.prompt_tokens, s.completion_tokens, s.logprobs, s.weight_version, s.finish_reason)
+        for s in samples
+    ]
 
 
 def alone(
@@ -149,7 +165,8 @@ CHUNKS = {"backend": "cpu", "dtype": "bfloat16", "max_chunk_tokens": 7, "lookahe
 
 
 @pytest.mark.parametrize(
-    ("count", "make", "options"), [(2, of_threads, {}), (3, of_threads, CHUNKS), (2, of_processes, {})]
+    ("count", "make", "options"),
+    [(2, of_threads, {}), (3, of_threads, CHUNKS), (2, of_processes, {})],
 )
 def test_requests_at_one_then_at_both_then_at_none(
     folder: Path, count: int, make: Callable[[int], list[Lockstep]], options: dict[str, Any]
@@ -174,7 +191,9 @@ def test_requests_at_one_then_at_both_then_at_none(
             first.add_request(prompt, PARAMS)
         for prompt in reversed(PROMPTS):
             last.add_request(prompt, PARAMS)
-        engines.wait_until(lambda: len(engines.samples[0]) == 3 and len(engines.samples[-1]) == len(PROMPTS))
+        engines.wait_until(
+            lambda: len(engines.samples[0]) == 3 and len(engines.samples[-1]) == len(PROMPTS)
+        )
         engines.rest()
         assert bits(in_order(engines.samples[0])) == expected[:3]
         assert bits(in_order(engines.samples[-1])) == expected[::-1]
@@ -185,7 +204,9 @@ def test_requests_at_one_then_at_both_then_at_none(
 
 
 def test_updates_serve_in_the_same_round_everywhere(folder: Path) -> None:
-    """One engine has the update long before the other; both go on with the old weights until both have it."""
+    """One engine has the update long before the other; both go on with the old weights until both
+    have it.
+    """
     weights = family_weights(CONFIG, seed=3)
     before, after = alone(folder, PROMPTS), alone(folder, PROMPTS, weights)
     with lockstep(folder) as engines:
@@ -209,7 +230,9 @@ def test_updates_serve_in_the_same_round_everywhere(folder: Path) -> None:
         engines.rest()
 
 
-def test_an_update_that_all_have_agreed_on_is_not_withdrawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_all_have_agreed_on_is_not_withdrawn(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Somebody gives it up here while the others are about to write it."""
     weights = family_weights(CONFIG, seed=3)
     in_time: list[bool] = []
@@ -255,7 +278,9 @@ def test_in_the_middle_of_requests_all_change_at_once(folder: Path) -> None:
         updates = []
         for version in range(1, 4):
             new = family_weights(CONFIG, seed=version)
-            updates.append([engine.update_weights(new, kv_policy="keep") for engine in engines.each])
+            updates.append(
+                [engine.update_weights(new, kv_policy="keep") for engine in engines.each]
+            )
             if version == 2:
                 assert [sample.finish_reason for sample in engines.each[0].abort(gone)] == ["abort"]
         engines.wait_until(lambda: all(len(samples) == 1 for samples in engines.samples))
@@ -265,7 +290,10 @@ def test_in_the_middle_of_requests_all_change_at_once(folder: Path) -> None:
         assert [engine.get_weight_version() for engine in engines.each] == [3, 3]
         with pytest.raises(InvalidRequest, match="an engine of its own"):
             replay(engines.each[0], engines.samples[0][0])
-    versions = {0: folder, **{version: family_weights(CONFIG, seed=version) for version in range(1, 4)}}
+    versions = {
+        0: folder,
+        **{version: family_weights(CONFIG, seed=version) for version in range(1, 4)},
+    }
     with InferenceEngine(config_of(folder)) as engine:
         for samples in engines.samples:
             assert differences(samples[0], replay(engine, samples[0], weights=versions)) == ()
@@ -300,7 +328,9 @@ def sleep_with_weights(engine: InferenceEngine) -> str:
 
 
 @pytest.mark.parametrize("make", [of_threads, of_processes])
-def test_weights_sleep_together_amid_requests(folder: Path, make: Callable[[int], list[Lockstep]]) -> None:
+def test_weights_sleep_together_amid_requests(
+    folder: Path, make: Callable[[int], list[Lockstep]]
+) -> None:
     """Put aside while both compute, updated while the KV cache sleeps, and gone on with."""
     weights = family_weights(CONFIG, seed=3)
     long = replace(PARAMS, max_tokens=60)
@@ -337,7 +367,9 @@ def test_weights_sleep_together_amid_requests(folder: Path, make: Callable[[int]
 
 
 def test_weights_stay_where_others_need_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One alone is asked to sleep, and one alone is woken: it waits for the other, and not for ever."""
+    """One alone is asked to sleep, and one alone is woken: it waits for the other, and not for
+    ever.
+    """
     monkeypatch.setattr(sleep_together, "SLEEP_SECONDS", 0.3)
     monkeypatch.setattr(sleep_together, "WAKE_SECONDS", 0.3)
     with lockstep(folder) as engines:
@@ -348,7 +380,9 @@ def test_weights_stay_where_others_need_them(folder: Path, monkeypatch: pytest.M
         assert (one.sleeping(), one.is_paused()) == ((), False)
         one.add_request(PROMPTS[1], PARAMS)
         engines.wait_until(lambda: [len(samples) for samples in engines.samples] == [1, 2])
-        assert [*bits(engines.samples[0]), *bits(engines.samples[1][:1])] == alone(folder, [PROMPTS[1], PROMPTS[0]])
+        assert [*bits(engines.samples[0]), *bits(engines.samples[1][:1])] == alone(
+            folder, [PROMPTS[1], PROMPTS[0]]
+        )
         assert on_all(engines, sleep_with_weights) == ["", ""]
         one.add_request(PROMPTS[0], PARAMS)
         with pytest.raises(NanoInferenceError, match="other engines in lockstep sleep on"):
@@ -361,7 +395,9 @@ def test_weights_stay_where_others_need_them(folder: Path, monkeypatch: pytest.M
         assert not any(engine.is_paused() for engine in engines.each)
 
 
-def test_weights_that_cannot_be_put_aside_on_one_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_cannot_be_put_aside_on_one_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others sleep, and it waits for them; waking all undoes it."""
     with lockstep(folder) as engines:
         one, _ = engines.each
@@ -397,7 +433,9 @@ def test_one_that_is_gone_ends_all(folder: Path, make: Callable[[int], list[Lock
         engines.wait_until(lambda: engines.rounds()[0] > 3)
         engines.each[1].shutdown()
         engines.wait_until(lambda: engines.dead[0] is not None)
-        told = "rank 1 has left" if make is of_threads else "rank 0 of a group of 2 waited for another"
+        told = (
+            "rank 1 has left" if make is of_threads else "rank 0 of a group of 2 waited for another"
+        )
         assert told in str(engines.dead[0])
         with pytest.raises(EngineDead, match=told):
             engines.each[0].add_request(PROMPTS[0], PARAMS)

@@ -1,4 +1,6 @@
-"""After a stop token one overrun step is in flight (`lookahead=1`): nobody waits for it, and nobody counts it."""
+"""After a stop token one overrun step is in flight (`lookahead=1`): nobody waits for it, and nobody
+counts it.
+"""
 
 from pathlib import Path
 
@@ -10,15 +12,21 @@ from tests.models.tiny import tiny_llama
 
 @pytest.fixture
 def engine(tmp_path: Path) -> InferenceEngine:
-    config = EngineConfig(model_path=str(tiny_llama(tmp_path)), device="cpu", lookahead=1, kv_cache_memory=2**22)
+    config = EngineConfig(
+        model_path=str(tiny_llama(tmp_path)), device="cpu", lookahead=1, kv_cache_memory=2**22
+    )
     return InferenceEngine(config)
 
 
 def stopped_early(engine: InferenceEngine) -> int:
     """Run one sample that ends by a stop id; returns its number of tokens."""
-    free = engine.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0]
+    free = engine.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[
+        0
+    ]
     stop = next(token for token in free.completion_tokens if token != free.completion_tokens[0])
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=frozenset([stop]))
+    params = SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=frozenset([stop])
+    )
     before = engine.stats().completion_tokens
     sample = engine.generate([5, 6, 7], params)[0]
     assert sample.finish_reason == "stop"

@@ -1,4 +1,6 @@
-"""The best tokens at every token of a prompt: against a teacher, and to the bit under every schedule."""
+"""The best tokens at every token of a prompt: against a teacher, and to the bit under every
+schedule.
+"""
 
 import math
 from dataclasses import replace
@@ -8,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TopLogprobs, TrainingSample
+from nano_inference import (
+    EngineConfig,
+    InferenceEngine,
+    SamplingParams,
+    TopLogprobs,
+    TrainingSample,
+)
 from nano_inference.models.decoder import BEST_TILE
 from nano_inference.scheduling.commit import preempt
 from tests.models.tiny import tiny_llama
@@ -28,7 +36,12 @@ PARAMS = SamplingParams(
 SCHEDULES: list[dict[str, Any]] = [
     {"cache_type": "radix", "block_size": 4, "max_chunk_tokens": 5},
     {"max_batch_size": 4, "max_tokens_per_batch": 7, "lookahead": 1},
-    {"enable_prefix_caching": False, "lookahead": 1, "block_size": 8, "kv_cache_memory": 16 * 8 * 1600},
+    {
+        "enable_prefix_caching": False,
+        "lookahead": 1,
+        "block_size": 8,
+        "kv_cache_memory": 16 * 8 * 1600,
+    },
 ]
 BACKENDS = ["reference", pytest.param("cpu", marks=NEEDS_COMPILER)]
 
@@ -49,7 +62,9 @@ def best_of(sample: TrainingSample) -> tuple[TopLogprobs, ...]:
 
 
 def complete(engine: InferenceEngine, params: list[SamplingParams]) -> list[TrainingSample]:
-    """Three samples of every prompt; every third step takes the blocks of some sequence, eight times."""
+    """Three samples of every prompt; every third step takes the blocks of some sequence, eight
+    times.
+    """
     for prompt, each in zip(PROMPTS, params, strict=True):
         engine.add_request(prompt, each, 3)
     samples: list[TrainingSample] = []
@@ -82,7 +97,9 @@ def test_they_are_those_of_a_teacher(model: Path, backend: str) -> None:
             for row, best in enumerate(rest):
                 values = torch.tensor(best.logprobs)
                 torch.testing.assert_close(values, logprobs[row].topk(4).values, rtol=0, atol=1e-4)
-                torch.testing.assert_close(values, logprobs[row][list(best.token_ids)], rtol=0, atol=1e-4)
+                torch.testing.assert_close(
+                    values, logprobs[row][list(best.token_ids)], rtol=0, atol=1e-4
+                )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -110,7 +127,9 @@ def test_no_schedule_changes_a_bit(model: Path, backend: str, schedule: dict[str
     """Chunks, preemption by force, groups, and neighbours that want more, fewer or none."""
     wants = [replace(PARAMS, prompt_top_logprobs=num) for num in (4, 9, 2, 0)]
     with build(model, backend=backend) as engine:
-        alone = [engine.generate(prompt, replace(PARAMS, prompt_top_logprobs=9))[0] for prompt in PROMPTS]
+        alone = [
+            engine.generate(prompt, replace(PARAMS, prompt_top_logprobs=9))[0] for prompt in PROMPTS
+        ]
     with build(model, backend=backend, **schedule) as engine:
         for turn in range(4):
             mine = wants[turn:] + wants[:turn]
@@ -119,7 +138,10 @@ def test_no_schedule_changes_a_bit(model: Path, backend: str, schedule: dict[str
             for sample in samples:
                 place = PROMPTS.index(list(sample.prompt_tokens))
                 num = mine[place].prompt_top_logprobs
-                cut = tuple(TopLogprobs(best.token_ids[:num], best.logprobs[:num]) for best in best_of(alone[place]))
+                cut = tuple(
+                    TopLogprobs(best.token_ids[:num], best.logprobs[:num])
+                    for best in best_of(alone[place])
+                )
                 assert sample.prompt_top_logprobs == (cut if num else None)
                 assert sample.prompt_logprobs is not None
                 assert sample.prompt_logprobs[1:] == (alone[place].prompt_logprobs or ())[1:]

@@ -1,4 +1,6 @@
-"""What fails beside the steps of an engine of several ranks: nobody waits for ever, and nothing is left behind."""
+"""What fails beside the steps of an engine of several ranks: nobody waits for ever, and nothing is
+left behind.
+"""
 
 import threading
 import time
@@ -54,7 +56,12 @@ def shards(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
 
 
 def config_of(folder: Path, **options: Any) -> EngineConfig:
-    common: dict[str, Any] = {"device": "cpu", "backend": "reference", "num_threads": 1, "tensor_parallel": 2}
+    common: dict[str, Any] = {
+        "device": "cpu",
+        "backend": "reference",
+        "num_threads": 1,
+        "tensor_parallel": 2,
+    }
     return EngineConfig(str(folder), **(common | {"kv_cache_memory": 2**20, "seed": 1} | options))
 
 
@@ -68,7 +75,9 @@ def pair(folder: Path, shards: list[Shard]) -> Iterator[InferenceEngine]:
 def test_who_waits_for_a_rank_is_told_that_the_engine_has_ended(
     pair: InferenceEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """An update waits on one thread until every rank can write it; the engine ends on another one."""
+    """An update waits on one thread until every rank can write it; the engine ends on another
+    one.
+    """
     asked, let_go = threading.Event(), threading.Event()
 
     def never(*_: Any, **__: Any) -> None:
@@ -87,7 +96,9 @@ def test_who_waits_for_a_rank_is_told_that_the_engine_has_ended(
             assert asked.wait(10)
             pair.add_request([1, 2, 3], SamplingParams())
             ending = pool.submit(pair.shutdown if how == "shut down" else pair.step)
-            with pytest.raises(WeightUpdateError, match="did not reach every rank: the engine has ended"):
+            with pytest.raises(
+                WeightUpdateError, match="did not reach every rank: the engine has ended"
+            ):
                 waiting.result(12)
             with suppress(EngineDead):
                 ending.result(12)
@@ -98,7 +109,9 @@ def test_who_waits_for_a_rank_is_told_that_the_engine_has_ended(
 def test_an_update_that_is_cancelled_while_a_bucket_arrives_leaves_nothing(
     pair: InferenceEngine, folder: Path, shards: list[Shard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cancelled by another thread, which the one that hands the bucket on sees when it has done so."""
+    """Cancelled by another thread, which the one that hands the bucket on sees when it has done
+    so.
+    """
     manager, sent = pair.weight_sync, pair.runner.shares
     assert isinstance(sent, SentUpdates)
     given: list[str] = []
@@ -123,7 +136,9 @@ def test_an_update_that_is_cancelled_while_a_bucket_arrives_leaves_nothing(
     assert not sent.num_open
 
 
-def test_a_rank_without_memory_to_wake_in_sleeps_on(pair: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_memory_to_wake_in_sleeps_on(
+    pair: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As an engine of one rank does: the card may be free again in a moment."""
     quiet = pair.generate([[5, 6, 7]], SamplingParams(max_tokens=4, seed=3))[0]
     pair.sleep(weights=True)
@@ -133,11 +148,16 @@ def test_a_rank_without_memory_to_wake_in_sleeps_on(pair: InferenceEngine, monke
 
     with monkeypatch.context() as patched:
         patched.setattr(Sleep, "_take_memory", fails)
-        with pytest.raises(NanoInferenceError, match=r"no memory to wake \w+ in.*rank 1.*CUDA out of memory"):
+        with pytest.raises(
+            NanoInferenceError, match=r"no memory to wake \w+ in.*rank 1.*CUDA out of memory"
+        ):
             pair.wake()
     assert pair.sleeping() == ("weights", "kv_cache")
     pair.wake()
-    assert pair.generate([[5, 6, 7]], SamplingParams(max_tokens=4, seed=3))[0].logprobs == quiet.logprobs
+    assert (
+        pair.generate([[5, 6, 7]], SamplingParams(max_tokens=4, seed=3))[0].logprobs
+        == quiet.logprobs
+    )
 
 
 def test_a_rank_that_is_lost_before_anybody_watches_ends_the_engine(
@@ -154,7 +174,10 @@ def test_a_rank_that_is_lost_before_anybody_watches_ends_the_engine(
         watch(self, *arguments)
 
     monkeypatch.setattr(RankedRunner, "watch", late)
-    with InferenceEngine(config_of(folder), ThreadLauncher()) as engine, pytest.raises(EngineDead, match="rank 1"):
+    with (
+        InferenceEngine(config_of(folder), ThreadLauncher()) as engine,
+        pytest.raises(EngineDead, match="rank 1"),
+    ):
         engine.shared.require_alive()
 
 
@@ -171,13 +194,17 @@ def test_a_session_that_one_rank_cannot_take_is_closed(
         patched.setattr(Shard, "_on_settle", fails)
         update = pair.weight_sync.begin()
         pair.weight_sync.receive(new)
-        with pytest.raises(WeightUpdateError, match=r"not every rank can take the update: rank 1.*unforeseen"):
+        with pytest.raises(
+            WeightUpdateError, match=r"not every rank can take the update: rank 1.*unforeseen"
+        ):
             pair.weight_sync.end()
     assert update.done()
     assert pair.update_weights(new, blocking=True).version == 1
 
 
-def test_ranks_that_nobody_can_look_at_hold_up_no_shutdown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_nobody_can_look_at_hold_up_no_shutdown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As those of torchrun: that they have hung up must do."""
     monkeypatch.setattr(crew, "STOP_PATIENCE", 30.0)
     monkeypatch.setattr(ThreadHandle, "alive", lambda _: True)

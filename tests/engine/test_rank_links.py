@@ -76,7 +76,9 @@ def join(meeting: Meeting, me: Identity) -> Link:
     return link
 
 
-def test_ranks_that_are_there_before_rank_0_waits_for_them(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_are_there_before_rank_0_waits_for_them(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its thread accepts and greets them before `collect` goes on."""
     start = threading.Thread.start
 
@@ -115,7 +117,9 @@ def test_ranks_join_among_strangers(meeting: Meeting) -> None:
         join(meeting, identity(meeting, 2))
     with pytest.raises(NotOurs, match=r"rank 1 runs nano-inference 0\.9\.9 .*rank 0 1\.0\.0"):
         join(meeting, identity(meeting, 1, version="0.9.9"))
-    with pytest.raises(NotOurs, match=r"\(protocol 7\), rank 0 .*\(protocol 1\); install the same version"):
+    with pytest.raises(
+        NotOurs, match=r"\(protocol 7\), rank 0 .*\(protocol 1\); install the same version"
+    ):
         join(meeting, identity(meeting, 1, protocol=7))
     with pytest.raises(NotOurs, match="one of 4 ranks, rank 0 as one of 3"):
         join(meeting, identity(meeting, 1, world_size=4))
@@ -128,7 +132,9 @@ def test_ranks_join_among_strangers(meeting: Meeting) -> None:
         for each in (there, here):
             each.settle(5)
         frames = [b"", b"x", bytes(1000), bytes(range(256)) * 2**13]
-        sending = threading.Thread(target=lambda end=there, all_of=frames: [end.send(frame) for frame in all_of])
+        sending = threading.Thread(
+            target=lambda end=there, all_of=frames: [end.send(frame) for frame in all_of]
+        )
         sending.start()
         assert [bytes(here.receive()) for _ in frames] == frames
         sending.join()
@@ -181,7 +187,9 @@ def test_who_does_not_come_is_named(meeting: Meeting) -> None:
         meeting.collect([Gone(), Gone()], 5)
 
 
-def test_who_comes_when_nobody_waits_any_more_is_hung_up_on(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_comes_when_nobody_waits_any_more_is_hung_up_on(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would wait for an engine that will not be: some launchers cannot kill."""
     greeted, given_up = threading.Event(), threading.Event()
     greet = meetings.greet_worker
@@ -217,7 +225,9 @@ def test_a_port_that_is_taken_is_named() -> None:
         taken.listen()
         launcher = Nobody()
         launcher.host, launcher.port = "127.0.0.1", taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"rank 0 cannot listen at 127.0.0.1:{launcher.port}.*in use"):
+        with pytest.raises(
+            ConfigError, match=f"rank 0 cannot listen at 127.0.0.1:{launcher.port}.*in use"
+        ):
             Meeting(launcher, 2, "1.0.0")
 
 

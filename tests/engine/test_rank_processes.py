@@ -1,4 +1,6 @@
-"""Ranks that are processes: what they compute, what a lost one leaves, and that none is left behind."""
+"""Ranks that are processes: what they compute, what a lost one leaves, and that none is left
+behind.
+"""
 
 import gc
 import os
@@ -40,7 +42,14 @@ LONG = SamplingParams(max_tokens=300, seed=1, ignore_eos=True)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     model = tmp_path_factory.mktemp("ranks") / "model"
-    tiny_model(model, "llama", num_attention_heads=4, hidden_size=64, num_hidden_layers=2, max_position_embeddings=512)
+    tiny_model(
+        model,
+        "llama",
+        num_attention_heads=4,
+        hidden_size=64,
+        num_hidden_layers=2,
+        max_position_embeddings=512,
+    )
     return str(model)
 
 
@@ -50,7 +59,13 @@ def engines(folder: str) -> Iterator[Any]:
     threads = torch.get_num_threads()
 
     def make(**options: Any) -> InferenceEngine:
-        defaults = {"device": "cpu", "num_threads": 1, "seed": 1, "kv_cache_memory": 2**21, "rank_timeout": TIMEOUT}
+        defaults = {
+            "device": "cpu",
+            "num_threads": 1,
+            "seed": 1,
+            "kv_cache_memory": 2**21,
+            "rank_timeout": TIMEOUT,
+        }
         made.append(InferenceEngine(EngineConfig(folder, **(defaults | options))))
         return made[-1]
 
@@ -65,7 +80,10 @@ def workers() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children(recursive=True):
         try:
-            if "nano_inference.engine.ranks.worker" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+            if (
+                "nano_inference.engine.ranks.worker" in child.cmdline()
+                and child.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(child)
         except psutil.NoSuchProcess:
             pass
@@ -87,11 +105,16 @@ def new_weights(folder: str, seed: int) -> dict[str, torch.Tensor]:
 
 
 def test_two_ranks_live_as_one(engines: Any, folder: str) -> None:
-    """Samples, an update of weights in flight with old ones finishing, patches, checksums, sleep: as one rank does."""
+    """Samples, an update of weights in flight with old ones finishing, patches, checksums, sleep:
+    as one rank does.
+    """
 
     def life(engine: InferenceEngine) -> list[Any]:
         found: list[Any] = [engine.weights_checksum()]
-        params = [SamplingParams(max_tokens=30, seed=s, temperature=0.8, top_p=0.9, ignore_eos=True) for s in range(3)]
+        params = [
+            SamplingParams(max_tokens=30, seed=s, temperature=0.8, top_p=0.9, ignore_eos=True)
+            for s in range(3)
+        ]
         for prompt, each in zip(([1, 2, 3], [4] * 40, [5, 6]), params, strict=True):
             engine.add_request(prompt, each, num_samples=2)
         samples = [sample for _ in range(6) for sample in engine.step()]
@@ -105,7 +128,9 @@ def test_two_ranks_live_as_one(engines: Any, folder: str) -> None:
         engine.update_weights([WeightPatch(name, places, torch.linspace(-1, 1, 5))], blocking=True)
         found.append(engine.weights_checksum())
         with pytest.raises(WeightUpdateError, match="NaN"):
-            engine.update_weights({name: torch.full((64, 96), torch.nan)}, check_finite=True, blocking=True)
+            engine.update_weights(
+                {name: torch.full((64, 96), torch.nan)}, check_finite=True, blocking=True
+            )
         engine.sleep(weights=True)
         engine.wake()
         samples += engine.generate([[3, 1, 4]], params[1])
@@ -120,7 +145,11 @@ def test_two_ranks_live_as_one(engines: Any, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "when", ["decode", *(pytest.param(each, marks=pytest.mark.slow) for each in ("prefill", "idle", "hung"))]
+    "when",
+    [
+        "decode",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("prefill", "idle", "hung")),
+    ],
 )
 def test_a_lost_rank_ends_the_engine_and_names_the_requests(engines: Any, when: str) -> None:
     engine: InferenceEngine = engines(backend="reference", tensor_parallel=2, max_chunk_tokens=2)
@@ -169,7 +198,8 @@ def test_a_rank_that_dies_while_weights_arrive(engines: Any, folder: str) -> Non
 
 def test_what_keeps_a_rank_from_being_built_is_told(folder: str) -> None:
     with pytest.raises(
-        ConfigError, match="tensor_parallel=8 is more than the model's 4 attention heads; use at most 4"
+        ConfigError,
+        match="tensor_parallel=8 is more than the model's 4 attention heads; use at most 4",
     ):
         InferenceEngine(EngineConfig(folder, device="cpu", tensor_parallel=8))
     with pytest.raises(ModelLoadError):
@@ -195,7 +225,8 @@ def test_workers_end_with_rank_0(folder: str) -> None:
     """Killed amid a step, so that nothing of it could tell them."""
     script = (
         "import sys; from nano_inference import *\n"
-        f"engine = InferenceEngine(EngineConfig({folder!r}, device='cpu', tensor_parallel=2, num_threads=1))\n"
+        f"engine = InferenceEngine(EngineConfig({folder!r}, device='cpu', tensor_parallel=2, "
+        f"num_threads=1))\n"
         "engine.add_request([1] * 9, SamplingParams(max_tokens=400, ignore_eos=True))\n"
         "engine.step(); print('stepping', flush=True)\n"
         "while True: engine.step() if engine.has_pending() else None\n"
@@ -209,7 +240,9 @@ def test_workers_end_with_rank_0(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_takes_the_meeting_place_with_it_when_rank_0_is_killed_while_they_meet(tmp_path: Path) -> None:
+def test_a_worker_takes_the_meeting_place_with_it_when_rank_0_is_killed_while_they_meet(
+    tmp_path: Path,
+) -> None:
     place = tmp_path / "meeting"
     place.mkdir()
     begin = Begin(1, 2, f"unix:{place}/rank0", b"x" * 32, parent=os.getpid())

@@ -31,7 +31,9 @@ DECODER = msgspec.msgpack.Decoder(Forward | Draw)
 class WireRunner(FakeRunner):
     """Computes what arrived at the other end."""
 
-    def __init__(self, num_slots: int, block_size: int, units: UnitPool | None = None, relays: bool = True) -> None:
+    def __init__(
+        self, num_slots: int, block_size: int, units: UnitPool | None = None, relays: bool = True
+    ) -> None:
         super().__init__(num_slots, block_size, units, relays)
         self.encoder, self.decoder = StepEncoder(), StepDecoder(block_size)
         self.pool = units
@@ -78,12 +80,16 @@ def require_same(mine: Any, theirs: Any, but: set[str] = frozenset()) -> None:  
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_workloads_arrive_as_they_were_sent(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_workloads_arrive_as_they_were_sent(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(workloads, "FakeRunner", WireRunner)
     run(random_workload(seed))
 
 
-def test_how_samples_are_drawn_travels_with_every_kind_of_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_samples_are_drawn_travels_with_every_kind_of_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Filters, penalties, biases, allowed tokens: the random parameters of the batch tests."""
     from tests import test_batch
 
@@ -93,7 +99,9 @@ def test_how_samples_are_drawn_travels_with_every_kind_of_parameter(monkeypatch:
 
 
 def test_rows_that_no_scheduler_knows_travel_with_their_tables() -> None:
-    batch = batch_of_rows([Rows([5, 6, 7], 3, [4, 1, 9]), Rows([8], 0, [2])], 2, draws=[2, 3], scores=[(0, 6)])
+    batch = batch_of_rows(
+        [Rows([5, 6, 7], 3, [4, 1, 9]), Rows([8], 0, [2])], 2, draws=[2, 3], scores=[(0, 6)]
+    )
     ((arrived,), _) = StepDecoder(2).forward(travelled(StepEncoder().forward((batch,), ())))
     require_same(batch, arrived)
 
@@ -107,7 +115,9 @@ def test_of_a_table_only_what_changed_travels() -> None:
         for place in range(step, 256, 16):
             tables[place].append(r.randrange(1000))
         width = max(map(len, tables))
-        rows = [Rows([1], len(table) * 4 - 1, [*table, *[0] * (width - len(table))]) for table in tables]
+        rows = [
+            Rows([1], len(table) * 4 - 1, [*table, *[0] * (width - len(table))]) for table in tables
+        ]
         batch = batch_of_rows(rows, 4)
         marks = np.array([len(table) for table in tables])
         batch = replaced(batch, np.arange(256), marks)

@@ -1,4 +1,6 @@
-"""The budget of a request within an engine: refused before it begins, and its masks while they grow."""
+"""The budget of a request within an engine: refused before it begins, and its masks while they
+grow.
+"""
 
 import pytest
 
@@ -11,16 +13,29 @@ VOCAB = 300  # of the tiny model
 
 def whole_vocabulary(max_tokens: int = 40, seed: int = 3) -> SamplingParams:
     return SamplingParams(
-        max_tokens=max_tokens, seed=seed, temperature=2, min_p=1e-300, sampling_mask=True, ignore_eos=True
+        max_tokens=max_tokens,
+        seed=seed,
+        temperature=2,
+        min_p=1e-300,
+        sampling_mask=True,
+        ignore_eos=True,
     )
 
 
 def bits(sample: TrainingSample) -> object:
-    return sample.completion_tokens, sample.logprobs, sample.sampling_mask, sample.finish_reason, sample.stop_reason
+    return (
+        sample.completion_tokens,
+        sample.logprobs,
+        sample.sampling_mask,
+        sample.finish_reason,
+        sample.stop_reason,
+    )
 
 
 @pytest.mark.parametrize("call", ["generate", "add_request", "submit"])
-def test_more_than_the_budget_is_refused_and_what_is_suggested_is_taken(build: Build, call: str) -> None:
+def test_more_than_the_budget_is_refused_and_what_is_suggested_is_taken(
+    build: Build, call: str
+) -> None:
     engine = build(max_request_entries=1000)
 
     def ask(num_samples: int) -> object:
@@ -30,7 +45,8 @@ def test_more_than_the_budget_is_refused_and_what_is_suggested_is_taken(build: B
         return getattr(engine, call)([1, 2], params, num_samples)
 
     with pytest.raises(
-        RequestTooLarge, match=r"up to 2002 entries.*max_request_entries=1000.*top_logprobs from 4 to 1"
+        RequestTooLarge,
+        match=r"up to 2002 entries.*max_request_entries=1000.*top_logprobs from 4 to 1",
     ):
         ask(8)
     assert not engine.has_pending()
@@ -50,7 +66,8 @@ def test_a_mask_that_grows_too_large_ends_its_sample_alone(build: Build) -> None
         assert "max_request_entries" in str(sample.stop_reason)
         assert sample.sampling_mask is not None
         assert len(sample.sampling_mask.token_ids) <= 3000
-        assert len(sample.sampling_mask.rows()) == len(sample.completion_tokens) == 9  # rows of 300, of 2,960 ids
+        # rows of 300, of 2,960 ids
+        assert len(sample.sampling_mask.rows()) == len(sample.completion_tokens) == 9
     first, count = engine_samples[0], 9
     assert first.completion_tokens == whole.completion_tokens[:count]
     assert first.logprobs == whole.logprobs[:count]
@@ -71,7 +88,9 @@ def test_streams_get_each_token_of_such_a_sample(build: Build) -> None:
 def test_a_request_gets_no_more_than_it_is_given(build: Build) -> None:
     engine = build()
     with pytest.raises(RequestTooLarge, match="max_request_entries=100"):
-        engine.submit([1, 2], SamplingParams(max_tokens=200), 1, lambda _: None, stream=False, max_entries=100)
+        engine.submit(
+            [1, 2], SamplingParams(max_tokens=200), 1, lambda _: None, stream=False, max_entries=100
+        )
 
 
 def test_a_mask_goes_on_where_its_sample_does(build: Build) -> None:

@@ -1,4 +1,6 @@
-"""Reference and prompt logprobs: scored rows against an engine that samples, whatever the schedule."""
+"""Reference and prompt logprobs: scored rows against an engine that samples, whatever the
+schedule.
+"""
 
 import math
 from pathlib import Path
@@ -7,18 +9,31 @@ from typing import Any
 import pytest
 import torch
 
-from nano_inference import ConfigError, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import (
+    ConfigError,
+    EngineConfig,
+    InferenceEngine,
+    SamplingParams,
+    TrainingSample,
+)
 from nano_inference.scheduling.sequence import Sequence
 from tests.models.tiny import tiny_llama, tiny_model
 from tests.parity.compare import complete
 
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 9, 40, 70)]
-PARAMS = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=20, seed=5, raw_logprobs=True, prompt_logprobs=True)
+PARAMS = SamplingParams(
+    temperature=0.7, top_p=0.9, max_tokens=20, seed=5, raw_logprobs=True, prompt_logprobs=True
+)
 SCHEDULES: list[dict[str, Any]] = [
     {},
     {"cache_type": "radix", "block_size": 4, "max_chunk_tokens": 5},
     {"max_batch_size": 2, "max_tokens_per_batch": 7, "lookahead": 1},
-    {"enable_prefix_caching": False, "lookahead": 1, "block_size": 8, "kv_cache_memory": 16 * 8 * 1600},
+    {
+        "enable_prefix_caching": False,
+        "lookahead": 1,
+        "block_size": 8,
+        "kv_cache_memory": 16 * 8 * 1600,
+    },
 ]
 
 
@@ -48,7 +63,9 @@ def scores_by_prompt(model: Path, sample: TrainingSample) -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_frozen_copy_scores_what_the_policy_sampled_to_the_bit(policy: Path, schedule: dict[str, Any]) -> None:
+def test_a_frozen_copy_scores_what_the_policy_sampled_to_the_bit(
+    policy: Path, schedule: dict[str, Any]
+) -> None:
     with build(policy, ref_model_path=str(policy), **schedule) as engine:
         samples, _ = complete(engine, PROMPTS, PARAMS, 3, preempted=True)
         assert engine.cache.num_free_blocks() == engine.cache.num_blocks
@@ -58,7 +75,9 @@ def test_a_frozen_copy_scores_what_the_policy_sampled_to_the_bit(policy: Path, s
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_another_model_scores_as_it_would_a_prompt(policy: Path, reference: Path, schedule: dict[str, Any]) -> None:
+def test_another_model_scores_as_it_would_a_prompt(
+    policy: Path, reference: Path, schedule: dict[str, Any]
+) -> None:
     with build(policy, ref_model_path=str(reference), **schedule) as engine:
         samples = engine.generate(PROMPTS, PARAMS, 2)
         assert set(engine.runner.storages) == {"policy", "reference"}
@@ -79,8 +98,12 @@ def test_prompt_logprobs_are_those_of_a_teacher(policy: Path) -> None:
             assert math.isnan(sample.prompt_logprobs[0])
             with torch.inference_mode():
                 logprobs = oracle.eval()(torch.tensor([prompt])).logits[0].log_softmax(dim=-1)
-            expected = logprobs[:-1].gather(1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(sample.prompt_logprobs[1:]), expected, rtol=0, atol=1e-4)
+            expected = logprobs[:-1].gather(
+                1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None]
+            )[:, 0]
+            torch.testing.assert_close(
+                torch.tensor(sample.prompt_logprobs[1:]), expected, rtol=0, atol=1e-4
+            )
 
 
 def test_prompt_logprobs_read_no_cached_prefix_and_are_the_same_again(policy: Path) -> None:
@@ -101,8 +124,8 @@ def test_the_samples_of_a_group_share_the_scored_prompt(policy: Path) -> None:
     assert stats.prompt_tokens_computed == len(PROMPTS[3])
     completions = sum(len(sample.completion_tokens) for sample in samples)
     assert len({sample.prompt_logprobs[1:] for sample in samples if sample.prompt_logprobs}) == 1
-    # Prompt and completions by the policy; by the reference the prompt once and each completion, but for last tokens,
-    # and the rows that end a block short of where the prompts part.
+    # Prompt and completions by the policy; by the reference the prompt once and each completion,
+    # but for last tokens, and the rows that end a block short of where the prompts part.
     reference = stats.tokens_computed - len(PROMPTS[3]) - (completions - 8)
     assert reference <= len(PROMPTS[3]) + completions - 8 + 8 * 4
 
@@ -142,8 +165,12 @@ def test_an_aborted_sample_is_not_scored(policy: Path) -> None:
 
 
 def test_the_longest_possible_sample_is_scored(policy: Path) -> None:
-    """Prompt and completion fill the whole cache; nothing is left over for a token that is never computed."""
-    with build(policy, ref_model_path=str(policy), kv_cache_memory=4 * 16 * 512, max_batch_size=1) as engine:
+    """Prompt and completion fill the whole cache; nothing is left over for a token that is never
+    computed.
+    """
+    with build(
+        policy, ref_model_path=str(policy), kv_cache_memory=4 * 16 * 512, max_batch_size=1
+    ) as engine:
         room = engine.max_model_len
         assert room == engine.cache.num_blocks * 16
         params = SamplingParams(max_tokens=room - 1, ignore_eos=True, seed=3, raw_logprobs=True)

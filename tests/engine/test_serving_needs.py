@@ -1,4 +1,6 @@
-"""What a server needs of the engine: counters, leaks that show, cancelled requests, ids that are known in time."""
+"""What a server needs of the engine: counters, leaks that show, cancelled requests, ids that are
+known in time.
+"""
 
 import threading
 from collections.abc import Callable
@@ -14,7 +16,7 @@ PARAMS = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
 LONG = [3 + i % 200 for i in range(100)]
 
 
-# -- leaks -------------------------------------------------------------------------------------------------------------
+# -- leaks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
@@ -33,7 +35,9 @@ def test_nothing_leaks_however_requests_end(build: Build, cache_type: str) -> No
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_a_leak_is_seen_counted_and_told_once(build: Build, cache_type: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_leak_is_seen_counted_and_told_once(
+    build: Build, cache_type: str, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = build(cache_type=cache_type)
     engine.generate(LONG, PARAMS)
     engine.cache.allocate(LONG[:10])  # three blocks that no sequence ever gives back
@@ -51,7 +55,9 @@ def test_a_leak_is_seen_counted_and_told_once(build: Build, cache_type: str, cap
     ]
 
 
-def test_a_sequence_whose_blocks_are_not_given_back_leaks(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_whose_blocks_are_not_given_back_leaks(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = build()
     with monkeypatch.context() as broken:
         broken.setattr(engine.cache, "deallocate", lambda *_: None)
@@ -59,7 +65,7 @@ def test_a_sequence_whose_blocks_are_not_given_back_leaks(build: Build, monkeypa
     assert engine.stats().kv_leaked_blocks == -(-(len(LONG) + 5) // 4)
 
 
-# -- cancelling --------------------------------------------------------------------------------------------------------
+# -- cancelling ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -68,7 +74,9 @@ def test_a_sequence_whose_blocks_are_not_given_back_leaks(build: Build, monkeypa
 def test_memory_of_a_cancelled_request_is_free_after_one_step(
     build: Build, steps: int, lookahead: int, stream: bool
 ) -> None:
-    """In the middle of a long prompt, in the step that ends it, and behind it; beside another that goes on."""
+    """In the middle of a long prompt, in the step that ends it, and behind it; beside another that
+    goes on.
+    """
     engine, arrived = build(lookahead=lookahead, max_chunk_tokens=8), list[Delta]()
     other = engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
     request_id = engine.submit(LONG, PARAMS, 3, arrived.append, stream=stream)
@@ -88,7 +96,7 @@ def test_memory_of_a_cancelled_request_is_free_after_one_step(
     assert engine.stats().kv_leaked_blocks == 0
 
 
-# -- ids ---------------------------------------------------------------------------------------------------------------
+# -- ids -------------------------------------------------------------------------------------------
 
 
 def test_an_id_can_be_known_before_the_first_delta(build: Build) -> None:
@@ -109,7 +117,10 @@ def test_an_id_can_be_known_before_the_first_delta(build: Build) -> None:
             request_id = engine.intake.new_request_id()
             known.add(request_id)
             params = SamplingParams(max_tokens=1 + i % 2, seed=i, ignore_eos=True)
-            assert engine.submit([1 + i], params, 1, sink, stream=True, request_id=request_id) == request_id
+            assert (
+                engine.submit([1 + i], params, 1, sink, stream=True, request_id=request_id)
+                == request_id
+            )
         for _ in range(40):
             assert ended.acquire(timeout=60)
     finally:
@@ -118,7 +129,9 @@ def test_an_id_can_be_known_before_the_first_delta(build: Build) -> None:
     assert len(known) == 40
 
 
-def test_all_of_a_request_may_come_before_its_id_does(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_a_request_may_come_before_its_id_does(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the ids are for: an engine that is faster than the call."""
     engine, arrived = build(), list[Delta]()
     post = engine.shared.post
@@ -143,17 +156,25 @@ def test_an_id_that_was_not_given_out_or_is_in_use_is_refused(build: Build) -> N
     assert not engine.shared.delivery.open_requests()
 
 
-# -- counters ----------------------------------------------------------------------------------------------------------
+# -- counters --------------------------------------------------------------------------------------
 
 
 def test_prompts_and_look_ups_are_counted(build: Build) -> None:
     engine = build()
     engine.generate(LONG, PARAMS, 3)
     stats = engine.stats()
-    assert (stats.prompt_tokens, stats.prompt_tokens_queried, stats.prompt_tokens_cached) == (100, 100, 0)
+    assert (stats.prompt_tokens, stats.prompt_tokens_queried, stats.prompt_tokens_cached) == (
+        100,
+        100,
+        0,
+    )
     engine.generate(LONG[:50], PARAMS)
     stats = engine.stats()
-    assert (stats.prompt_tokens, stats.prompt_tokens_queried, stats.prompt_tokens_cached) == (150, 150, 48)
+    assert (stats.prompt_tokens, stats.prompt_tokens_queried, stats.prompt_tokens_cached) == (
+        150,
+        150,
+        48,
+    )
     assert stats.prompt_tokens_computed + stats.prompt_tokens_cached == stats.prompt_tokens
     assert stats.completion_tokens == 4 * 6
 
@@ -161,7 +182,9 @@ def test_prompts_and_look_ups_are_counted(build: Build) -> None:
 def test_a_preempted_prompt_counts_once_and_is_looked_up_again(build: Build) -> None:
     engine = build(kv_cache_memory=2**15, max_model_len=64)
     requests: list[Callable[[InferenceEngine], int]] = [
-        lambda e, i=i: e.add_request([i, i + 1, i + 2], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
+        lambda e, i=i: e.add_request(
+            [i, i + 1, i + 2], SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
+        )
         for i in range(4)
     ]
     for add in requests:

@@ -6,7 +6,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nano_inference import EngineConfig, InferenceEngine, InvalidRequest, SamplingParams, WeightUpdateError
+from nano_inference import (
+    EngineConfig,
+    InferenceEngine,
+    InvalidRequest,
+    SamplingParams,
+    WeightUpdateError,
+)
 from tests.engine.test_control import LENGTH, drawn, same
 from tests.engine.weight_cases import NEW, PROMPT, Build, drain
 from tests.models.tiny import tiny_llama
@@ -83,7 +89,9 @@ def test_an_update_during_a_sleep_serves_after_it(build: Build, weights: bool) -
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_weights_that_are_awake_are_updated_while_the_cache_sleeps(build: Build, paused: bool) -> None:
+def test_weights_that_are_awake_are_updated_while_the_cache_sleeps(
+    build: Build, paused: bool
+) -> None:
     """What trainers do that share the device: weights awake, update, cache awake."""
     expected = build(NEW).generate(PROMPT, drawn())[0]
     engine = build()

@@ -13,7 +13,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[InferenceEngine]:
-    config = EngineConfig("smollm2-135m", dtype="float32", device="cpu", max_model_len=256, kv_cache_memory=2**27)
+    config = EngineConfig(
+        "smollm2-135m", dtype="float32", device="cpu", max_model_len=256, kv_cache_memory=2**27
+    )
     with InferenceEngine(config) as engine:
         yield engine
 
@@ -38,7 +40,9 @@ def test_a_chat_goes_through_the_models_template(engine: InferenceEngine) -> Non
 
 
 def test_text_ends_before_the_end_of_sequence(engine: InferenceEngine) -> None:
-    (sample,) = engine.generate([{"role": "user", "content": "Say hi."}], SamplingParams(0, max_tokens=100))
+    (sample,) = engine.generate(
+        [{"role": "user", "content": "Say hi."}], SamplingParams(0, max_tokens=100)
+    )
     assert sample.finish_reason == "stop"
     assert sample.stop_reason == 2
     assert sample.text is not None
@@ -51,7 +55,9 @@ def plain(engine: InferenceEngine) -> str:
     return text
 
 
-def test_a_stop_string_over_several_tokens_keeps_them_and_ends_the_text_before_it(engine: InferenceEngine) -> None:
+def test_a_stop_string_over_several_tokens_keeps_them_and_ends_the_text_before_it(
+    engine: InferenceEngine,
+) -> None:
     whole = plain(engine)
     stop = whole[9:16]
     (sample,) = engine.generate(PROMPT, SamplingParams(0, max_tokens=24, stop=[stop, "never this"]))
@@ -59,22 +65,33 @@ def test_a_stop_string_over_several_tokens_keeps_them_and_ends_the_text_before_i
     assert sample.text == whole[: whole.index(stop)]
     decoded = engine.tokenizer.decode(sample.completion_tokens)
     assert stop in decoded
-    assert stop not in engine.tokenizer.decode(sample.completion_tokens[:-1]), "a token too many was kept"
+    assert stop not in engine.tokenizer.decode(sample.completion_tokens[:-1]), (
+        "a token too many was kept"
+    )
     assert len(sample.logprobs) == len(sample.completion_tokens)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_stop_strings_do_not_depend_on_lookahead_or_neighbours(engine: InferenceEngine, lookahead: int) -> None:
+def test_stop_strings_do_not_depend_on_lookahead_or_neighbours(
+    engine: InferenceEngine, lookahead: int
+) -> None:
     stop = plain(engine)[9:16]
     params = SamplingParams(0, max_tokens=24, stop=stop)
     expected = engine.generate(PROMPT, params)[0]
     config = EngineConfig(
-        "smollm2-135m", dtype="float32", device="cpu", max_model_len=256, lookahead=lookahead, kv_cache_memory=2**27
+        "smollm2-135m",
+        dtype="float32",
+        device="cpu",
+        max_model_len=256,
+        lookahead=lookahead,
+        kv_cache_memory=2**27,
     )
     with InferenceEngine(config) as other:
         samples = other.generate([PROMPT, "Once upon"], [params, GREEDY], 2)
         assert other.cache.num_free_blocks() == other.cache.num_blocks
-    assert samples[0].completion_tokens == samples[1].completion_tokens == expected.completion_tokens
+    assert (
+        samples[0].completion_tokens == samples[1].completion_tokens == expected.completion_tokens
+    )
     assert samples[0].text == expected.text
 
 
@@ -95,19 +112,31 @@ def test_stop_strings_work_on_token_prompts_too(engine: InferenceEngine) -> None
 
 def test_the_pieces_of_a_stream_join_to_the_text(engine: InferenceEngine) -> None:
     stop = plain(engine)[9:16]
-    for params in (GREEDY, SamplingParams(0, max_tokens=24, stop=stop), SamplingParams(max_tokens=24, seed=4)):
+    for params in (
+        GREEDY,
+        SamplingParams(0, max_tokens=24, stop=stop),
+        SamplingParams(max_tokens=24, seed=4),
+    ):
         deltas = list(engine.generate([PROMPT, "Emoji: 🙂"], params, 2, stream=True))
         samples = [d.finished for d in deltas if d.finished is not None]
         assert len(samples) == 4
         for sample in samples:
-            mine = [d for d in deltas if (d.request_id, d.sample_index) == (sample.request_id, sample.sample_index)]
+            mine = [
+                d
+                for d in deltas
+                if (d.request_id, d.sample_index) == (sample.request_id, sample.sample_index)
+            ]
             assert "".join(d.text or "" for d in mine) == sample.text
             assert tuple(t for d in mine for t in d.token_ids) == sample.completion_tokens
-            assert not any(stop.startswith(d.text) and d.text for d in mine[:-2]) or params.stop != (stop,)
+            assert not any(
+                stop.startswith(d.text) and d.text for d in mine[:-2]
+            ) or params.stop != (stop,)
 
 
 def test_closing_a_stream_aborts_its_requests(engine: InferenceEngine) -> None:
-    stream = engine.generate([PROMPT, PROMPT + " not"], SamplingParams(max_tokens=100), 2, stream=True)
+    stream = engine.generate(
+        [PROMPT, PROMPT + " not"], SamplingParams(max_tokens=100), 2, stream=True
+    )
     next(stream)
     assert engine.loop.sequences.by_id
     stream.close()  # pyright: ignore[reportAttributeAccessIssue]
@@ -171,20 +200,27 @@ def test_pieces_know_their_prompt_whichever_comes_first(engine: InferenceEngine)
     assert "".join(text for place, text in parts if place == 0) == whole
 
 
-def test_a_stream_that_breaks_repeats_no_token(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_breaks_repeats_no_token(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = engine.generate(PROMPT, GREEDY, stream=True)
     first = next(stream)
     forward = engine.runner.forward
 
     def broken(*arguments: Any) -> Any:
         result = forward(*arguments)
-        return result._replace(drawn=[(model, hidden * float("nan")) for model, hidden in result.drawn])
+        return result._replace(
+            drawn=[(model, hidden * float("nan")) for model, hidden in result.drawn]
+        )
 
     monkeypatch.setattr(engine.runner, "forward", broken)
     rest = list(stream)
     sample = rest[-1].finished
     assert sample is not None
     assert sample.finish_reason == "abort"
-    assert tuple(token for delta in [first, *rest] for token in delta.token_ids) == sample.completion_tokens
+    assert (
+        tuple(token for delta in [first, *rest] for token in delta.token_ids)
+        == sample.completion_tokens
+    )
     assert tuple(value for delta in [first, *rest] for value in delta.logprobs) == sample.logprobs
     assert "".join(delta.text or "" for delta in [first, *rest]) == sample.text

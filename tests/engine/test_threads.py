@@ -20,7 +20,19 @@ from nano_inference import (
 )
 from nano_inference.engine.fair_lock import FairLock
 from nano_inference.rl import PolicyModel, replay
-from tests.engine.weight_cases import NEW, NEWER, NORM, OLD, PROMPT, UP, Build, assert_holds, bits, drain, drawn
+from tests.engine.weight_cases import (
+    NEW,
+    NEWER,
+    NORM,
+    OLD,
+    PROMPT,
+    UP,
+    Build,
+    assert_holds,
+    bits,
+    drain,
+    drawn,
+)
 
 PATIENCE = 20.0  # seconds; a hang fails instead of hanging
 
@@ -30,7 +42,7 @@ def engine(build: Build) -> InferenceEngine:
     return build()
 
 
-# -- the lock ----------------------------------------------------------------------------------------------------------
+# -- the lock --------------------------------------------------------------------------------------
 
 
 def test_a_lock_that_is_taken_in_a_loop_goes_to_those_who_wait() -> None:
@@ -92,13 +104,15 @@ def test_a_pause_comes_after_a_step_and_not_after_hundreds(engine: InferenceEngi
         stepping.join(10)
 
 
-# -- in the middle of another thread's step ----------------------------------------------------------------------------
+# -- in the middle of another thread's step --------------------------------------------------------
 
 
 def test_a_sample_that_another_threads_step_is_about_to_hand_out_is_not_lost(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has left the loop and has not arrived: there is nothing to do, and something to wait for."""
+    """It has left the loop and has not arrived: there is nothing to do, and something to wait
+    for.
+    """
     ended, step = threading.Event(), engine.loop.step
 
     def slow_step() -> list[TrainingSample]:
@@ -145,7 +159,7 @@ def test_a_request_on_its_way_into_the_loop_is_something_to_do(
     assert len(drain(engine)) == 1
 
 
-# -- the end -----------------------------------------------------------------------------------------------------------
+# -- the end ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["shutdown", "failure"])
@@ -163,7 +177,9 @@ def test_no_update_is_waited_for_when_the_engine_has_ended(
         with pytest.raises(EngineDead):
             engine.step()
     for update in (pending, receiving):
-        with pytest.raises(WeightUpdateError, match="shut down" if how == "shutdown" else "a step failed"):
+        with pytest.raises(
+            WeightUpdateError, match="shut down" if how == "shutdown" else "a step failed"
+        ):
             update.result(1)
     with pytest.raises(WeightUpdateError):
         engine.weight_sync.begin()
@@ -187,7 +203,9 @@ def test_a_shutdown_ends_what_awaits_a_paused_engine(engine: InferenceEngine) ->
     asyncio.run(main())
 
 
-def test_an_interrupted_step_ends_the_engine(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_step_ends_the_engine(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks are matchable when their computation is launched; nobody knows how far it came."""
 
     def interrupted(*_: object) -> None:
@@ -201,7 +219,7 @@ def test_an_interrupted_step_ends_the_engine(engine: InferenceEngine, monkeypatc
         engine.generate(PROMPT, drawn())
 
 
-# -- weights that are asleep -------------------------------------------------------------------------------------------
+# -- weights that are asleep -----------------------------------------------------------------------
 
 
 def test_what_reads_or_writes_weights_waits_for_them(engine: InferenceEngine) -> None:
@@ -224,14 +242,16 @@ def test_what_reads_or_writes_weights_waits_for_them(engine: InferenceEngine) ->
     assert replay(engine, engine.generate(PROMPT, drawn())[0]).weight_version == 1
 
 
-# -- an update between others' doings ----------------------------------------------------------------------------------
+# -- an update between others' doings --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("late", ["request", "update"])
 def test_tensors_are_the_callers_again_whatever_comes_in_between(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    """An update that seemed to be applied at once has to wait after all, for what another thread did meanwhile."""
+    """An update that seemed to be applied at once has to wait after all, for what another thread
+    did meanwhile.
+    """
     if late == "update":
         engine.add_request(PROMPT, drawn())
         engine.step()
@@ -242,7 +262,9 @@ def test_tensors_are_the_callers_again_whatever_comes_in_between(
         if late == "request":
             engine.add_request(PROMPT, drawn())
         else:
-            other = threading.Thread(target=lambda: engine.update_weights({UP: NEW[UP]}, kv_policy="wait"))
+            other = threading.Thread(
+                target=lambda: engine.update_weights({UP: NEW[UP]}, kv_policy="wait")
+            )
             other.start()
             other.join(PATIENCE)
         return stage(*args, **options)
@@ -268,7 +290,9 @@ def test_the_manager_of_an_engine_leaves_writing_to_it(engine: InferenceEngine) 
     assert_holds(engine, OLD | {NORM: NEW[NORM], UP: NEW[UP]})
 
 
-def test_ctrl_c_comes_between_two_steps(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_comes_between_two_steps(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = engine.generate(PROMPT, drawn(12))
     forward, calls = engine.runner.forward, list[int]()
 
@@ -289,7 +313,9 @@ def test_ctrl_c_comes_between_two_steps(engine: InferenceEngine, monkeypatch: py
     assert [bits(sample) for sample in again] == [bits(sample) for sample in expected]
 
 
-def test_a_second_ctrl_c_does_not_wait(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_does_not_wait(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: Any) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)

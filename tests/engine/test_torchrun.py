@@ -49,12 +49,17 @@ with open(out, "w") as file:
 
 def test_two_engines_after_each_other_on_the_processes_of_torchrun(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2}
-    folders = [str(tiny_model(tmp_path / name, "llama", seed=seed, **sizes)) for seed, name in enumerate("ab")]
+    folders = [
+        str(tiny_model(tmp_path / name, "llama", seed=seed, **sizes))
+        for seed, name in enumerate("ab")
+    ]
     expected: list[Any] = []
     for folder in folders:
         with InferenceEngine(EngineConfig(folder, **OPTIONS)) as engine:
             samples = engine.generate(PROMPTS, SamplingParams(**PARAMS))
-            expected.append([[list(each.completion_tokens), list(each.logprobs)] for each in samples])
+            expected.append(
+                [[list(each.completion_tokens), list(each.logprobs)] for each in samples]
+            )
             engine.update_weights(folders[1], blocking=True)
             expected.append(engine.weights_checksum())
     expected.append("torchrun has started 2 processes, and the config has 4 ranks.")
@@ -64,7 +69,13 @@ def test_two_engines_after_each_other_on_the_processes_of_torchrun(tmp_path: Pat
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-addr=127.0.0.1",
+    ]
     arguments = json.dumps([*folders, str(out), PARAMS, OPTIONS, PROMPTS])
     subprocess.run([*command, f"--master-port={port}", script, arguments], check=True, timeout=120)
     assert json.loads(out.read_text()) == expected
@@ -74,21 +85,34 @@ def test_what_is_said_outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> No
     for name in NEEDED:
         monkeypatch.delenv(name, raising=False)
     for begin in (TorchrunLauncher, serve_rank):
-        with pytest.raises(ConfigError, match=r"torchrun has not set RANK, WORLD_SIZE.*start the script with torchrun"):
+        with pytest.raises(
+            ConfigError,
+            match=r"torchrun has not set RANK, WORLD_SIZE.*start the script with torchrun",
+        ):
             begin()
     told = dict.fromkeys(NEEDED, "1") | {"MASTER_ADDR": "127.0.0.1"}
     assert environment(told.get) == told
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="TorchrunLauncher is for rank 0; the other ranks call serve_rank"):
+    with pytest.raises(
+        ConfigError, match="TorchrunLauncher is for rank 0; the other ranks call serve_rank"
+    ):
         TorchrunLauncher()
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="rank 0 builds the engine, with TorchrunLauncher"):
         serve_rank()
 
 
-def test_several_machines_are_reached_by_the_address_on_the_way_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+def test_several_machines_are_reached_by_the_address_on_the_way_to_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = {
+        "RANK": "0",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     for name, value in (told | {"LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, value)
     launcher = TorchrunLauncher()

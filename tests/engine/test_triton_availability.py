@@ -1,4 +1,6 @@
-"""What is missing for the CUDA backend, who says so, and what runs instead; on a machine that has all or nothing."""
+"""What is missing for the CUDA backend, who says so, and what runs instead; on a machine that has
+all or nothing.
+"""
 
 import logging
 import sys
@@ -63,18 +65,27 @@ def config(**options: Any) -> EngineConfig:
     return EngineConfig(model_path="tiny", **options)
 
 
-def chosen(spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Ops:
+def chosen(
+    spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Ops:
     return choose_ops(config(**options), {"policy": spec}, dtype, device)(1)
 
 
-def test_no_gpu_is_said_in_torchs_words(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_gpu_is_said_in_torchs_words(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def too_old() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nUpdate it.")
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040).\nUpdate it."
+        )
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", too_old)
-    with pytest.raises(ConfigError, match=r"device='cuda' is not available: torch .*too old \(found version 11040\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"device='cuda' is not available: torch .*too old \(found version 11040\)",
+    ):
         choose_device("cuda")
     monkeypatch.setattr(availability, "has_nvidia_device", lambda: True)
     assert choose_device("auto") == CPU
@@ -92,7 +103,9 @@ def test_a_card_that_is_not_there(card: Callable[..., None]) -> None:
         choose_device("cuda:2")
 
 
-@pytest.mark.parametrize("reason", ["old card", "no triton", "old triton", "head", "dtype", "interpreter"])
+@pytest.mark.parametrize(
+    "reason", ["old card", "no triton", "old triton", "head", "dtype", "interpreter"]
+)
 def test_what_is_missing_is_named_and_the_reference_runs(
     spec: ModelSpec,
     card: Callable[..., None],
@@ -121,24 +134,34 @@ def test_what_is_missing_is_named_and_the_reference_runs(
     assert len(caplog.records) == 1
     with pytest.raises(ConfigError, match=r"backend='cuda' is not available: "):
         chosen(spec, CUDA, dtype, backend="cuda")
-    with pytest.raises(ConfigError, match="batch_invariant=True is not kept by the reference backend on cuda:0"):
+    with pytest.raises(
+        ConfigError, match="batch_invariant=True is not kept by the reference backend on cuda:0"
+    ):
         chosen(spec, CUDA, dtype, batch_invariant=True)
 
 
-def test_on_a_cpu_the_interpreter_must_be_on(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_the_interpreter_must_be_on(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert chosen(spec, CPU, backend="cuda").name == "cuda"
     monkeypatch.setattr(availability, "_interprets", lambda: False)
     with pytest.raises(ConfigError, match=r"backend='cuda' is not available: .*TRITON_INTERPRET=1"):
         chosen(spec, CPU, backend="cuda")
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(ConfigError, match=r"attention='flashinfer' is not available: .*pip install flashinfer-python"):
+    with pytest.raises(
+        ConfigError,
+        match=r"attention='flashinfer' is not available: .*pip install flashinfer-python",
+    ):
         chosen(spec, CPU, backend="cuda", attention="flashinfer")
     with pytest.raises(ConfigError, match="it computes in bfloat16 and float16, not in float32"):
         chosen(spec, CPU, torch.float32, attention="flashinfer")
 
 
 def test_a_kernel_that_fails_names_itself_and_the_reference_runs(
-    spec: ModelSpec, card: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    spec: ModelSpec,
+    card: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def unavailable(*_: Any) -> None:
         raise KernelsUnavailable("on Old Card gate fails: CompilationError: at 3:4.")
@@ -147,7 +170,9 @@ def test_a_kernel_that_fails_names_itself_and_the_reference_runs(
     monkeypatch.setattr(backends, "probe", unavailable)
     assert chosen(spec, CUDA).name == "reference"
     assert "gate fails: CompilationError" in caplog.text
-    with pytest.raises(ConfigError, match="backend='cuda' is not available: on Old Card gate fails"):
+    with pytest.raises(
+        ConfigError, match="backend='cuda' is not available: on Old Card gate fails"
+    ):
         chosen(spec, CUDA, backend="cuda")
 
 
@@ -196,7 +221,8 @@ def test_the_probe_names_the_operation_that_is_wrong_or_raises(spec: ModelSpec, 
     with pytest.raises(KernelsUnavailable, match=rf"on cpu {name} is wrong"):
         probe(replace(good, **{name: wrong}), spec, torch.float32, CPU, 16)
     with pytest.raises(
-        KernelsUnavailable, match=rf"{name} fails: RuntimeError: Triton Error .CUDA.: invalid argument\.$"
+        KernelsUnavailable,
+        match=rf"{name} fails: RuntimeError: Triton Error .CUDA.: invalid argument\.$",
     ):
         probe(replace(good, **{name: raising}), spec, torch.float32, CPU, 16)
 
@@ -206,18 +232,37 @@ def test_the_fingerprint_tells_modes_and_generations_apart(card: Callable[..., N
     prints = [numerics_of(config(), ops, torch.bfloat16, CPU).fingerprint for ops in own.values()]
     for capability in ((8, 0), (9, 0)):
         card(capability)
-        prints += [numerics_of(config(), ops, torch.bfloat16, CUDA).fingerprint for ops in own.values()]
-    prints.append(numerics_of(config(attention="flashinfer"), own[False], torch.bfloat16, CUDA).fingerprint)
+        prints += [
+            numerics_of(config(), ops, torch.bfloat16, CUDA).fingerprint for ops in own.values()
+        ]
+    prints.append(
+        numerics_of(config(attention="flashinfer"), own[False], torch.bfloat16, CUDA).fingerprint
+    )
     assert len(set(prints)) == len(prints)
-    line = start_up_line(config(), own[True], numerics_of(config(), own[True], torch.bfloat16, CUDA), CUDA, graphs=True)
-    for told in ("backend cuda", "attention triton", "Old Card", "bfloat16", ", batch invariant", ", CUDA graphs"):
+    line = start_up_line(
+        config(),
+        own[True],
+        numerics_of(config(), own[True], torch.bfloat16, CUDA),
+        CUDA,
+        graphs=True,
+    )
+    for told in (
+        "backend cuda",
+        "attention triton",
+        "Old Card",
+        "bfloat16",
+        ", batch invariant",
+        ", CUDA graphs",
+    ):
         assert told in line
 
 
 def test_an_engine_says_what_runs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = {"device": "cpu", "kv_cache_memory": 2**20, "num_threads": 1, "max_model_len": 32}
     with caplog.at_level(logging.INFO, logger="nano_inference"):
-        asked = EngineConfig(model_path=str(folder), backend="cuda", batch_invariant=True, **options)
+        asked = EngineConfig(
+            model_path=str(folder), backend="cuda", batch_invariant=True, **options
+        )
         with InferenceEngine(asked) as engine:
             assert engine.numerics.schedule_invariant
             assert engine.numerics.fingerprint.startswith("cuda-invariant-")

@@ -76,7 +76,16 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    for name in ("Stream", "Event", "CUDAGraph", "device", "stream", "graph", "current_stream", "graph_pool_handle"):
+    for name in (
+        "Stream",
+        "Event",
+        "CUDAGraph",
+        "device",
+        "stream",
+        "graph",
+        "current_stream",
+        "graph_pool_handle",
+    ):
         assert hasattr(torch.cuda, name)
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
     copy = Tensor.copy_
@@ -91,13 +100,21 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def test_torch_takes_what_it_is_given() -> None:
-    assert {"pool", "stream", "capture_error_mode"} <= inspect.signature(torch.cuda.graph).parameters.keys()
+    assert {"pool", "stream", "capture_error_mode"} <= inspect.signature(
+        torch.cuda.graph
+    ).parameters.keys()
 
 
 def test_results_leave_behind_the_draw_and_beside_the_next_step(cuda: FakeCuda) -> None:
     queue = CudaQueue(torch.device("cuda"))
     queue.download([(torch.ones(2), torch.zeros(2)), (torch.ones(1), torch.zeros(1))])
-    assert cuda.log == ["event main#0", "side waits for main#0", "copy on side", "copy on side", "event side#4"]
+    assert cuda.log == [
+        "event main#0",
+        "side waits for main#0",
+        "copy on side",
+        "copy on side",
+        "event side#4",
+    ]
     cuda.log.clear()
     queue.upload(torch.ones(2), torch.zeros(2))
     assert cuda.log == ["copy on main", "event main#1"]
@@ -126,7 +143,9 @@ def test_a_capture_is_warmed_up_on_its_own_stream_with_nothing_under_way(cuda: F
 
 
 def test_a_graph_keeps_alive_what_it_reads(cuda: FakeCuda) -> None:
-    """It knows addresses alone: memory that is given to somebody else would be read all the same."""
+    """It knows addresses alone: memory that is given to somebody else would be read all the
+    same.
+    """
     queue = CudaQueue(torch.device("cuda"))
 
     def capture() -> tuple[Any, weakref.ref[Tensor]]:

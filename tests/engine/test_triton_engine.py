@@ -19,13 +19,20 @@ from tests.models.tiny import tiny_model
 def checking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CheckingQueue, "warms_up", False)  # for the sake of time
     monkeypatch.setattr(cuda_runner, "queue_of", lambda _device: CheckingQueue())
-    monkeypatch.setattr(graphs, "graph_sizes", lambda largest: (largest,))  # most batches are padded
+    # most batches are padded
+    monkeypatch.setattr(graphs, "graph_sizes", lambda largest: (largest,))
 
 
 def tiny(folder: Path, family: str) -> str:
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     sizes |= {"head_dim": 16, "vocab_size": 60, "num_hidden_layers": 1}
-    window: dict[str, Any] = {"sliding_window": 6} if family == "mistral" else {}  # shorter than the requests
+    # shorter than the requests
+    window: dict[str, Any] = {"sliding_window": 6} if family == "mistral" else {}
     return str(tiny_model(folder, family, **sizes, **window))
 
 
@@ -38,15 +45,23 @@ def run(engine: InferenceEngine) -> list[TrainingSample]:
 
 @pytest.mark.usefixtures("checking")
 @pytest.mark.parametrize(("family", "batch_invariant"), [("llama", True), ("mistral", False)])
-def test_graphs_equal_eager(build: Build, tmp_path: Path, family: str, batch_invariant: bool) -> None:
+def test_graphs_equal_eager(
+    build: Build, tmp_path: Path, family: str, batch_invariant: bool
+) -> None:
     model = tiny(tmp_path / family, family)
-    options: dict[str, Any] = {"model_path": model, "lookahead": 1, "max_batch_size": 3, "max_model_len": 16}
+    options: dict[str, Any] = {
+        "model_path": model,
+        "lookahead": 1,
+        "max_batch_size": 3,
+        "max_model_len": 16,
+    }
     expected = run(build(backend="reference", **options))
     replaying = build(backend="cuda", batch_invariant=batch_invariant, **options)
     with patch.object(few_rows_kernels, "product", wraps=few_rows_kernels.product) as product:
         found = run(replaying)
     assert runner(replaying).num_replays >= 3
-    assert product.call_count == (0 if batch_invariant else runner(replaying).num_replays)  # of q, k and v
+    # of q, k and v
+    assert product.call_count == (0 if batch_invariant else runner(replaying).num_replays)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.completion_tokens == theirs.completion_tokens
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)

@@ -1,6 +1,8 @@
-"""What a step's graphs capture, on tensors of a card that is not there: all of it lies on the card, and nothing waits.
+"""What a step's graphs capture, on tensors of a card that is not there: all of it lies on the card,
+and nothing waits.
 
-`FakeTensorMode` knows shapes and devices alone. It refuses what mixes devices, and what asks for a number.
+`FakeTensorMode` knows shapes and devices alone. It refuses what mixes devices, and what asks for a
+number.
 """
 
 from collections.abc import Callable
@@ -23,7 +25,9 @@ from nano_inference.ops.cuda.backend import cuda_ops
 from tests.models.tiny import tiny_model
 
 KernelInterface = pytest.importorskip("triton.runtime.jit").KernelInterface
-pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this build of torch knows no CUDA tensors")
+pytestmark = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="this build of torch knows no CUDA tensors"
+)
 
 CARD = torch.device("cuda:0")
 LIMITS = (2**31 - 1, 65_535, 65_535)  # of a grid
@@ -36,10 +40,33 @@ ALLOWED = {
         "aten.copy_.default",
         "aten.clone.default",
     ),
-    *("aten.linear.default", "aten.mm.dtype", "aten.mm.default", "aten.addmm.default", "aten.div.Tensor"),
-    *("aten._to_copy.default", "aten.to.dtype", "prim.device.default", "aten.contiguous.default", "aten.t.default"),
+    *(
+        "aten.linear.default",
+        "aten.mm.dtype",
+        "aten.mm.default",
+        "aten.addmm.default",
+        "aten.div.Tensor",
+    ),
+    *(
+        "aten._to_copy.default",
+        "aten.to.dtype",
+        "prim.device.default",
+        "aten.contiguous.default",
+        "aten.t.default",
+    ),
 }
-VIEWS = ("view", "slice", "select", "split", "unbind", "detach", "alias", "unsqueeze", "transpose", "reshape")
+VIEWS = (
+    "view",
+    "slice",
+    "select",
+    "split",
+    "unbind",
+    "detach",
+    "alias",
+    "unsqueeze",
+    "transpose",
+    "reshape",
+)
 
 
 class _Seen(TorchDispatchMode):
@@ -80,14 +107,20 @@ class _Queue:
 def _launch(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
     assert all(0 < size <= limit for size, limit in zip(grid, LIMITS, strict=False)), f"grid {grid}"
     for value in (*args, *options.values()):
-        assert not isinstance(value, Tensor) or value.device == CARD, f"{kernel} reads a tensor on {value.device}"
+        assert not isinstance(value, Tensor) or value.device == CARD, (
+            f"{kernel} reads a tensor on {value.device}"
+        )
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "olmo2", "granite", "qwen2"])
 def test_captures_stay_on_the_card_and_wait_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype, batch_invariant: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    dtype: torch.dtype,
+    batch_invariant: bool,
 ) -> None:
     spec = load_spec(tiny_model(tmp_path, family))
     mode = FakeTensorMode(allow_non_fake_inputs=True)

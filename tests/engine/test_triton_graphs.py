@@ -1,4 +1,6 @@
-"""Graphs, their sizes and buffers, and what may happen to them: new weights, a sleep, a device that hangs or fails."""
+"""Graphs, their sizes and buffers, and what may happen to them: new weights, a sleep, a device that
+hangs or fails.
+"""
 
 import threading
 import time
@@ -26,7 +28,9 @@ __all__ = ["conventional"]
 PROMPTS = [[5, 6, 7], [8, 9], list(range(30, 41))]
 
 
-@pytest.mark.parametrize("largest", [*range(1, 40), 64, 100, 255, 256, 257, 511, 512, 513, 1000, 1024, 4096])
+@pytest.mark.parametrize(
+    "largest", [*range(1, 40), 64, 100, 255, 256, 257, 511, 512, 513, 1000, 1024, 4096]
+)
 def test_sizes(largest: int) -> None:
     sizes = graph_sizes(largest)
     assert sizes[-1] == largest
@@ -66,10 +70,12 @@ def test_whose_fault_a_failure_is() -> None:
         RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
     )
     assert all(map(is_device_failure, of_device))
-    assert not any(map(is_device_failure, (RuntimeError("shape"), ValueError("CUDA error"), MemoryError())))
+    assert not any(
+        map(is_device_failure, (RuntimeError("shape"), ValueError("CUDA error"), MemoryError()))
+    )
 
 
-# -- buffers ----------------------------------------------------------------------------------------------------------
+# -- buffers ---------------------------------------------------------------------------------------
 
 
 def test_what_goes_up_arrives_side_by_side() -> None:
@@ -119,7 +125,13 @@ def test_a_pinned_buffer_waits_for_the_copy_that_reads_it() -> None:
 def test_results_come_down_as_they_are() -> None:
     downloads = Downloads(CheckingQueue())
     results = DrawResults(3, torch.device("cpu"))
-    draw = Draw(torch.tensor([4, 5]), *torch.arange(6.0).view(3, 2), None, torch.zeros(2, 0), torch.zeros(2, 0))  # pyright: ignore
+    draw = Draw(
+        torch.tensor([4, 5]),
+        *torch.arange(6.0).view(3, 2),
+        None,
+        torch.zeros(2, 0),
+        torch.zeros(2, 0),  # pyright: ignore
+    )
     results.write(draw)
     fetched = downloads.fetch([results.buffer])
     columns = results.on_host(fetched.arrays[0], 2)
@@ -155,13 +167,19 @@ def test_a_step_is_padded(rows: int) -> None:
     assert mine.table_stride.tolist() == [width]
     tables = mine.block_tables.flatten()
     assert tables[: rows * width].tolist() == batch.block_tables.flatten().tolist()
-    assert set(tables[rows * width + rows * width % 2 :].tolist()) <= {JUNK}, "only what is used travels"
+    assert set(tables[rows * width + rows * width % 2 :].tolist()) <= {JUNK}, (
+        "only what is used travels"
+    )
     for column in (mine.input_ids, mine.positions, mine.slot_mapping, mine.cu_seqlens_q, tables):
         assert (column.data_ptr() - buffer.data_ptr()) % 16 == 0
 
 
 def test_columns_do_not_overlap() -> None:
-    tensors = [torch.zeros(3, dtype=torch.bool), torch.zeros(5), torch.zeros((2, 3), dtype=torch.int64)]
+    tensors = [
+        torch.zeros(3, dtype=torch.bool),
+        torch.zeros(5),
+        torch.zeros((2, 3), dtype=torch.int64),
+    ]
     buffer = torch.zeros(100, dtype=torch.int64)
     views = carve(buffer, columns_of(tensors))
     for place, view in enumerate(views):
@@ -169,7 +187,7 @@ def test_columns_do_not_overlap() -> None:
     assert [set(view.flatten().tolist()) for view in views] == [{True}, {2.0}, {3}]
 
 
-# -- what happens to an engine with graphs ----------------------------------------------------------------------------
+# -- what happens to an engine with graphs ---------------------------------------------------------
 
 
 def start(engine: InferenceEngine, steps: int = 6) -> None:
@@ -179,8 +197,12 @@ def start(engine: InferenceEngine, steps: int = 6) -> None:
         engine.step()
 
 
-def both(build: Build, change: Callable[[InferenceEngine], object], **options: Any) -> InferenceEngine:
-    """Change a running engine, of the reference and with graphs; their samples are the same. Returns the second."""
+def both(
+    build: Build, change: Callable[[InferenceEngine], object], **options: Any
+) -> InferenceEngine:
+    """Change a running engine, of the reference and with graphs; their samples are the same.
+    Returns the second.
+    """
     found: list[list[TrainingSample]] = []
     engines = [build(backend=name, lookahead=1, **options) for name in ("reference", "cuda")]
     for engine in engines:
@@ -255,7 +277,9 @@ def test_a_sleep(build: Build, monkeypatch: pytest.MonkeyPatch, moves: bool) -> 
 
 
 @pytest.mark.usefixtures("conventional")
-def test_capturing_between_two_steps_harms_neither(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capturing_between_two_steps_harms_neither(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All graphs at once, with tokens on the device that the next step wants."""
     monkeypatch.setattr(CheckingQueue, "captures_early", True)
 
@@ -273,12 +297,14 @@ def test_capturing_between_two_steps_harms_neither(build: Build, monkeypatch: py
     both(build, change, max_batch_size=5)
 
 
-# -- a device that fails ----------------------------------------------------------------------------------------------
+# -- a device that fails ---------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("conventional")
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_device_that_hangs_ends_the_engine(build: Build, monkeypatch: pytest.MonkeyPatch, lookahead: int) -> None:
+def test_a_device_that_hangs_ends_the_engine(
+    build: Build, monkeypatch: pytest.MonkeyPatch, lookahead: int
+) -> None:
     engine = build(backend="cuda", lookahead=lookahead)
     results: list[BaseException | list[TrainingSample]] = []
 
@@ -344,7 +370,9 @@ def test_a_device_that_fails_ends_the_engine(
 
 
 @pytest.mark.usefixtures("conventional")
-def test_a_device_that_fails_while_one_is_looked_for_who_does(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_fails_while_one_is_looked_for_who_does(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = build(backend="cuda")
     calls: list[Exception] = []
 

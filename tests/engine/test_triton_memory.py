@@ -1,4 +1,6 @@
-"""Where a card's memory goes: counted on a card that is made up, and the largest step run in Triton's interpreter."""
+"""Where a card's memory goes: counted on a card that is made up, and the largest step run in
+Triton's interpreter.
+"""
 
 import re
 from pathlib import Path
@@ -23,7 +25,8 @@ from tests.models.tiny import tiny_llama, tiny_model
 
 GIB = 2**30
 CUDA = torch.device("cuda:0")
-BLOCK = 16 * 2 * 2 * 16 * 2 * 2  # bytes of a block of the tiny model in bfloat16: 2 layers, 2 heads of 16, keys, values
+# bytes of a block of the tiny model in bfloat16: 2 layers, 2 heads of 16, keys, values
+BLOCK = 16 * 2 * 2 * 16 * 2 * 2
 
 
 @pytest.fixture(scope="module")
@@ -60,27 +63,44 @@ def test_everything_together_stays_in_its_share_or_the_setting_to_change_is_name
         budget = planned(spec, claims, **options)
     except ConfigError as problem:
         told = str(problem)
-        assert any(advice in told for advice in ("smaller model", "gpu_memory_utilization", "max_tokens_per_batch"))
+        assert any(
+            advice in told
+            for advice in ("smaller model", "gpu_memory_utilization", "max_tokens_per_batch")
+        )
         if found := re.search(r"give it at least (\d\.\d\d)", told):
-            assert planned(spec, claims, **options | {"gpu_memory_utilization": float(found[1])}).num_blocks
+            assert planned(
+                spec, claims, **options | {"gpu_memory_utilization": float(found[1])}
+            ).num_blocks
         if found := re.search(r"lower max_tokens_per_batch from \d+ to (\d+)", told):
             fewer = parts[1] * int(found[1]) // tokens  # a workspace is about proportional to them
-            assert planned(spec, Claims(parts[0], fewer, *parts[2:], total=total), gpu_memory_utilization=share)
+            assert planned(
+                spec, Claims(parts[0], fewer, *parts[2:], total=total), gpu_memory_utilization=share
+            )
         return
     assert (budget.workspace, budget.graphs, budget.others) == parts[1:]
     used = budget.weights + budget.workspace + budget.graphs + budget.others + budget.kv_cache
-    assert used <= total * share < used + BLOCK or budget.num_blocks == 10**9 * 32  # what may ever be used
+    # what may ever be used
+    assert used <= total * share < used + BLOCK or budget.num_blocks == 10**9 * 32
 
 
 def test_the_table_names_what_takes_memory_and_only_that(spec: ModelSpec) -> None:
     whole = str(planned(spec, Claims(GIB, 2 * GIB, GIB // 2, GIB // 4, total=80 * GIB)))
-    for told in ("workspace", "CUDA graphs", "held by others", "2,048.0 MiB", "512.0 MiB", "256.0 MiB"):
+    for told in (
+        "workspace",
+        "CUDA graphs",
+        "held by others",
+        "2,048.0 MiB",
+        "512.0 MiB",
+        "256.0 MiB",
+    ):
         assert told in whole
     plain = str(planned(spec, Claims(GIB, 2 * GIB, total=80 * GIB)))
     assert "CUDA graphs" not in plain
     assert "others" not in plain
     assert "guessed" not in plain
-    assert "workspace, guessed" in str(planned(spec, Claims(GIB, 2 * GIB, total=80 * GIB, estimated=True)))
+    assert "workspace, guessed" in str(
+        planned(spec, Claims(GIB, 2 * GIB, total=80 * GIB, estimated=True))
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +111,11 @@ def test_the_table_names_what_takes_memory_and_only_that(spec: ModelSpec) -> Non
             {},
             r"weights take 15\.0 GiB, and 12\.0 GiB of the 24\.0 GiB",
         ),
-        (Claims(15 * GIB, total=24 * GIB), {"gpu_memory_utilization": 0.5}, r"=0\.5; give it at least 0\.63\."),
+        (
+            Claims(15 * GIB, total=24 * GIB),
+            {"gpu_memory_utilization": 0.5},
+            r"=0\.5; give it at least 0\.63\.",
+        ),
         (
             Claims(15 * GIB, 12 * GIB, total=24 * GIB),
             {},
@@ -102,7 +126,11 @@ def test_the_table_names_what_takes_memory_and_only_that(spec: ModelSpec) -> Non
             {"kv_cache_memory": 10 * GIB},
             r"leave 9\.0 GiB.*at most 9,663,676,416 bytes",
         ),
-        (Claims(15 * GIB, others=8 * GIB, total=24 * GIB), {}, r"others on the card \(8\.0 GiB\).*at least 0\.96"),
+        (
+            Claims(15 * GIB, others=8 * GIB, total=24 * GIB),
+            {},
+            r"others on the card \(8\.0 GiB\).*at least 0\.96",
+        ),
     ],
 )
 def test_what_does_not_fit_says_which_setting_to_change_and_to_what(
@@ -125,7 +153,13 @@ def not_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small(folder: Path, **options: Any) -> EngineConfig:
-    sizes = {"max_batch_size": 3, "max_tokens_per_batch": 9, "max_model_len": 24, "block_size": 8, "num_threads": 1}
+    sizes = {
+        "max_batch_size": 3,
+        "max_tokens_per_batch": 9,
+        "max_model_len": 24,
+        "block_size": 8,
+        "num_threads": 1,
+    }
     return EngineConfig(model_path=str(folder), device="cpu", backend="cuda", **(sizes | options))
 
 
@@ -154,14 +188,27 @@ def test_the_largest_step_has_as_many_rows_samples_and_keys_as_may_be(
     """It runs on every block size, and on chunks that are limited; on a storage of few blocks."""
     seen: list[tuple[int, int, int, int]] = []
     with InferenceEngine(
-        small(folder, max_chunk_tokens=3, kv_cache_memory=2**20, max_batch_size=2, max_tokens_per_batch=4)
+        small(
+            folder,
+            max_chunk_tokens=3,
+            kv_cache_memory=2**20,
+            max_batch_size=2,
+            max_tokens_per_batch=4,
+        )
     ) as engine:
         forward = type(engine.model).forward
 
         def spy(model: Any, batch: Any, cache: Any) -> Any:
             assert int(batch.slot_mapping.max()) < memory_profile.SCRATCH_BLOCKS * 8
             chunks = batch.cu_seqlens_q.diff()
-            seen.append((len(batch.input_ids), len(chunks), int(batch.seq_lens.min()), len(batch.score_rows)))
+            seen.append(
+                (
+                    len(batch.input_ids),
+                    len(chunks),
+                    int(batch.seq_lens.min()),
+                    len(batch.score_rows),
+                )
+            )
             assert int(chunks.max()) <= 3
             return forward(model, batch, cache)
 
@@ -171,7 +218,9 @@ def test_the_largest_step_has_as_many_rows_samples_and_keys_as_may_be(
         assert seen == [(4, 2, 24, 4), (2, 2, 24, 0)]
 
 
-def test_a_step_that_does_not_fit_says_how_many_tokens_may(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_does_not_fit_says_how_many_tokens_may(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -179,9 +228,13 @@ def test_a_step_that_does_not_fit_says_how_many_tokens_may(folder: Path, monkeyp
         card = Card(total=10 * GIB, weights=9 * GIB)
         with monkeypatch.context() as patch:
             patch.setattr(memory_profile, "run_largest_steps", full)
-            with pytest.raises(ConfigError, match=r"max_tokens_per_batch=9 .* lower max_tokens_per_batch to 4"):
+            with pytest.raises(
+                ConfigError, match=r"max_tokens_per_batch=9 .* lower max_tokens_per_batch to 4"
+            ):
                 measure(engine.config, {POLICY: engine.model}, 9 * GIB, card)
-        with pytest.raises(ConfigError, match=r"max_batch_size=3 do not fit .* lower max_batch_size to 1"):
+        with pytest.raises(
+            ConfigError, match=r"max_batch_size=3 do not fit .* lower max_batch_size to 1"
+        ):
             measure(engine.config, {POLICY: engine.model}, 9 * GIB, card, full)
 
 
@@ -193,17 +246,22 @@ def test_windows_are_measured_too(tmp_path: Path) -> None:
     assert budget.max_model_len == 24
 
 
-def test_a_kernel_that_fails_at_full_size_says_what_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_fails_at_full_size_says_what_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("out of resource: shared memory\nmore")
 
     monkeypatch.setattr(memory_profile, "run_largest_steps", fails)
     with pytest.raises(
-        ConfigError, match=r"backend='reference' runs it \(RuntimeError: out of resource: shared memory\)"
+        ConfigError,
+        match=r"backend='reference' runs it \(RuntimeError: out of resource: shared memory\)",
     ):
         assemble(small(folder), Card(total=10 * GIB))
     monkeypatch.setattr(memory_profile, "run_largest_steps", lambda *_: None)
-    with pytest.raises(ConfigError, match=r"cuda_graphs=False runs without them \(RuntimeError: out of resource"):
+    with pytest.raises(
+        ConfigError, match=r"cuda_graphs=False runs without them \(RuntimeError: out of resource"
+    ):
         assemble(small(folder), Card(total=10 * GIB), fails)
 
 
@@ -213,14 +271,30 @@ def test_a_longest_sequence_that_is_lowered_names_the_share_that_would_hold_it(
 ) -> None:
     card = Card(total=2 * 2**20, weights=0, step=0, others=2**20)
     with caplog.at_level("WARNING", logger="nano_inference"):
-        asked = small(folder, max_model_len=500, gpu_memory_utilization=0.6, dtype="float32", max_tokens_per_batch=3)
+        asked = small(
+            folder,
+            max_model_len=500,
+            gpu_memory_utilization=0.6,
+            dtype="float32",
+            max_tokens_per_batch=3,
+        )
         budget = assemble(asked, card).memory_budget
-    found = re.search(r"lowered to (\d+)\. gpu_memory_utilization of at least (0\.\d+) would hold 500", caplog.text)
+    found = re.search(
+        r"lowered to (\d+)\. gpu_memory_utilization of at least (0\.\d+) would hold 500",
+        caplog.text,
+    )
     assert found
     assert int(found[1]) == budget.max_model_len < 500
     card = Card(total=2 * 2**20, weights=0, step=0, others=2**20)
     share = float(found[2])
     enough = assemble(
-        small(folder, max_model_len=500, gpu_memory_utilization=share, dtype="float32", max_tokens_per_batch=3), card
+        small(
+            folder,
+            max_model_len=500,
+            gpu_memory_utilization=share,
+            dtype="float32",
+            max_tokens_per_batch=3,
+        ),
+        card,
     )
     assert enough.memory_budget.max_model_len == 500

@@ -1,4 +1,6 @@
-"""Weights by gloo from a trainer in another process: what arrives, and what a trainer that fails leaves behind."""
+"""Weights by gloo from a trainer in another process: what arrives, and what a trainer that fails
+leaves behind.
+"""
 
 import itertools
 import signal
@@ -14,7 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nano_inference import InferenceEngine, TrainingSample, WeightSyncManager, WeightUpdate, WeightUpdateError
+from nano_inference import (
+    InferenceEngine,
+    TrainingSample,
+    WeightSyncManager,
+    WeightUpdate,
+    WeightUpdateError,
+)
 from nano_inference.engine.transports import Deadline, receive_update, wire
 from nano_inference.engine.transports.broadcast import BroadcastReceiver
 from nano_inference.engine.transports.group import serve_store
@@ -52,7 +60,9 @@ def start() -> Iterator[Start]:
 
     def run(*actions: str) -> tuple["subprocess.Popen[str]", str]:
         command = [sys.executable, "-m", "tests.engine.trainer", "0", *actions]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         children.append(child)
         return child, said(child)
 
@@ -77,7 +87,11 @@ def said(child: "subprocess.Popen[str]") -> str:
 
 
 def refused(
-    manager: WeightSyncManager, receiver: BroadcastReceiver, told: str, timeout: float, **options: Any
+    manager: WeightSyncManager,
+    receiver: BroadcastReceiver,
+    told: str,
+    timeout: float,
+    **options: Any,
 ) -> float:
     """Receive what must be refused; returns the seconds it took."""
     before, began = (manager.version, manager.checksum()), time.monotonic()
@@ -89,8 +103,22 @@ def refused(
     return seconds
 
 
-def test_one_group_carries_many_updates_and_outlives_what_is_refused(start: Start, manager: WeightSyncManager) -> None:
-    actions = ["seven", "name", "shape", "extra", "part", "patch", "empty", "strided", "garbage", "nan", "newer"]
+def test_one_group_carries_many_updates_and_outlives_what_is_refused(
+    start: Start, manager: WeightSyncManager
+) -> None:
+    actions = [
+        "seven",
+        "name",
+        "shape",
+        "extra",
+        "part",
+        "patch",
+        "empty",
+        "strided",
+        "garbage",
+        "nan",
+        "newer",
+    ]
     child, address = start(*actions)
     receiver = BroadcastReceiver(address)
     assert receive_update(manager, receiver, complete=True, timeout=20).result(20) == 7
@@ -115,7 +143,8 @@ def test_one_group_carries_many_updates_and_outlives_what_is_refused(start: Star
     refused(manager, receiver, "description of its weights cannot be read", 5)
     assert receiver._group is group
     assert "an engine refused" in said(child)
-    # What its numbers are is seen in the middle of the bytes: that ends the group, and the next update makes another.
+    # What its numbers are is seen in the middle of the bytes: that ends the group, and the next
+    # update makes another.
     refused(manager, receiver, "'model.norm.weight' holds NaN", 5, check_finite=True)
     assert said(child) == "sent" or receiver._group is not group
     assert receive_update(manager, receiver, timeout=10).result(10) == 10
@@ -127,7 +156,9 @@ def test_one_group_carries_many_updates_and_outlives_what_is_refused(start: Star
 def test_who_sees_an_update_refused_may_begin_the_next_at_once(
     start: Start, manager: WeightSyncManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The group of the one that was refused amid its bytes is closed by then, however long that takes."""
+    """The group of the one that was refused amid its bytes is closed by then, however long that
+    takes.
+    """
     child, address = start("nan", "newer")
     receiver = BroadcastReceiver(address)
     close = receiver.close
@@ -157,7 +188,9 @@ def test_what_is_left_of_an_update_does_not_end_the_group_of_the_next() -> None:
     receiver = BroadcastReceiver("tcp://127.0.0.1:1")
     group, next_group = SilentGroup(), SilentGroup()
     piece = wire.Piece(NORM, torch.float32, (8,))
-    buckets = receiver._buckets(cast(Any, group), wire.Plan(1, ((piece,), (piece,), (piece,))), Deadline(5))
+    buckets = receiver._buckets(
+        cast(Any, group), wire.Plan(1, ((piece,), (piece,), (piece,))), Deadline(5)
+    )
     next(buckets)
     receiver._group = cast(Any, next_group)
     cast(Any, buckets).close()
@@ -203,7 +236,9 @@ def test_a_trainer_that_fails_in_the_middle(
     assert max(pauses) < 1.0, "no teardown holds up other threads"
 
 
-def test_the_same_trainer_is_joined_again_after_the_engine_gave_up(start: Start, manager: WeightSyncManager) -> None:
+def test_the_same_trainer_is_joined_again_after_the_engine_gave_up(
+    start: Start, manager: WeightSyncManager
+) -> None:
     child, address = start("new", "newer")
     receiver = BroadcastReceiver(address)
 
@@ -229,19 +264,34 @@ def test_nobody_there_is_an_error_in_time(manager: WeightSyncManager) -> None:
     address = f"tcp://127.0.0.1:{store.port}"
     assert refused(manager, BroadcastReceiver(address), "began no update within 0.5 s", 0.5) < 2
     del store
-    assert refused(manager, BroadcastReceiver(address), "no trainer at tcp://127.0.0.1:.* within 0.5 s", 0.5) < 2
-    with WeightSender(timeout=0.5) as sender, pytest.raises(WeightUpdateError, match=r"engine 1 of 1 did not join"):
+    assert (
+        refused(
+            manager,
+            BroadcastReceiver(address),
+            "no trainer at tcp://127.0.0.1:.* within 0.5 s",
+            0.5,
+        )
+        < 2
+    )
+    with (
+        WeightSender(timeout=0.5) as sender,
+        pytest.raises(WeightUpdateError, match=r"engine 1 of 1 did not join"),
+    ):
         sender.send(NEW)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:80", "tcp://127.0.0.1", "tcp://:80", "tcp://h:99999", "file:///x", 3])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:80", "tcp://127.0.0.1", "tcp://:80", "tcp://h:99999", "file:///x", 3]
+)
 def test_an_address_is_a_host_and_a_port(address: Any) -> None:
     for make in (BroadcastReceiver, WeightSender):
         with pytest.raises(WeightUpdateError, match="must be tcp://host:port"):
             make(address)
 
 
-@pytest.mark.parametrize(("options", "told"), [({"rank": 0}, "rank=0"), ({"backend": "mpi"}, "'gloo' or 'nccl'")])
+@pytest.mark.parametrize(
+    ("options", "told"), [({"rank": 0}, "rank=0"), ({"backend": "mpi"}, "'gloo' or 'nccl'")]
+)
 def test_options_are_checked(options: dict[str, Any], told: str) -> None:
     with pytest.raises(WeightUpdateError, match=told):
         BroadcastReceiver("tcp://127.0.0.1:80", **options)
@@ -251,7 +301,9 @@ def test_a_trainer_may_bring_its_ordinary_group(manager: WeightSyncManager) -> N
     probe = serve_store(("127.0.0.1", 0), 5)
     address = f"tcp://127.0.0.1:{probe.port}"
     del probe
-    child = subprocess.Popen([sys.executable, "-m", "tests.engine.trainer", address], stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.engine.trainer", address], stderr=subprocess.DEVNULL
+    )
     try:
         receiver = BroadcastReceiver(address, default_group=True)
         assert receive_update(manager, receiver, complete=True, timeout=20).result(20) == 2
@@ -266,13 +318,16 @@ def test_a_trainer_may_bring_its_ordinary_group(manager: WeightSyncManager) -> N
 def test_the_store_listens_on_loopback_alone() -> None:
     store = serve_store(("127.0.0.1", 0), 5)
     with socket.socket() as other:
-        other.bind(("127.0.0.2", store.port))  # would be in use if the store listened on every address
+        # would be in use if the store listened on every address
+        other.bind(("127.0.0.2", store.port))
 
 
-# -- an engine that samples meanwhile ----------------------------------------------------------------------------------
+# -- an engine that samples meanwhile --------------------------------------------------------------
 
 
-def step_until(engine: InferenceEngine, update: WeightUpdate, seconds: float = 20.0) -> list[TrainingSample]:
+def step_until(
+    engine: InferenceEngine, update: WeightUpdate, seconds: float = 20.0
+) -> list[TrainingSample]:
     """Step, with something to do all the time, until an update has ended."""
     until, samples = time.monotonic() + seconds, list[TrainingSample]()
     while not update.done():
@@ -283,7 +338,9 @@ def step_until(engine: InferenceEngine, update: WeightUpdate, seconds: float = 2
     return samples
 
 
-def test_requests_go_on_while_trainers_fail_and_then_see_the_update(build: Build, start: Start) -> None:
+def test_requests_go_on_while_trainers_fail_and_then_see_the_update(
+    build: Build, start: Start
+) -> None:
     engine = build()
     (dying, address), (_, other) = start("kill"), start("new")
     old, new = build().generate(PROMPT, drawn(100))[0], build(NEW).generate(PROMPT, drawn(100))[0]

@@ -1,4 +1,6 @@
-"""Groups: collectives that are late, done or failed at whatever moment, and a trainer that stops while one forms."""
+"""Groups: collectives that are late, done or failed at whatever moment, and a trainer that stops
+while one forms.
+"""
 
 import gc
 import subprocess
@@ -28,7 +30,9 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class EndsAsTheWaitDoes:
-    """A collective that is done between the end of a wait for it and the look whether it is done: as torch's do."""
+    """A collective that is done between the end of a wait for it and the look whether it is done:
+    as torch's do.
+    """
 
     def __init__(self, failure: str | None = None) -> None:
         self.is_done, self.failure = False, failure
@@ -47,7 +51,9 @@ class EndsAsTheWaitDoes:
 
 def test_a_collective_that_ends_as_the_wait_for_it_does() -> None:
     Group(None, CPU).wait([EndsAsTheWaitDoes()], "'a'", Deadline(5.0))
-    with pytest.raises(WeightTransferError, match="'a' did not travel, the other side is gone: connection reset"):
+    with pytest.raises(
+        WeightTransferError, match="'a' did not travel, the other side is gone: connection reset"
+    ):
         Group(None, CPU).wait([EndsAsTheWaitDoes("connection reset")], "'a'", Deadline(5.0))
 
 
@@ -55,7 +61,9 @@ def test_a_collective_that_ends_as_the_wait_for_it_does() -> None:
 def store() -> Iterator["subprocess.Popen[str]"]:
     """A trainer that serves a store and never makes a group; it stops when it is sent a line."""
     command = [sys.executable, "-c", STORE]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
         yield child
         child.kill()
 

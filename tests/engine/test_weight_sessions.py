@@ -1,4 +1,6 @@
-"""Updates in pieces: whatever the pieces, the same weights as in one; whatever is wrong, none of it."""
+"""Updates in pieces: whatever the pieces, the same weights as in one; whatever is wrong, none of
+it.
+"""
 
 import itertools
 import threading
@@ -18,7 +20,14 @@ from nano_inference.engine.weight_sync import WeightPatch, cut_into_buckets
 from tests.engine.weight_cases import EMBEDDING, HEAD, NEW, NEWER, NORM, OLD, UP, decoder, synced
 from tests.models.tiny import Weights, llama_config, llama_weights
 
-SMALL = {"vocab_size": 21, "hidden": 48, "inner": 37, "layers": 1, "num_heads": 3, "num_kv_heads": 1}
+SMALL = {
+    "vocab_size": 21,
+    "hidden": 48,
+    "inner": 37,
+    "layers": 1,
+    "num_heads": 3,
+    "num_kv_heads": 1,
+}
 SMALL_WEIGHTS = llama_weights(llama_config(**SMALL), seed=4)
 GATE = "model.layers.0.mlp.gate_proj.weight"
 TIED_WEIGHTS = {name: tensor for name, tensor in NEW.items() if name != HEAD}
@@ -40,7 +49,11 @@ def tied_manager() -> WeightSyncManager:
 
 def as_patches(data: st.DataObject, name: str, tensor: Tensor) -> list[list[WeightPatch]]:
     """A whole tensor as one to three patches of shuffled places."""
-    order = data.draw(st.permutations(range(tensor.numel()))) if tensor.numel() < 40 else range(tensor.numel())[::-1]
+    order = (
+        data.draw(st.permutations(range(tensor.numel())))
+        if tensor.numel() < 40
+        else range(tensor.numel())[::-1]
+    )
     parts = torch.tensor(list(order)).chunk(data.draw(st.integers(1, 3)))
     return [[WeightPatch(name, part, tensor.reshape(-1)[part])] for part in parts]
 
@@ -63,13 +76,23 @@ def partition(data: st.DataObject, weights: Weights) -> list[Any]:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @settings(max_examples=12, deadline=None)
 @given(st.data())
-def test_any_partition_gives_the_checksum_of_the_whole(backend: str, dtype: torch.dtype, data: st.DataObject) -> None:
+def test_any_partition_gives_the_checksum_of_the_whole(
+    backend: str, dtype: torch.dtype, data: st.DataObject
+) -> None:
     source = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
     tie = data.draw(st.booleans())
-    weights = {name: tensor.to(source) for name, tensor in SMALL_WEIGHTS.items() if not (tie and name == HEAD)}
+    weights = {
+        name: tensor.to(source)
+        for name, tensor in SMALL_WEIGHTS.items()
+        if not (tie and name == HEAD)
+    }
     weights[GATE] = (weights[GATE] * 1e-39).to(source)  # denormals
-    given_weights = weights | ({HEAD: weights[EMBEDDING]} if tie and data.draw(st.booleans()) else {})
-    expected = synced(WeightSyncManager(decoder(backend, dtype, tie=tie, **SMALL)), given_weights, copy=False)
+    given_weights = weights | (
+        {HEAD: weights[EMBEDDING]} if tie and data.draw(st.booleans()) else {}
+    )
+    expected = synced(
+        WeightSyncManager(decoder(backend, dtype, tie=tie, **SMALL)), given_weights, copy=False
+    )
     manager = WeightSyncManager(decoder(backend, dtype, tie=tie, **SMALL))
     pointers = {name: param.data_ptr() for name, param in manager.model.params.items()}
     buckets = partition(data, given_weights)
@@ -91,7 +114,10 @@ def test_any_partition_gives_the_checksum_of_the_whole(backend: str, dtype: torc
 def test_a_state_dict_is_cut_into_buckets(max_bytes: int) -> None:
     buckets = list(cut_into_buckets(NEW, max_bytes))
     assert [name for bucket in buckets for name in bucket] == list(NEW)
-    assert all(len(bucket) == 1 or sum(t.nbytes for t in bucket.values()) <= max_bytes for bucket in buckets)
+    assert all(
+        len(bucket) == 1 or sum(t.nbytes for t in bucket.values()) <= max_bytes
+        for bucket in buckets
+    )
     for one, after in itertools.pairwise(buckets):
         together = sum(tensor.nbytes for tensor in one.values()) + next(iter(after.values())).nbytes
         assert together > max_bytes, "no bucket is smaller than it need be"
@@ -108,7 +134,7 @@ def test_files_are_read_where_they_are(manager: WeightSyncManager, tmp_path: Pat
     assert synced(manager, str(tmp_path / "all.safetensors"), copy=False) == expected
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 NAN, INFINITE = NEW[NORM].clone(), NEW[UP].clone()
 NAN[3], INFINITE[5, 7] = torch.nan, -torch.inf
@@ -121,13 +147,29 @@ FAULTS: list[tuple[list[Any], dict[str, Any], str]] = [
     ([{NORM: torch.ones(64, device="meta")}], {}, "'model.norm.weight' must be a dense"),
     ([{UP: NEW[UP].to_sparse()}], {}, "up_proj.weight' must be a dense"),
     ([{NORM: NEW[NORM]}, {NORM: NEW[NORM]}], {}, "'model.norm.weight' came twice"),
-    ([{NORM: NEW[NORM]}, [(NORM, torch.tensor([1]), torch.ones(1))]], {}, "came twice .* as a patch"),
+    (
+        [{NORM: NEW[NORM]}, [(NORM, torch.tensor([1]), torch.ones(1))]],
+        {},
+        "came twice .* as a patch",
+    ),
     ([[(NORM, torch.tensor([1]), torch.ones(1))], {NORM: NEW[NORM]}], {}, "came twice"),
     ([{UP: NEW[UP]}, {NORM: NAN}], {"check_finite": True}, "'model.norm.weight' holds NaN"),
     ([{UP: INFINITE}], {"check_finite": True}, "up_proj.weight' holds NaN or infinite"),
-    ([[(NORM, torch.tensor([1]), torch.tensor([torch.nan]))]], {"check_finite": True}, "'model.norm.weight' holds NaN"),
-    ([{NORM: torch.full((64,), 1e300, dtype=torch.float64)}], {"check_finite": True}, "torch.float32"),
-    ([{name: t for name, t in NEW.items() if name != UP}], {"complete": True}, "up_proj.weight' is missing .1 of 21"),
+    (
+        [[(NORM, torch.tensor([1]), torch.tensor([torch.nan]))]],
+        {"check_finite": True},
+        "'model.norm.weight' holds NaN",
+    ),
+    (
+        [{NORM: torch.full((64,), 1e300, dtype=torch.float64)}],
+        {"check_finite": True},
+        "torch.float32",
+    ),
+    (
+        [{name: t for name, t in NEW.items() if name != UP}],
+        {"complete": True},
+        "up_proj.weight' is missing .1 of 21",
+    ),
     ([{UP: NEW[UP]}, 7], {}, "not int"),
     ([{UP: NEW[UP]}, [(UP, torch.tensor([1]))]], {}, "a patch is"),
     ([], {}, "non-empty state dict"),
@@ -184,10 +226,14 @@ def test_a_second_session_is_refused_and_the_first_goes_on(manager: WeightSyncMa
     assert not first.done()
     manager.finish()
     assert first.result(0) == 9
-    assert manager.checksum() == synced(WeightSyncManager(decoder()), OLD | {NORM: NEW[NORM], UP: NEW[UP]})
+    assert manager.checksum() == synced(
+        WeightSyncManager(decoder()), OLD | {NORM: NEW[NORM], UP: NEW[UP]}
+    )
 
 
-def test_an_update_in_one_piece_may_come_before_the_end_of_a_session(manager: WeightSyncManager) -> None:
+def test_an_update_in_one_piece_may_come_before_the_end_of_a_session(
+    manager: WeightSyncManager,
+) -> None:
     session = manager.begin()
     manager.receive({NORM: NEW[NORM]})
     assert manager.stage({NORM: NEWER[NORM]}).version == 2
@@ -246,13 +292,17 @@ def test_what_is_received_is_a_copy_unless_given_away(manager: WeightSyncManager
     assert update.staged_bytes == mine.nbytes + yours.nbytes
     assert update.params == {"norm", "layers.1.gate_up"}
     manager.finish()
-    assert manager.checksum() == synced(WeightSyncManager(decoder()), OLD | {NORM: NEW[NORM], UP: NEW[UP]})
+    assert manager.checksum() == synced(
+        WeightSyncManager(decoder()), OLD | {NORM: NEW[NORM], UP: NEW[UP]}
+    )
     assert manager.stage(NEWER, copy=False).staged_bytes == 0
 
 
 def test_an_end_is_announced_once_it_is_queued() -> None:
     announced: list[tuple[int, int]] = []
-    manager = WeightSyncManager(decoder(), lambda update: announced.append((update.version, len(manager.pending))))
+    manager = WeightSyncManager(
+        decoder(), lambda update: announced.append((update.version, len(manager.pending)))
+    )
     manager.stage(OLD)
     manager.begin()
     manager.receive(NEW)
@@ -260,7 +310,7 @@ def test_an_end_is_announced_once_it_is_queued() -> None:
     assert announced == [(2, 2)]
 
 
-# -- tied heads --------------------------------------------------------------------------------------------------------
+# -- tied heads ------------------------------------------------------------------------------------
 
 ELSE = NEW[EMBEDDING].clone()
 ELSE[5, 6] += 1
@@ -289,7 +339,9 @@ def test_a_tied_head_becomes_what_the_embedding_becomes(
 ) -> None:
     tied_manager.stage(TIED_WEIGHTS)  # pending: what it is tied to is what this makes of it
     if not fits:
-        with pytest.raises(WeightUpdateError, match=r"'lm_head.weight' is tied to 'model.embed_tokens.weight'"):
+        with pytest.raises(
+            WeightUpdateError, match=r"'lm_head.weight' is tied to 'model.embed_tokens.weight'"
+        ):
             tied_manager.stage(buckets)
         assert len(tied_manager.pending) == 1
         return
@@ -301,7 +353,7 @@ def test_a_tied_head_becomes_what_the_embedding_becomes(
     assert tied_manager.checksum() == expected
 
 
-# -- patches -----------------------------------------------------------------------------------------------------------
+# -- patches ---------------------------------------------------------------------------------------
 
 WRONG: list[tuple[Callable[[], tuple[Any, Any]], str]] = [
     (lambda: (torch.tensor([3, 3]), torch.ones(2)), "index 3 more than once"),
@@ -318,7 +370,9 @@ WRONG: list[tuple[Callable[[], tuple[Any, Any]], str]] = [
 
 
 @pytest.mark.parametrize(("make", "told"), WRONG)
-def test_a_wrong_patch_is_refused(manager: WeightSyncManager, make: Callable[[], Any], told: str) -> None:
+def test_a_wrong_patch_is_refused(
+    manager: WeightSyncManager, make: Callable[[], Any], told: str
+) -> None:
     before = manager.checksum()
     with pytest.raises(WeightUpdateError, match=f"'model.norm.weight'.*{told}"):
         manager.stage([{UP: NEW[UP]}, [WeightPatch(NORM, *make())]])

@@ -17,19 +17,34 @@ PROMPT = list(range(3, 40))
 
 
 def engine_on(folder: Path) -> InferenceEngine:
-    return InferenceEngine(EngineConfig(model_path=str(folder), device="cpu", kv_cache_memory=2**22))
+    return InferenceEngine(
+        EngineConfig(model_path=str(folder), device="cpu", kv_cache_memory=2**22)
+    )
 
 
 def request(engine: InferenceEngine, weight_set: str, request_id: int) -> Add:
     namespace = Namespace()
     seq_id = engine.loop.sequences.new_id()
     keys = PrefixKeys(namespace)
-    seq = Sequence(seq_id, request_id, list(PROMPT), len(PROMPT), PARAMS, frozenset(), 0, keys, weight_set=weight_set)
+    seq = Sequence(
+        seq_id,
+        request_id,
+        list(PROMPT),
+        len(PROMPT),
+        PARAMS,
+        frozenset(),
+        0,
+        keys,
+        weight_set=weight_set,
+    )
     return Add(seq)
 
 
 def test_each_weight_set_computes_its_own_chunks(tmp_path: Path) -> None:
-    folders = {"policy": tiny_llama(tmp_path / "a", seed=1), "other": tiny_llama(tmp_path / "b", seed=2)}
+    folders = {
+        "policy": tiny_llama(tmp_path / "a", seed=1),
+        "other": tiny_llama(tmp_path / "b", seed=2),
+    }
     alone: dict[str, TrainingSample] = {}
     for name, folder in folders.items():
         with engine_on(folder) as engine:
@@ -38,7 +53,9 @@ def test_each_weight_set_computes_its_own_chunks(tmp_path: Path) -> None:
 
     with engine_on(folders["policy"]) as engine:
         ops = engine.model.ops
-        params = load_params(folders["other"], engine.spec, torch.float32, torch.device("cpu"), ops.allocate)
+        params = load_params(
+            folders["other"], engine.spec, torch.float32, torch.device("cpu"), ops.allocate
+        )
         engine.runner.models["other"] = Decoder(engine.spec, params, ops, engine.max_model_len)
         engine.runner.storages["other"] = engine.runner.storage
         engine.loop.sequences.versions["other"] = 0
@@ -48,7 +65,9 @@ def test_each_weight_set_computes_its_own_chunks(tmp_path: Path) -> None:
         while engine.has_pending():
             samples += engine.step()
             engine.loop.check()
-        assert engine.stats().prompt_tokens_computed < 4 * len(PROMPT), "twins of one set share their prompt"
+        assert engine.stats().prompt_tokens_computed < 4 * len(PROMPT), (
+            "twins of one set share their prompt"
+        )
     assert len(samples) == len(order)
     for sample in samples:
         expected = alone[order[sample.request_id]]

@@ -36,7 +36,7 @@ from tests.engine.weight_cases import (
 )
 from tests.models.tiny import Weights
 
-# -- what is written ---------------------------------------------------------------------------------------------------
+# -- what is written -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -51,7 +51,9 @@ def test_weights_change_in_place_and_the_version_counts(build: Build, blocking: 
     assert {name: (id(t), t.data_ptr()) for name, t in engine.model.params.items()} == before
 
 
-@pytest.mark.parametrize("names", [[NORM], [UP], [HEAD, EMBEDDING], ["model.layers.0.self_attn.k_proj.weight"]])
+@pytest.mark.parametrize(
+    "names", [[NORM], [UP], [HEAD, EMBEDDING], ["model.layers.0.self_attn.k_proj.weight"]]
+)
 def test_a_partial_state_dict_changes_what_it_names(build: Build, names: list[str]) -> None:
     engine = build()
     engine.update_weights({name: NEW[name] for name in names})
@@ -71,7 +73,10 @@ def test_parameters_of_a_trainer_and_strided_tensors_will_do(build: Build) -> No
     given = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in NEW.items()}
     engine.update_weights({**given, UP: NEW[UP].T.contiguous().T})
     assert_holds(engine, NEW)
-    assert not any(read(engine.model.params, slot).requires_grad for slot in slots(param_table(engine.spec)).values())
+    assert not any(
+        read(engine.model.params, slot).requires_grad
+        for slot in slots(param_table(engine.spec)).values()
+    )
 
 
 def test_the_callers_tensors_stay_the_callers(build: Build) -> None:
@@ -83,7 +88,7 @@ def test_the_callers_tensors_stay_the_callers(build: Build) -> None:
     assert_holds(engine, NEW)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 REFUSED: list[tuple[Any, str]] = [
     ({}, "non-empty state dict"),
@@ -135,7 +140,10 @@ def test_a_refused_update_leaves_the_old_version_serving(
 def test_an_explicit_version_must_grow(build: Build, version: int) -> None:
     engine = build()
     assert engine.update_weights(NEW, version=5).version == 5
-    with pytest.raises(WeightUpdateError, match=f"version={version} (is not newer than 5|must be an integer from 0)"):
+    with pytest.raises(
+        WeightUpdateError,
+        match=f"version={version} (is not newer than 5|must be an integer from 0)",
+    ):
         engine.update_weights(NEWER, version=version)
     assert_holds(engine, NEW)
     assert engine.update_weights(NEWER).version == 6
@@ -160,7 +168,11 @@ def test_a_tied_head_may_come_along_if_it_is_the_embedding(build: Build, tied: P
 
 @pytest.mark.parametrize(
     "weights",
-    [{EMBEDDING: NEW[EMBEDDING], HEAD: NEWER[EMBEDDING]}, {HEAD: NEWER[EMBEDDING]}, {HEAD: NEW[EMBEDDING][:-1]}],
+    [
+        {EMBEDDING: NEW[EMBEDDING], HEAD: NEWER[EMBEDDING]},
+        {HEAD: NEWER[EMBEDDING]},
+        {HEAD: NEW[EMBEDDING][:-1]},
+    ],
 )
 def test_a_tied_head_that_differs_is_refused(build: Build, tied: Path, weights: Weights) -> None:
     engine = build(model_path=str(tied))
@@ -172,7 +184,7 @@ def test_a_tied_head_that_differs_is_refused(build: Build, tied: Path, weights: 
     assert bits(engine.generate(PROMPT, drawn())[0]) == bits(before)
 
 
-# -- order and ownership -----------------------------------------------------------------------------------------------
+# -- order and ownership ---------------------------------------------------------------------------
 
 
 def test_what_is_staged_in_flight_is_a_copy(build: Build) -> None:
@@ -243,11 +255,13 @@ def test_a_sample_that_ends_while_weights_change_is_not_lost(build: Build) -> No
     assert sample.weight_versions == (VersionSpan(0, 0, 2),)
 
 
-# -- threads -----------------------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
 def while_stepping(engine: InferenceEngine, run: Callable[[], None]) -> None:
-    """Call `run` while this thread is in the middle of `generate`, so that other threads' updates cannot be at once."""
+    """Call `run` while this thread is in the middle of `generate`, so that other threads' updates
+    cannot be at once.
+    """
     ran: list[int] = []
 
     def once(*_: int) -> None:
@@ -258,7 +272,9 @@ def while_stepping(engine: InferenceEngine, run: Callable[[], None]) -> None:
     engine.generate(PROMPT, greedy(3), progress=once)
 
 
-def test_updates_from_two_threads_have_two_versions(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_from_two_threads_have_two_versions(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, updates = build(), list[WeightUpdate]()
     stage = engine.weight_sync.stage
 
@@ -270,7 +286,9 @@ def test_updates_from_two_threads_have_two_versions(build: Build, monkeypatch: p
 
     def both() -> None:
         threads = [
-            threading.Thread(target=lambda name=name: updates.append(engine.update_weights({name: NEW[name]})))
+            threading.Thread(
+                target=lambda name=name: updates.append(engine.update_weights({name: NEW[name]}))
+            )
             for name in (NORM, UP)
         ]
         for thread in threads:
@@ -315,7 +333,7 @@ def test_a_blocking_update_serves_when_it_returns_also_after_another_threads(
     assert_holds(engine, OLD | {NORM: NEW[NORM], UP: NEW[UP]})
 
 
-# -- the names of the first description --------------------------------------------------------------------------------
+# -- the names of the first description ------------------------------------------------------------
 
 
 def test_the_manager_alone_stages_and_finishes(build: Build) -> None:

@@ -1,4 +1,6 @@
-"""Weights on their way: in this process, through files, and what keeps a deadline whatever a transport does."""
+"""Weights on their way: in this process, through files, and what keeps a deadline whatever a
+transport does.
+"""
 
 import json
 import threading
@@ -14,7 +16,13 @@ from hypothesis import strategies as st
 from safetensors import torch as safetensors_torch
 
 from nano_inference import WeightSyncManager, WeightUpdate, WeightUpdateError
-from nano_inference.engine.transports import Deadline, Incoming, WeightTransport, receive_update, wire
+from nano_inference.engine.transports import (
+    Deadline,
+    Incoming,
+    WeightTransport,
+    receive_update,
+    wire,
+)
 from nano_inference.engine.transports import files as transport_files
 from nano_inference.engine.transports.files import MARKER, WeightFolder, write_folder
 from nano_inference.engine.transports.in_process import InProcess
@@ -52,7 +60,10 @@ def test_weights_that_are_here_arrive(manager: WeightSyncManager, version: int |
 
 
 def test_a_version_that_is_not_the_expected_one_is_refused(manager: WeightSyncManager) -> None:
-    refused(receive_update(manager, InProcess(NEW, version=6), version=5), "sent weight version 6, expected 5")
+    refused(
+        receive_update(manager, InProcess(NEW, version=6), version=5),
+        "sent weight version 6, expected 5",
+    )
     refused(receive_update(manager, InProcess(NEW, version=1)), "version=1 is not newer than 1")
     assert receive_update(manager, InProcess(NEW), version=5).result(5) == 5
 
@@ -73,7 +84,9 @@ def test_a_second_session_is_refused_while_one_receives(manager: WeightSyncManag
 
 
 class Stuck:
-    """A transport whose wait does not come back before it is let go, and says nothing of the deadline."""
+    """A transport whose wait does not come back before it is let go, and says nothing of the
+    deadline.
+    """
 
     def __init__(self, buckets: int) -> None:
         self.buckets, self.closed = buckets, threading.Event()
@@ -92,7 +105,9 @@ class Stuck:
 
 
 @pytest.mark.parametrize("buckets", [0, 1, 7])
-def test_the_deadline_holds_where_a_transport_does_not(manager: WeightSyncManager, buckets: int) -> None:
+def test_the_deadline_holds_where_a_transport_does_not(
+    manager: WeightSyncManager, buckets: int
+) -> None:
     before, stuck, began = manager.checksum(), Stuck(buckets), time.monotonic()
     update = receive_update(manager, stuck, timeout=0.2)
     refused(update, f"did not arrive within 0.2 s; {buckets} buckets did")
@@ -115,7 +130,9 @@ def test_the_deadline_holds_where_a_transport_does_not(manager: WeightSyncManage
 )
 def test_what_arrives_is_checked(manager: WeightSyncManager, weights: list[Any], told: str) -> None:
     before = manager.checksum()
-    refused(receive_update(manager, InProcess(iter(weights)), complete=True, check_finite=True), told)
+    refused(
+        receive_update(manager, InProcess(iter(weights)), complete=True, check_finite=True), told
+    )
     settled_threads()
     assert manager.checksum() == before
     assert receive_update(manager, InProcess(NEW)).result(5) == 2
@@ -147,7 +164,7 @@ def test_a_deadline_lies_ahead(manager: WeightSyncManager, timeout: float) -> No
     assert receive_update(manager, InProcess(NEW)).result(5) == 2
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def test_a_folder_is_read_once_it_is_complete(manager: WeightSyncManager, tmp_path: Path) -> None:
@@ -164,7 +181,9 @@ def test_a_folder_is_read_once_it_is_complete(manager: WeightSyncManager, tmp_pa
     assert receive_update(manager, WeightFolder(folder)).result(5) == 5
 
 
-def test_a_folder_is_not_complete_while_it_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_not_complete_while_it_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reader that came now would take some of the old files for all of the new update."""
     write_folder(tmp_path, NEW, version=1)
     seen = list[bool]()
@@ -201,13 +220,22 @@ def cut_short_and_say_so(folder: Path) -> None:
 
 FAULTS: list[tuple[Any, str]] = [
     (lambda folder: (folder / MARKER).unlink(), "was not written within 0.2 s"),
-    (lambda folder: next(folder.glob("*.safetensors")).unlink(), "is named by complete.json and missing"),
+    (
+        lambda folder: next(folder.glob("*.safetensors")).unlink(),
+        "is named by complete.json and missing",
+    ),
     (cut_short, "it was cut short"),
     (cut_short_and_say_so, "cannot be read as safetensors"),
     (lambda folder: (folder / MARKER).write_text("{"), "complete.json cannot be read"),
     (lambda folder: (folder / MARKER).write_text('{"files": {}}'), "does not name files"),
-    (lambda folder: (folder / MARKER).write_text('{"files": {"../x": 3}}'), "is named by complete.json and missing"),
-    (lambda folder: (folder / MARKER).write_text('{"version": "1", "files": {"x": 3}}'), "must be an integer"),
+    (
+        lambda folder: (folder / MARKER).write_text('{"files": {"../x": 3}}'),
+        "is named by complete.json and missing",
+    ),
+    (
+        lambda folder: (folder / MARKER).write_text('{"version": "1", "files": {"x": 3}}'),
+        "must be an integer",
+    ),
 ]
 
 
@@ -224,7 +252,9 @@ def test_a_folder_that_is_not_whole_is_refused(
     assert receive_update(manager, WeightFolder(tmp_path / "update"), timeout=5).result(5) == 2
 
 
-def test_a_missing_folder_and_no_weights_are_refused(manager: WeightSyncManager, tmp_path: Path) -> None:
+def test_a_missing_folder_and_no_weights_are_refused(
+    manager: WeightSyncManager, tmp_path: Path
+) -> None:
     with pytest.raises(WeightUpdateError, match="no such file"):
         manager.stage(tmp_path / "none")
     with pytest.raises(WeightUpdateError, match=r"no \.safetensors file"):
@@ -233,7 +263,7 @@ def test_a_missing_folder_and_no_weights_are_refused(manager: WeightSyncManager,
         write_folder(tmp_path, {})
 
 
-# -- what goes ahead of the bytes --------------------------------------------------------------------------------------
+# -- what goes ahead of the bytes ------------------------------------------------------------------
 
 KEYS = "model.layers.0.self_attn.k_proj.weight"
 SHAPES = WeightSyncManager(decoder()).shapes
@@ -242,8 +272,12 @@ SHAPES = WeightSyncManager(decoder()).shapes
 @pytest.mark.parametrize("run_bytes", [48, 1000, 2**23])
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 100_000), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
-def test_what_is_laid_out_is_what_is_unpacked(run_bytes: int, bucket_bytes: int, dtype: torch.dtype) -> None:
-    weights = {name: NEW[name].to(dtype) for name in (NORM, KEYS, "model.layers.0.input_layernorm.weight")}
+def test_what_is_laid_out_is_what_is_unpacked(
+    run_bytes: int, bucket_bytes: int, dtype: torch.dtype
+) -> None:
+    weights = {
+        name: NEW[name].to(dtype) for name in (NORM, KEYS, "model.layers.0.input_layernorm.weight")
+    }
     buckets = wire.cut(wire.sendable(weights), bucket_bytes)
     plan = wire.Plan(3, tuple(tuple(piece for piece, _ in bucket) for bucket in buckets))
     assert wire.decode(wire.encode(plan), SHAPES) == plan
@@ -254,7 +288,9 @@ def test_what_is_laid_out_is_what_is_unpacked(run_bytes: int, bucket_bytes: int,
         for bucket, pieces in zip(buckets, plan.buckets, strict=True):
             flat = torch.empty(wire.num_bytes(pieces), dtype=torch.uint8)
             for start, stop in wire.runs(len(flat)):
-                flat[start:stop] = wire.laid_out(bucket, start, stop, torch.empty(run_bytes, dtype=torch.uint8))
+                flat[start:stop] = wire.laid_out(
+                    bucket, start, stop, torch.empty(run_bytes, dtype=torch.uint8)
+                )
             unpacked = wire.unpack(pieces, flat)
             assert isinstance(unpacked, dict)
             arrived |= unpacked
@@ -264,7 +300,11 @@ def test_what_is_laid_out_is_what_is_unpacked(run_bytes: int, bucket_bytes: int,
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.sampled_from(list(wire.DTYPE_NAMES))), min_size=1, max_size=6),
+    st.lists(
+        st.tuples(st.integers(0, 40), st.sampled_from(list(wire.DTYPE_NAMES))),
+        min_size=1,
+        max_size=6,
+    ),
     st.sampled_from([16, 48, 64]),
     st.booleans(),
 )
@@ -275,7 +315,9 @@ def test_tensors_of_any_length_lie_side_by_side(
     random = torch.Generator().manual_seed(0)
     values = [torch.randn(length, generator=random).to(dtype) for length, dtype in told]
     if patched:
-        weights: Any = [(str(at), 3 * torch.arange(len(each)), each) for at, each in enumerate(values)]
+        weights: Any = [
+            (str(at), 3 * torch.arange(len(each)), each) for at, each in enumerate(values)
+        ]
     else:
         weights = {str(at): each for at, each in enumerate(values)}
     bucket = wire.sendable(weights)
@@ -283,7 +325,9 @@ def test_tensors_of_any_length_lie_side_by_side(
     flat = torch.full((wire.num_bytes(pieces),), 255, dtype=torch.uint8)
     for start in range(0, len(flat), run_bytes):
         stop = min(start + run_bytes, len(flat))
-        flat[start:stop] = wire.laid_out(bucket, start, stop, torch.empty(run_bytes, dtype=torch.uint8))
+        flat[start:stop] = wire.laid_out(
+            bucket, start, stop, torch.empty(run_bytes, dtype=torch.uint8)
+        )
     found: Any = wire.unpack(pieces, flat)
     if patched:
         for (name, indices, sent), patch in zip(weights, found, strict=True):
@@ -301,15 +345,24 @@ LIES: list[tuple[Any, str]] = [
     ({"format": 1, "version": 1, "buckets": []}, "no tensors"),
     ({"format": 1, "version": 1, "buckets": [[]]}, "no tensors"),
     ({"format": 1, "version": 1, "buckets": [[PIECE], []]}, "empty"),
-    ({"format": 1, "version": 1, "buckets": [[PIECE, [UP, "float32", None, 3]]]}, "both tensors and patches"),
+    (
+        {"format": 1, "version": 1, "buckets": [[PIECE, [UP, "float32", None, 3]]]},
+        "both tensors and patches",
+    ),
     ({"format": 1, "version": 1, "buckets": [[PIECE], [PIECE]]}, "came twice"),
     ({"format": 1, "version": "1", "buckets": [[PIECE]]}, "must be an integer"),
     ({"format": 1, "version": 1, "buckets": [[[NORM, "float32", [2**40], None]]]}, "has shape"),
-    ({"format": 1, "version": 1, "buckets": [[[NORM, "float32", [64], 2**40]]]}, "1099511627776 numbers"),
+    (
+        {"format": 1, "version": 1, "buckets": [[[NORM, "float32", [64], 2**40]]]},
+        "1099511627776 numbers",
+    ),
     ({"format": 1, "version": 1, "buckets": [[[NORM, "float32", [64], -1]]]}, "-1 numbers"),
     ({"format": 1, "version": 1, "buckets": [[[NORM, "int64", [64], None]]]}, "dtype 'int64'"),
     ({"format": 1, "version": 1, "buckets": [[[NORM, ["x"], [64], None]]]}, "dtype"),
-    ({"format": 1, "version": 1, "buckets": [[["x", "float32", [64], None]]]}, "'x' is not a tensor"),
+    (
+        {"format": 1, "version": 1, "buckets": [[["x", "float32", [64], None]]]},
+        "'x' is not a tensor",
+    ),
     ({"format": 1, "version": 1, "buckets": 3}, "cannot be read"),
     ({"format": 1, "version": 1, "buckets": [[[NORM]]]}, "cannot be read"),
     ([], "cannot be read"),
@@ -331,5 +384,8 @@ def test_transports_are_transports(tmp_path: Path) -> None:
 def test_no_time_at_all_is_an_error_and_not_the_default() -> None:
     from nano_inference.engine.transports.sender import WeightSender
 
-    with WeightSender() as sender, pytest.raises(WeightUpdateError, match="timeout=0 must be more than 0"):
+    with (
+        WeightSender() as sender,
+        pytest.raises(WeightUpdateError, match="timeout=0 must be more than 0"),
+    ):
         sender.send({NORM: NEW[NORM]}, timeout=0)

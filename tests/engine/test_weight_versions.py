@@ -1,4 +1,6 @@
-"""New weights while an engine generates: which version sampled what, and never with stale keys and values."""
+"""New weights while an engine generates: which version sampled what, and never with stale keys and
+values.
+"""
 
 import pytest
 
@@ -8,7 +10,18 @@ from nano_inference import (
     VersionSpan,
     WeightUpdateError,
 )
-from tests.engine.weight_cases import NEW, NEWER, OLD, PROMPT, Build, assert_holds, bits, drain, drawn, greedy
+from tests.engine.weight_cases import (
+    NEW,
+    NEWER,
+    OLD,
+    PROMPT,
+    Build,
+    assert_holds,
+    bits,
+    drain,
+    drawn,
+    greedy,
+)
 
 
 def test_with_nothing_in_flight_an_update_serves_at_once(build: Build) -> None:
@@ -39,7 +52,9 @@ def test_with_a_step_in_flight_it_serves_from_the_next_on(build: Build) -> None:
 
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_spans_say_which_version_sampled_which_tokens(build: Build, blocking: bool, lookahead: int) -> None:
+def test_spans_say_which_version_sampled_which_tokens(
+    build: Build, blocking: bool, lookahead: int
+) -> None:
     engine = build(lookahead=lookahead)
     request = engine.add_request(PROMPT, drawn(20), 3)
     samples: list[TrainingSample] = []
@@ -76,7 +91,9 @@ def test_a_version_that_sampled_nothing_has_no_span(build: Build) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_after_a_blocking_update_running_requests_recompute_their_context(build: Build, lookahead: int) -> None:
+def test_after_a_blocking_update_running_requests_recompute_their_context(
+    build: Build, lookahead: int
+) -> None:
     """What follows is what a fresh engine makes of the prompt and the tokens so far."""
     engine = build(lookahead=lookahead)
     engine.add_request(PROMPT, greedy(14), 2)
@@ -95,7 +112,9 @@ def test_after_a_blocking_update_running_requests_recompute_their_context(build:
         assert sample.logprobs[new.start :] == expected.logprobs
 
 
-def test_after_an_update_without_waiting_requests_go_on_with_the_keys_they_have(build: Build) -> None:
+def test_after_an_update_without_waiting_requests_go_on_with_the_keys_they_have(
+    build: Build,
+) -> None:
     """The next token sees old keys of the prompt and new weights: neither engine alone gives it."""
     engine = build(lookahead=0)
     engine.add_request(PROMPT, greedy(8))
@@ -113,9 +132,15 @@ def test_after_an_update_without_waiting_requests_go_on_with_the_keys_they_have(
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("running", [0, 1, 4])
-def test_no_stale_keys_reach_a_later_request(build: Build, blocking: bool, lookahead: int, running: int) -> None:
-    """Before, while and after: the prompt is cached under the old weights, and its owner may still be running."""
-    expected_old, expected_new = (build(weights).generate(PROMPT, greedy())[0] for weights in (OLD, NEW))
+def test_no_stale_keys_reach_a_later_request(
+    build: Build, blocking: bool, lookahead: int, running: int
+) -> None:
+    """Before, while and after: the prompt is cached under the old weights, and its owner may still
+    be running.
+    """
+    expected_old, expected_new = (
+        build(weights).generate(PROMPT, greedy())[0] for weights in (OLD, NEW)
+    )
     engine = build(lookahead=lookahead)
     for _ in range(2):
         assert bits(engine.generate(PROMPT, greedy())[0]) == bits(expected_old)
@@ -172,7 +197,9 @@ def named_versions(engine: InferenceEngine) -> set[int]:
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 @pytest.mark.parametrize("blocking", [False, True])
-def test_no_block_keeps_the_name_of_a_dead_version(build: Build, blocking: bool, cache_type: str) -> None:
+def test_no_block_keeps_the_name_of_a_dead_version(
+    build: Build, blocking: bool, cache_type: str
+) -> None:
     """Nor gets one: a request that goes on with old keys names nothing any more."""
     engine = build(max_batch_size=2, cache_type=cache_type)
     engine.generate(PROMPT[::-1], greedy())
@@ -210,4 +237,5 @@ def test_an_aborted_sample_carries_the_version_of_its_last_token(build: Build) -
     engine.update_weights(NEW)
     begun, untouched = engine.abort()
     assert (begun.weight_version, begun.weight_versions) == (0, (VersionSpan(0, 0, 1),))
-    assert (untouched.weight_version, untouched.weight_versions) == (1, ())  # no token: what serves now
+    # no token: what serves now
+    assert (untouched.weight_version, untouched.weight_versions) == (1, ())

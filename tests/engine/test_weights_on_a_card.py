@@ -1,4 +1,6 @@
-"""Updates of an engine on a GPU, as far as a machine without one shows it: where they wait, and what a group holds."""
+"""Updates of an engine on a GPU, as far as a machine without one shows it: where they wait, and
+what a group holds.
+"""
 
 import gc
 import os
@@ -111,7 +113,9 @@ def test_a_first_collective_that_does_not_come_back_keeps_nobody() -> None:
     group.close()
 
 
-def test_torchs_watchdog_is_told_to_leave_the_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_watchdog_is_told_to_leave_the_process_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It reads that as a group is made; whoever makes others finds what it had set."""
     seen: list[tuple[str | None, ...]] = []
     names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
@@ -142,11 +146,15 @@ def test_a_card_has_its_number_on_every_thread(monkeypatch: pytest.MonkeyPatch) 
 def test_an_update_takes_no_more_of_the_card_than_there_is(tmp_path: Path) -> None:
     """What is beyond waits on the CPU. A card is played by the device "meta"."""
     table = param_table(load_spec(tiny_llama(tmp_path)))
-    params = {param.name: torch.empty(param.shape, dtype=torch.bfloat16, device="meta") for param in table}
+    params = {
+        param.name: torch.empty(param.shape, dtype=torch.bfloat16, device="meta") for param in table
+    }
     weights = {name: torch.zeros(slot.shape) for name, slot in slots(table).items()}
     sizes = [2 * tensor.numel() for tensor in weights.values()]
     room = sum(sizes) // 2
-    session = WeightSession(slots(table), slots(table), params, complete=True, check_finite=False, room=room)
+    session = WeightSession(
+        slots(table), slots(table), params, complete=True, check_finite=False, room=room
+    )
     session.add(weights, Hold.COPY)
     placed = {"meta": 0, "cpu": 0}
     for change in session.changes:

@@ -13,7 +13,8 @@ from tests.models.tiny import tiny_model
 Build = Callable[..., InferenceEngine]
 WINDOWS = {"mistral": 24, "gemma3": 17, "llama": 0}
 UNITS = {"mistral": (0, 1), "gemma3": (1, 3), "llama": (1, 0)}  # units of a block: full, sliding
-UNIT_TOKEN_BYTES = {"mistral": 512, "gemma3": 128, "llama": 512}  # keys and values of a token in one unit
+# keys and values of a token in one unit
+UNIT_TOKEN_BYTES = {"mistral": 512, "gemma3": 128, "llama": 512}
 SIZE = 4
 
 
@@ -28,7 +29,12 @@ def build(models: dict[str, Path]) -> Iterator[Build]:
 
     def make(family: str, num_units: int = 4000, **options: Any) -> InferenceEngine:
         memory = num_units * SIZE * UNIT_TOKEN_BYTES[family]
-        settings = {"block_size": SIZE, "device": "cpu", "num_threads": 1, "kv_cache_memory": memory} | options
+        settings = {
+            "block_size": SIZE,
+            "device": "cpu",
+            "num_threads": 1,
+            "kv_cache_memory": memory,
+        } | options
         built.append(InferenceEngine(EngineConfig(model_path=str(models[family]), **settings)))
         return built[-1]
 
@@ -46,7 +52,9 @@ def endless(max_tokens: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("family", WINDOWS)
-def test_a_long_sequence_holds_its_window_and_what_full_layers_need(build: Build, family: str) -> None:
+def test_a_long_sequence_holds_its_window_and_what_full_layers_need(
+    build: Build, family: str
+) -> None:
     engine = build(family)
     engine.add_request([5, 6, 7], endless(300))
     full, sliding = UNITS[family]
@@ -55,7 +63,8 @@ def test_a_long_sequence_holds_its_window_and_what_full_layers_need(build: Build
         if step < 299:
             computed = 3 + step
             blocks = -(-computed // SIZE)
-            seen = max(0, computed - WINDOWS[family] + 1) if sliding else 0  # first position that the next row sees
+            # first position that the next row sees
+            seen = max(0, computed - WINDOWS[family] + 1) if sliding else 0
             assert held(engine) == full * blocks + sliding * (blocks - seen // SIZE)
             assert engine.stats().kv_use == pytest.approx(held(engine) / engine.cache.num_units)
     assert held(engine) == 0
@@ -73,7 +82,8 @@ def most_running(engine: InferenceEngine, count: int, length: int) -> int:
 
 
 def test_more_sequences_run_at_once_in_the_same_memory(build: Build) -> None:
-    memory = {"kv_cache_memory": 128 * SIZE * 512}  # 128 blocks: what two sequences of 250 tokens take in full
+    # 128 blocks: what two sequences of 250 tokens take in full
+    memory = {"kv_cache_memory": 128 * SIZE * 512}
     full = build("llama", **memory)
     assert most_running(full, 12, 240) == 12
     assert full.stats().num_preemptions > 0
@@ -85,7 +95,9 @@ def test_more_sequences_run_at_once_in_the_same_memory(build: Build) -> None:
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_a_prefix_is_found_after_the_window_has_moved_on(build: Build, family: str, cache_type: str) -> None:
+def test_a_prefix_is_found_after_the_window_has_moved_on(
+    build: Build, family: str, cache_type: str
+) -> None:
     engine = build(family, cache_type=cache_type)
     prompt = [*range(3, 43)]
     (first,) = engine.generate([prompt], endless(100))
@@ -98,11 +110,14 @@ def test_a_prefix_is_found_after_the_window_has_moved_on(build: Build, family: s
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_a_request_runs_in_the_least_memory_that_it_needs_alone(build: Build, family: str) -> None:
-    """One chunk would take more; it is cut. One unit less, and the engine is made for shorter sequences."""
+    """One chunk would take more; it is cut. One unit less, and the engine is made for shorter
+    sequences.
+    """
     full, sliding = UNITS[family]
     blocks = 300 // SIZE
     within = (WINDOWS[family] - 2) // SIZE + 2
-    engine = build(family, num_units=full * blocks + sliding * within)  # a uniform cache would need `blocks` of both
+    # a uniform cache would need `blocks` of both
+    engine = build(family, num_units=full * blocks + sliding * within)
     assert engine.max_model_len == (300 if full else 512)
     prompt = [3 + i % 290 for i in range(290)]
     (sample,) = engine.generate([prompt], endless(10))
@@ -124,7 +139,10 @@ def test_a_copy_of_the_units_on_a_device_follows_the_pool(build: Build) -> None:
     assert engine.stats().num_preemptions > 0
     assert bool((mirror.units() == mirror._host).all())  # pyright: ignore[reportPrivateUsage]
     (roomy, *_) = build("gemma3").generate([[3, 4, 5]], endless(60), 2)
-    assert (samples[0].completion_tokens, samples[0].logprobs) == (roomy.completion_tokens, roomy.logprobs)
+    assert (samples[0].completion_tokens, samples[0].logprobs) == (
+        roomy.completion_tokens,
+        roomy.logprobs,
+    )
 
 
 def test_a_prompt_that_may_not_be_cut_needs_memory_for_all_of_it(build: Build) -> None:
@@ -138,7 +156,11 @@ def test_the_memory_table_says_what_a_token_costs_later(build: Build) -> None:
     assert budget.num_units == 400
     assert budget.num_tokens == 400 // 4 * SIZE
     assert budget.bytes_per_token == 4 * 128
-    for told in ("512 bytes", "128 bytes, once it has left the window of 17", "100 blocks of 4 tokens"):
+    for told in (
+        "512 bytes",
+        "128 bytes, once it has left the window of 17",
+        "100 blocks of 4 tokens",
+    ):
         assert told in str(budget)
     assert "left the window" not in str(build("llama").memory_budget)
     with pytest.raises(ConfigError, match=r"holds no block of 4 tokens; give at least 2,048 bytes"):
@@ -151,7 +173,9 @@ def test_a_window_that_no_sequence_outgrows_costs_nothing(build: Build) -> None:
     assert build("mistral", max_model_len=25).cache.units is not None
 
 
-def test_models_whose_layers_do_not_match_keep_everything(build: Build, models: dict[str, Path]) -> None:
+def test_models_whose_layers_do_not_match_keep_everything(
+    build: Build, models: dict[str, Path]
+) -> None:
     """A reference of another kind: blocks belong to either, so none of them may give up a part."""
     engine = build("mistral", ref_model_path=str(models["llama"]))
     assert engine.cache.units is None

@@ -1,7 +1,8 @@
-"""A trainer in a process of its own, for the tests of the broadcast: it does what its arguments say, and prints.
+"""A trainer in a process of its own, for the tests of the broadcast: it does what its arguments
+say, and prints.
 
-Run as `python -m tests.engine.trainer PORT ACTION...`; each action is one update, or a way to fail in one. It prints
-the address first, then a line for every action.
+Run as `python -m tests.engine.trainer PORT ACTION...`; each action is one update, or a way to fail
+in one. It prints the address first, then a line for every action.
 """
 
 import os
@@ -38,7 +39,8 @@ def lie(content: bytes) -> None:
 
 
 def kill_in_the_middle() -> None:
-    after(6, lambda: os.kill(os.getpid(), signal.SIGKILL))  # the description, its length, and four runs
+    # the description, its length, and four runs
+    after(6, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 ENCODE = wire.encode
@@ -76,7 +78,9 @@ def act(trainer: sender.WeightSender, action: str) -> None:
 def main() -> None:
     """Serve, print the address, act."""
     torch.set_num_threads(1)
-    with sender.WeightSender(f"tcp://127.0.0.1:{sys.argv[1]}", bucket_bytes=20_000, timeout=20) as trainer:
+    with sender.WeightSender(
+        f"tcp://127.0.0.1:{sys.argv[1]}", bucket_bytes=20_000, timeout=20
+    ) as trainer:
         print(trainer.address, flush=True)
         for action in sys.argv[2:]:
             try:

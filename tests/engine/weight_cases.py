@@ -1,4 +1,6 @@
-"""What the tests of weight updates share: a tiny model, other weights for it, and ways to look at an engine."""
+"""What the tests of weight updates share: a tiny model, other weights for it, and ways to look at
+an engine.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -48,7 +50,8 @@ def drain(engine: InferenceEngine) -> list[TrainingSample]:
 def current(engine: InferenceEngine) -> Weights:
     """What the engine holds, under checkpoint names."""
     return {
-        name: read(engine.model.params, slot).clone() for name, slot in slots(param_table(engine.model.spec)).items()
+        name: read(engine.model.params, slot).clone()
+        for name, slot in slots(param_table(engine.model.spec)).items()
     }
 
 
@@ -60,7 +63,11 @@ def assert_holds(engine: InferenceEngine, expected: Mapping[str, Tensor]) -> Non
 
 
 def decoder(
-    backend: str = "reference", dtype: torch.dtype = torch.float32, *, tie: bool = False, **sizes: Any
+    backend: str = "reference",
+    dtype: torch.dtype = torch.float32,
+    *,
+    tie: bool = False,
+    **sizes: Any,
 ) -> Decoder:
     """A tiny model of zeros, without an engine around it."""
     ops = reference_ops() if backend == "reference" else cpu_ops(2)

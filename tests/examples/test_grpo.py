@@ -1,4 +1,6 @@
-"""The GRPO loop on a tiny model: it learns, and nothing but recipe, task and model decides its last checkpoint."""
+"""The GRPO loop on a tiny model: it learns, and nothing but recipe, task and model decides its last
+checkpoint.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -27,13 +29,17 @@ TIGHT: dict[str, Any] = {
 
 
 def low_ids(sample: TrainingSample, _: str) -> float:
-    """Share of tokens in the lower half of the vocabulary: more than half only if the policy has learned."""
+    """Share of tokens in the lower half of the vocabulary: more than half only if the policy has
+    learned.
+    """
     return sum(token < 150 for token in sample.completion_tokens) / len(sample.completion_tokens)
 
 
 def low_id_task() -> Task:
     prompts = [[10 + number, 200, 30 + 7 * number % 50, 5] for number in range(40)]
-    return Task([(prompt, "") for prompt in prompts[8:]], [(prompt, "") for prompt in prompts[:8]], low_ids)
+    return Task(
+        [(prompt, "") for prompt in prompts[8:]], [(prompt, "") for prompt in prompts[:8]], low_ids
+    )
 
 
 @pytest.fixture
@@ -43,7 +49,9 @@ def model(tmp_path: Path) -> str:
 
 def run(model: str, recipe: Recipe, **options: Any) -> Run:
     before = torch.get_num_threads()
-    config = EngineConfig(model, ref_model_path=model, dtype="bfloat16", device="cpu", max_model_len=32, **options)
+    config = EngineConfig(
+        model, ref_model_path=model, dtype="bfloat16", device="cpu", max_model_len=32, **options
+    )
     try:
         return whole_run(config, low_id_task(), recipe)
     finally:
@@ -55,7 +63,9 @@ def test_two_runs_under_different_options_end_in_the_same_checkpoint(model: str)
     assert tight.preemptions > 0
     assert tight.engine_steps > roomy.engine_steps
     assert tight.sha256 == roomy.sha256
-    untimed = [[dataclasses.replace(step, seconds=0.0) for step in each.steps] for each in (roomy, tight)]
+    untimed = [
+        [dataclasses.replace(step, seconds=0.0) for step in each.steps] for each in (roomy, tight)
+    ]
     assert untimed[0] == untimed[1]
     other = run(model, dataclasses.replace(RECIPE, seed=1), **ROOMY)
     assert other.sha256 != roomy.sha256  # so the hash sees what was learned
@@ -67,7 +77,10 @@ def test_the_reward_rises_also_on_held_out_prompts(model: str, tmp_path: Path) -
     assert steps[0].kl == 0.0
     assert steps[-1].kl > 0.0
     assert all(step.mismatch == 0.0 for step in steps)
-    assert sum(step.reward for step in steps[-5:]) / 5 > sum(step.reward for step in steps[:5]) / 5 + 0.1
+    assert (
+        sum(step.reward for step in steps[-5:]) / 5
+        > sum(step.reward for step in steps[:5]) / 5 + 0.1
+    )
     assert [step.step for step in steps if step.held_out is not None] == [0, 8, 16, 24, 32, 40]
     pytest.importorskip("matplotlib")
     plot(steps, tmp_path / "curves" / "grpo.png")
@@ -82,16 +95,30 @@ def test_advantages_of_a_group() -> None:
 def test_questions_and_their_answers() -> None:
     task = largest_number(seed=3)
     numbers = [
-        tuple(sorted(prompt.split("\n")[1].rstrip("?").replace(" or", ",").split(", "))) for prompt, _ in task.train
+        tuple(sorted(prompt.split("\n")[1].rstrip("?").replace(" or", ",").split(", ")))
+        for prompt, _ in task.train
     ]
-    held_out = [tuple(sorted(p.split("\n")[1].rstrip("?").replace(" or", ",").split(", "))) for p, _ in task.held_out]
+    held_out = [
+        tuple(sorted(p.split("\n")[1].rstrip("?").replace(" or", ",").split(", ")))
+        for p, _ in task.held_out
+    ]
     assert len(set(numbers) | set(held_out)) == len(numbers) + len(held_out) == 117_480
-    assert all(max(three) == answer for three, (_, answer) in zip(held_out, task.held_out, strict=True))
+    assert all(
+        max(three) == answer for three, (_, answer) in zip(held_out, task.held_out, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "reward"),
-    [(" 52", 1.0), (" 52.", 1.0), ("52\n", 1.0), (" 52 or 17", 0.0), (" 5", 0.0), ("", 0.0), (None, 0.0)],
+    [
+        (" 52", 1.0),
+        (" 52.", 1.0),
+        ("52\n", 1.0),
+        (" 52 or 17", 0.0),
+        (" 5", 0.0),
+        ("", 0.0),
+        (None, 0.0),
+    ],
 )
 def test_only_the_answer_alone_is_worth_something(text: str | None, reward: float) -> None:
     sample = TrainingSample((1,), (2,), (0.0,), None, 0, "stop", text=text)

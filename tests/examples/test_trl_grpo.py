@@ -1,4 +1,6 @@
-"""The example with TRL: its reward, its picture, the run that the documents show; and, where TRL is, a short run."""
+"""The example with TRL: its reward, its picture, the run that the documents show; and, where TRL
+is, a short run.
+"""
 
 import json
 import os
@@ -38,7 +40,9 @@ def test_two_steps(tmp_path: Path) -> None:
     size = ["--steps", "2", "--prompts", "1", "--samples", "4", "--dtype", "float32"]
     command = [PYTHON, "-W", "ignore", "-m", "examples.trl_grpo", *size, "--out", tmp_path]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
+    )
     assert ran.returncode == 0, ran.stderr[-4000:]
     (run,) = json.loads((tmp_path / "trl-grpo.json").read_text())["runs"].values()
     assert [step["weight_version"] for step in run["steps"]] == [1, 2]

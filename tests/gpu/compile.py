@@ -1,11 +1,13 @@
-"""Compiles the launches of `ops/cuda` for a GPU that is not here, and says what each kernel takes of it.
+"""Compiles the launches of `ops/cuda` for a GPU that is not here, and says what each kernel takes
+of it.
 
     python -m tests.gpu.compile [--only WORD] [--small] [--arch 90] [--json PATH]
 
-Our own host functions are called with CPU tensors of real shapes (which nobody reads: their memory is never touched).
-A stand-in for Triton's driver names the target, and a launch compiles and returns. So what is compiled is what a step
-on such a GPU would launch: constants, alignments and all. Nothing here needs a GPU, pytest or Triton's interpreter,
-which must be off (`main` sees to that). Whoever writes a kernel adds its calls to `CALLS`.
+Our own host functions are called with CPU tensors of real shapes (which nobody reads: their memory
+is never touched). A stand-in for Triton's driver names the target, and a launch compiles and
+returns. So what is compiled is what a step on such a GPU would launch: constants, alignments and
+all. Nothing here needs a GPU, pytest or Triton's interpreter, which must be off (`main` sees to
+that). Whoever writes a kernel adds its calls to `CALLS`.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -62,25 +64,32 @@ LLAMA = Shape("Llama-3-8B", 4096, 32, 8, 128, 14_336, 128_256, head_norms=False)
 
 def kv_view(shape: Shape, batch: ForwardBatch) -> BoundKVStorage:
     """The KV cache of one layer, bound to a batch."""
-    spec = SimpleNamespace(num_layers=1, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, windows=(0,))
+    spec = SimpleNamespace(
+        num_layers=1, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, windows=(0,)
+    )
     storage = KVStorage(spec, 4096, BLOCK_SIZE, shape.dtype, torch.device("cpu"))  # type: ignore[arg-type]
     return storage.bind(batch.block_tables, batch.seq_lens)
 
 
 def decode_batch(num_seqs: int) -> ForwardBatch:
     """One row of each sequence at the end of `CONTEXT` tokens."""
-    return batch_of_rows([Rows([0], CONTEXT - 1, range(CONTEXT // BLOCK_SIZE))] * num_seqs, BLOCK_SIZE)
+    return batch_of_rows(
+        [Rows([0], CONTEXT - 1, range(CONTEXT // BLOCK_SIZE))] * num_seqs, BLOCK_SIZE
+    )
 
 
 def prefill_batch(num_seqs: int) -> ForwardBatch:
     """All `CONTEXT` tokens of each sequence."""
-    return batch_of_rows([Rows([0] * CONTEXT, 0, range(CONTEXT // BLOCK_SIZE))] * num_seqs, BLOCK_SIZE)
+    return batch_of_rows(
+        [Rows([0] * CONTEXT, 0, range(CONTEXT // BLOCK_SIZE))] * num_seqs, BLOCK_SIZE
+    )
 
 
 # Calls import what they call: this module is read where Triton is not.
 
 
-ROWS = (1, 2, 7, 4096)  # numbers of rows that calls row by row are made with: none may make a kernel of its own
+# numbers of rows that calls row by row are made with: none may make a kernel of its own
+ROWS = (1, 2, 7, 4096)
 
 
 def _embed(shape: Shape) -> None:
@@ -97,9 +106,12 @@ def _rms_norm(shape: Shape) -> None:
         residual = shape.empty(rows, shape.hidden, dtype=torch.float32)
         rms_norm(None, residual, shape.norm(shape.hidden))
         rms_norm(shape.empty(rows, shape.hidden), residual, shape.norm(shape.hidden))
-    odd = torch.zeros(shape.hidden + 1, dtype=shape.dtype)[1:]  # an address that is no multiple of 16
+    # an address that is no multiple of 16
+    odd = torch.zeros(shape.hidden + 1, dtype=shape.dtype)[1:]
     rms_norm(
-        odd[None], shape.empty(1, shape.hidden, dtype=torch.float32), shape.norm(shape.hidden)._replace(weight=odd)
+        odd[None],
+        shape.empty(1, shape.hidden, dtype=torch.float32),
+        shape.norm(shape.hidden)._replace(weight=odd),
     )
 
 
@@ -129,7 +141,11 @@ def _rope(shape: Shape, *, full: bool = False, units: bool = False) -> None:
     from nano_inference.ops.cuda.rope import rope_and_store
 
     angles = shape.empty(2 * CONTEXT, shape.head_dim // 2, dtype=torch.float32)
-    widths = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim) if full else (shape.head_dim,) * 2
+    widths = (
+        (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim)
+        if full
+        else (shape.head_dim,) * 2
+    )
     norms = (shape.norm(widths[0]), shape.norm(widths[1])) if full or shape.head_norms else None
     unit_map = SimpleNamespace(units=lambda: torch.zeros(1, 64, dtype=torch.int64))
     for batch in (decode_batch(1), decode_batch(2), prefill_batch(4)):
@@ -143,7 +159,9 @@ def _rope_full(shape: Shape) -> None:
     _rope(shape, full=True)
 
 
-def _attention(shape: Shape, batch: ForwardBatch, *, batch_invariant: bool = False, window: int = 0) -> None:
+def _attention(
+    shape: Shape, batch: ForwardBatch, *, batch_invariant: bool = False, window: int = 0
+) -> None:
     from triton.runtime import driver
 
     from nano_inference.ops.cuda.attention import Attention
@@ -183,7 +201,9 @@ def _draw(shape: Shape, samples: Iterable[int] = (1, 7, 256), **options: Any) ->
     from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
 
     for num in samples:
-        requests = [DrawRequest(SamplingParams(**options), row, completion=[1]) for row in range(num)]
+        requests = [
+            DrawRequest(SamplingParams(**options), row, completion=[1]) for row in range(num)
+        ]
         draw(shape.empty(num, shape.vocab, dtype=torch.float32), sampling_batch(requests))
 
 
@@ -198,7 +218,13 @@ def _draw_filtered(shape: Shape) -> None:
 
 def _draw_all(shape: Shape) -> None:
     """What costs passes of its own."""
-    options = {"top_k": 50, "sampling_mask": True, "top_logprobs": 5, "logit_bias": {1: 1.0}, "presence_penalty": 1.0}
+    options = {
+        "top_k": 50,
+        "sampling_mask": True,
+        "top_logprobs": 5,
+        "logit_bias": {1: 1.0},
+        "presence_penalty": 1.0,
+    }
     _draw(shape, (1, 2), **options, raw_logprobs=True, allowed_token_ids=frozenset({1, 2}))
 
 
@@ -230,12 +256,24 @@ def _few_rows(shape: Shape, num_rows: tuple[int, ...] = (1, 2, 3, 8)) -> None:
     from nano_inference.ops.cuda import few_rows_kernels as kernels
 
     for rows in num_rows:
-        stream, norm = shape.empty(rows, shape.hidden, dtype=torch.float32), shape.norm(shape.hidden)
+        stream, norm = (
+            shape.empty(rows, shape.hidden, dtype=torch.float32),
+            shape.norm(shape.hidden),
+        )
         kernels.product(stream, norm, shape.empty(shape.qkv, shape.hidden), None)
-        attended, inner = shape.empty(rows, shape.heads * shape.head_dim), shape.empty(rows, shape.inner)
-        kernels.product_added(attended, None, shape.empty(shape.hidden, attended.shape[1]), None, stream, 1.0)
-        kernels.product_gated(stream, norm, shape.empty(2 * shape.inner, shape.hidden), None, "silu")
-        kernels.product_added(inner, None, shape.empty(shape.hidden, shape.inner), None, stream, 1.0)
+        attended, inner = (
+            shape.empty(rows, shape.heads * shape.head_dim),
+            shape.empty(rows, shape.inner),
+        )
+        kernels.product_added(
+            attended, None, shape.empty(shape.hidden, attended.shape[1]), None, stream, 1.0
+        )
+        kernels.product_gated(
+            stream, norm, shape.empty(2 * shape.inner, shape.hidden), None, "silu"
+        )
+        kernels.product_added(
+            inner, None, shape.empty(shape.hidden, shape.inner), None, stream, 1.0
+        )
 
 
 def _few_rows_small(shape: Shape) -> None:
@@ -249,7 +287,8 @@ class Call:
     Attributes:
         name: of the call in the table.
         run: calls a host function of `ops/cuda` with tensors of this shape; results are not used.
-        small: compiled in ordinary CI too, at the first shape, for sm_90; at most one or two a module.
+        small: compiled in ordinary CI too, at the first shape, for sm_90; at most one or two a
+            module.
         shapes: of models.
     """
 
@@ -272,7 +311,11 @@ CALLS = [
     Call("attention, any chunks", _attention_any),
     Call("attention, sliding window", _attention_window, shapes=(QWEN,)),
     Call("attention, invariant", _attention_invariant),
-    Call("attention, float32", _attention_any, shapes=(replace(QWEN, name="Qwen3-0.6B fp32", dtype=torch.float32),)),
+    Call(
+        "attention, float32",
+        _attention_any,
+        shapes=(replace(QWEN, name="Qwen3-0.6B fp32", dtype=torch.float32),),
+    ),
     Call("draw", _draw, small=True),
     Call("draw, raw", _draw_raw),
     Call("draw, filtered", _draw_filtered, shapes=(QWEN,)),
@@ -285,7 +328,9 @@ CALLS = [
 ]
 
 
-def compile_calls(calls: Iterable[Call], archs: Iterable[int], *, one_shape: bool = False) -> list[Compiled]:
+def compile_calls(
+    calls: Iterable[Call], archs: Iterable[int], *, one_shape: bool = False
+) -> list[Compiled]:
     """All launches of these calls, each different kernel of a call once."""
     found: dict[tuple[str, str, str], Compiled] = {}
     for arch in archs:
@@ -303,13 +348,19 @@ def compile_calls(calls: Iterable[Call], archs: Iterable[int], *, one_shape: boo
 def main() -> None:
     """Print the table, write JSON where asked."""
     os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", metavar="WORD", help="calls whose names contain it")
     parser.add_argument("--small", action="store_true", help="what ordinary CI compiles")
-    parser.add_argument("--arch", type=int, nargs="+", default=[90, 80], choices=list(SHARED_MEMORY))
+    parser.add_argument(
+        "--arch", type=int, nargs="+", default=[90, 80], choices=list(SHARED_MEMORY)
+    )
     parser.add_argument("--json", type=Path, metavar="PATH")
     options = parser.parse_args()
-    calls = [call for call in CALLS if options.only in call.name and (call.small or not options.small)]
+    calls = [
+        call for call in CALLS if options.only in call.name and (call.small or not options.small)
+    ]
     kernels = compile_calls(calls, options.arch, one_shape=options.small)
     print(table(kernels))
     if options.json is not None:

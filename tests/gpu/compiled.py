@@ -1,4 +1,6 @@
-"""Compiling without a GPU, one launch at a time: a driver that only names a target, and what a binary takes of it."""
+"""Compiling without a GPU, one launch at a time: a driver that only names a target, and what a
+binary takes of it.
+"""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
@@ -13,7 +15,8 @@ from typing import Any
 
 import torch
 
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program may have, by compute capability
+# bytes that one program may have, by compute capability
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class Compiled:
 
 
 class _Driver:
-    """Triton's driver where there is no GPU: it names the target. One device number an architecture: kernels are cached
-    by that number.
+    """Triton's driver where there is no GPU: it names the target. One device number an
+    architecture: kernels are cached by that number.
     """
 
     def __init__(self, arch: int) -> None:
@@ -64,7 +67,9 @@ class _Driver:
 
 @contextmanager
 def compiling(arch: int) -> Iterator[list[Any]]:
-    """Within it a launch only compiles. Yields the list that Triton's `CompiledKernel`s are appended to."""
+    """Within it a launch only compiles. Yields the list that Triton's `CompiledKernel`s are
+    appended to.
+    """
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -87,7 +92,9 @@ def compiling(arch: int) -> Iterator[list[Any]]:
 def describe(kernel: Any, call: str, shape: str, arch: int) -> Compiled:
     ptx, metadata, names = kernel.asm["ptx"], kernel.metadata, kernel.src.fn.arg_names
     usage = _resource_usage(kernel.asm["cubin"])
-    constants = {names[path[0]]: value for path, value in kernel.src.constants.items() if len(path) == 1}
+    constants = {
+        names[path[0]]: value for path, value in kernel.src.constants.items() if len(path) == 1
+    }
     loads = re.findall(r"\b(?:ld\.global\S*|cp\.async\.c[ag]\S*[^;]*)", ptx)
     stores = re.findall(r"\bst\.global\S*", ptx)
     return Compiled(
@@ -97,7 +104,11 @@ def describe(kernel: Any, call: str, shape: str, arch: int) -> Compiled:
         arch=arch,
         num_warps=metadata.num_warps,
         num_stages=metadata.num_stages,
-        constants={name: value for name, value in constants.items() if isinstance(value, int | float | str | None)},
+        constants={
+            name: value
+            for name, value in constants.items()
+            if isinstance(value, int | float | str | None)
+        },
         registers=usage["REG"],
         stack=usage["STACK"],
         local=usage["LOCAL"],
@@ -124,9 +135,15 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
         text = subprocess.run(
-            [tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True, timeout=60
+            [tool, "--dump-resource-usage", path],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
         ).stdout
-    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+    return {
+        name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)
+    }
 
 
 def table(kernels: Iterable[Compiled]) -> str:
@@ -153,4 +170,6 @@ def table(kernels: Iterable[Compiled]) -> str:
         numbers = (str(n) for n in (k.arch, k.num_warps, k.registers, k.stack + k.local, k.shared))
         lines.append((k.call, k.shape, k.kernel.strip("_"), *numbers, mma, *wide, constants))
     widths = [max(len(line[column]) for line in lines) for column in range(len(head) - 1)]
-    return "\n".join("  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip() for line in lines
+    )

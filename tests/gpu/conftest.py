@@ -1,4 +1,6 @@
-"""Tests that need a card are skipped without one, unless `--gpu-dry-run` asks for toy sizes in the interpreter."""
+"""Tests that need a card are skipped without one, unless `--gpu-dry-run` asks for toy sizes in the
+interpreter.
+"""
 
 import pytest
 import torch

@@ -1,7 +1,9 @@
-"""`python -m tests.gpu.run [--dry-run] [--jobs N]`: the tests of this folder in several processes at once.
+"""`python -m tests.gpu.run [--dry-run] [--jobs N]`: the tests of this folder in several processes
+at once.
 
-Most of their time is Triton compiling kernels for the sizes of each tiny model, on one core; a card's machine has more.
-What measures memory runs alone, at the end. Exit code 1 where a part fails.
+Most of their time is Triton compiling kernels for the sizes of each tiny model, on one core; a
+card's machine has more. What measures memory runs alone, at the end. Exit code 1 where a part
+fails.
 """
 
 import argparse
@@ -19,7 +21,9 @@ THREADS = 2  # of each process
 
 
 class Shard(NamedTuple):
-    """Tests of one file whose names match an expression of `pytest -k`; together the shards of a file are all of it."""
+    """Tests of one file whose names match an expression of `pytest -k`; together the shards of a
+    file are all of it.
+    """
 
     file: str
     matching: str = ""
@@ -53,9 +57,16 @@ def run(shard: Shard, dry: bool) -> bool:
     began = time.monotonic()
     environment = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("SKIPPED")]
+    lines = [
+        line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("SKIPPED")
+    ]
     name = " ".join(each for each in shard if each) or "all"
-    print(f"-- {name}: exit code {done.returncode}, {time.monotonic() - began:.0f} s", *lines, sep="\n", flush=True)
+    print(
+        f"-- {name}: exit code {done.returncode}, {time.monotonic() - began:.0f} s",
+        *lines,
+        sep="\n",
+        flush=True,
+    )
     return done.returncode == 0
 
 
@@ -65,9 +76,18 @@ def run_all(shards: Sequence[Shard], jobs: int, dry: bool) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The tests of this folder in several processes at once.")
-    parser.add_argument("--dry-run", action="store_true", help="toy sizes through Triton's interpreter on the CPU")
-    parser.add_argument("--jobs", type=int, default=0, help="processes at once; not given: as many as there are cores")
+    parser = argparse.ArgumentParser(
+        description="The tests of this folder in several processes at once."
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="toy sizes through Triton's interpreter on the CPU"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=0,
+        help="processes at once; not given: as many as there are cores",
+    )
     options = parser.parse_args()
     jobs = options.jobs or min(len(TOGETHER), os.cpu_count() or 1)
     if options.dry_run:  # nothing is compiled, and starting costs more than the tests

@@ -1,7 +1,9 @@
-"""Launch every kernel at small shapes: `compute-sanitizer python tests/gpu/sanitize.py [--dry-run]`.
+"""Launch every kernel at small shapes: `compute-sanitizer python tests/gpu/sanitize.py
+[--dry-run]`.
 
-Every tensor is an allocation of its own (torch's cache is off), so that an access beyond one is seen. What nobody may
-read holds NaN. No graphs: what they replay is launched here, or where rows are few by the probe of each engine.
+Every tensor is an allocation of its own (torch's cache is off), so that an access beyond one is
+seen. What nobody may read holds NaN. No graphs: what they replay is launched here, or where rows
+are few by the probe of each engine.
 """
 
 import argparse
@@ -10,22 +12,39 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # torch reads it when it makes its first tensor
+# torch reads it when it makes its first tensor
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from tests.interpreter import interpret
 from tests.invariance.scenario import poison
 from tests.models.tiny import tiny_model
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 GEMMA = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS = {"qwen3": {"num_hidden_layers": 1}, "gemma3": GEMMA, "olmo2": {"num_hidden_layers": 1}}
 REQUESTS = (
     ([5, 9, 2] * 12, SamplingParams(max_tokens=3, ignore_eos=True, seed=1)),
     ([7] * 3, SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0, top_logprobs=3)),
-    ([8] * 21, SamplingParams(max_tokens=3, ignore_eos=True, top_k=5, top_p=0.8, min_p=0.01, raw_logprobs=True)),
-    ([9] * 4, SamplingParams(max_tokens=2, ignore_eos=True, repetition_penalty=1.2, logit_bias={4: 1.0})),
-    ([6] * 18, SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=True, prompt_top_logprobs=2)),
+    (
+        [8] * 21,
+        SamplingParams(
+            max_tokens=3, ignore_eos=True, top_k=5, top_p=0.8, min_p=0.01, raw_logprobs=True
+        ),
+    ),
+    (
+        [9] * 4,
+        SamplingParams(max_tokens=2, ignore_eos=True, repetition_penalty=1.2, logit_bias={4: 1.0}),
+    ),
+    (
+        [6] * 18,
+        SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=True, prompt_top_logprobs=2),
+    ),
 )
 
 
@@ -58,14 +77,20 @@ def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Launch every kernel at small shapes.")
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU, through Triton's interpreter")
-    parser.add_argument("--seconds", type=float, default=60.0, help="nothing is begun after so many")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="on the CPU, through Triton's interpreter"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="nothing is begun after so many"
+    )
     options = parser.parse_args()
     if options.dry_run:
         interpret()
     device = "cpu" if options.dry_run else "cuda"
     dtypes = ("float32",) if options.dry_run else ("bfloat16", "float32")
-    cases = [(family, dtype, exact) for dtype in dtypes for exact in (False, True) for family in MODELS]
+    cases = [
+        (family, dtype, exact) for dtype in dtypes for exact in (False, True) for family in MODELS
+    ]
     began = time.monotonic()
     for place, (family, dtype, exact) in enumerate(cases[:2] if options.dry_run else cases):
         if time.monotonic() - began > options.seconds:

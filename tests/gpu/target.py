@@ -1,4 +1,6 @@
-"""Where the tests of this folder run: on a card, or in a dry run through Triton's interpreter on the CPU."""
+"""Where the tests of this folder run: on a card, or in a dry run through Triton's interpreter on
+the CPU.
+"""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -49,10 +51,15 @@ class Target:
 def moved(batch: ForwardBatch, device: str) -> ForwardBatch:
     """The same batch with its tensors on a device."""
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return replace(batch, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})
+    return replace(
+        batch,
+        **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)},
+    )
 
 
-def numbers(seed: int, *shape: int, device: str, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+def numbers(
+    seed: int, *shape: int, device: str, dtype: torch.dtype = torch.float32, scale: float = 1.0
+) -> Tensor:
     """Normal numbers that are the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(device)

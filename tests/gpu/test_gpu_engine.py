@@ -19,7 +19,11 @@ SMALL = {"layers": 1, "hidden": 32, "inner": 48, "num_heads": 2, "num_kv_heads":
 
 @pytest.fixture(scope="module")
 def sizes(target: Target) -> dict[str, Any]:
-    return SMALL if target.dry else {"layers": 3, "hidden": 128, "inner": 256, "num_heads": 8, "num_kv_heads": 2}
+    return (
+        SMALL
+        if target.dry
+        else {"layers": 3, "hidden": 128, "inner": 256, "num_heads": 8, "num_kv_heads": 2}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +32,26 @@ def model(tmp_path_factory: pytest.TempPathFactory, sizes: dict[str, Any]) -> Pa
 
 
 def ask(target: Target, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and parameters of all kinds: every number of running sequences comes up as they end one by one."""
+    """Prompts and parameters of all kinds: every number of running sequences comes up as they end
+    one by one.
+    """
     lengths = [target.size(20 + 13 * (i % 7), 3 + i % 2) for i in range(count)]
-    prompts = [[(5 * i + 7 * j) % 290 + 3 for j in range(length)] for i, length in enumerate(lengths)]
-    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.9, "top_k": 40}, {"raw_logprobs": True}]
+    prompts = [
+        [(5 * i + 7 * j) % 290 + 3 for j in range(length)] for i, length in enumerate(lengths)
+    ]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"top_p": 0.9, "top_k": 40},
+        {"raw_logprobs": True},
+    ]
     params = [
-        SamplingParams(max_tokens=target.size(6 + 3 * i, 2 + i), seed=i, ignore_eos=True, **kinds[i % len(kinds)])
+        SamplingParams(
+            max_tokens=target.size(6 + 3 * i, 2 + i),
+            seed=i,
+            ignore_eos=True,
+            **kinds[i % len(kinds)],
+        )
         for i in range(count)
     ]
     return prompts, params
@@ -49,7 +67,9 @@ def num_replays(engine: InferenceEngine) -> int:
     return engine.runner.num_replays
 
 
-def complete(model: Path, target: Target, dtype: str = "float32", **changes: Any) -> list[tuple[Any, ...]]:
+def complete(
+    model: Path, target: Target, dtype: str = "float32", **changes: Any
+) -> list[tuple[Any, ...]]:
     with InferenceEngine(target.config(model, dtype, **changes)) as engine:
         return bits(engine.generate(*ask(target, target.size(24, 3)), progress=False))
 
@@ -68,11 +88,15 @@ def test_graphs_equal_eager(model: Path, target: Target, dtype: str) -> None:
 def test_lookahead_changes_no_bit(model: Path, target: Target, dtype: str) -> None:
     if target.dry and dtype != "float32":
         pytest.skip("a dry run has one dtype")
-    assert complete(model, target, dtype, lookahead=0) == complete(model, target, dtype, lookahead=1)
+    assert complete(model, target, dtype, lookahead=0) == complete(
+        model, target, dtype, lookahead=1
+    )
 
 
 def test_twice_the_same(model: Path, target: Target) -> None:
-    """Nothing is left from one run to the next, with the fast kernels too, where the schedule is the same."""
+    """Nothing is left from one run to the next, with the fast kernels too, where the schedule is
+    the same.
+    """
     changes = {"batch_invariant": False, "enable_prefix_caching": False}
     with InferenceEngine(target.config(model, **changes)) as engine:
         first = bits(engine.generate(*ask(target, target.size(24, 3)), progress=False))
@@ -83,11 +107,15 @@ def test_twice_the_same(model: Path, target: Target) -> None:
 def test_new_weights_under_graphs(
     model: Path, target: Target, sizes: dict[str, Any], tmp_path: Path, policy: Any
 ) -> None:
-    """A graph knows addresses: an update in place is seen by it, and samples are those of an engine born with it."""
+    """A graph knows addresses: an update in place is seen by it, and samples are those of an engine
+    born with it.
+    """
     weights = new_weights(sizes)
     with InferenceEngine(target.config(model)) as engine:
         engine.generate(*ask(target, 2), progress=False)
-        request = engine.add_request([3, 4, 5], SamplingParams(max_tokens=target.size(30, 4), seed=1, ignore_eos=True))
+        request = engine.add_request(
+            [3, 4, 5], SamplingParams(max_tokens=target.size(30, 4), seed=1, ignore_eos=True)
+        )
         for _ in range(3):
             engine.step()
         engine.update_weights(weights, kv_policy=policy)
@@ -124,13 +152,20 @@ def used_bytes(target: Target) -> int:
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 def test_windows_under_graphs(tmp_path: Path, target: Target, family: str) -> None:
-    """Blocks leave the window and their units go to others while graphs are replayed, which read the map of units."""
+    """Blocks leave the window and their units go to others while graphs are replayed, which read
+    the map of units.
+    """
     if target.dry:
         pytest.skip("too slow in the interpreter")
     model = tiny_model(tmp_path, family)
-    prompts, params = [[3 + i] * 30 for i in range(6)], SamplingParams(max_tokens=120, seed=1, ignore_eos=True)
+    prompts, params = (
+        [[3 + i] * 30 for i in range(6)],
+        SamplingParams(max_tokens=120, seed=1, ignore_eos=True),
+    )
     found = []
     for graphs in (True, False):
-        with InferenceEngine(target.config(model, cuda_graphs=graphs, kv_cache_memory=1 << 19)) as engine:
+        with InferenceEngine(
+            target.config(model, cuda_graphs=graphs, kv_cache_memory=1 << 19)
+        ) as engine:
             found.append(bits(engine.generate(prompts, params, progress=False)))
     assert found[0] == found[1]

@@ -1,7 +1,8 @@
 """The law on a card: the bits of a token under any schedule are those of its request alone.
 
-As `tests/invariance`, with batch_invariant=True: many more drawn schedules than an interpreter has time for, graphs and
-updates included. Each test draws until its seconds are over, so that a slow card checks less and a fast one more.
+As `tests/invariance`, with batch_invariant=True: many more drawn schedules than an interpreter has
+time for, graphs and updates included. Each test draws until its seconds are over, so that a slow
+card checks less and a fast one more.
 """
 
 import contextlib
@@ -55,7 +56,9 @@ class Clock:
         self.end, self.most, self.drawn, self.failed = time.monotonic() + seconds, most, 0, False
 
     def check(self, run: Callable[[], None]) -> None:
-        """One example. Raises `Over` instead, but not where a failure is run again to be reported."""
+        """One example. Raises `Over` instead, but not where a failure is run again to be
+        reported.
+        """
         if not self.failed and (self.drawn >= self.most or time.monotonic() > self.end):
             raise Over
         self.drawn += 1
@@ -83,7 +86,12 @@ def models(tmp_path_factory: pytest.TempPathFactory, target: Target) -> dict[str
     small = SMALL if target.dry else {}
     layers = {"layer_types": ["sliding_attention", "full_attention"]} if target.dry else {}
     return {
-        family: tiny_model(tmp_path_factory.mktemp(family), family, **small, **(layers if family == "gemma3" else {}))
+        family: tiny_model(
+            tmp_path_factory.mktemp(family),
+            family,
+            **small,
+            **(layers if family == "gemma3" else {}),
+        )
         for family in FAMILIES
     }
 
@@ -116,7 +124,9 @@ def compare(model: Path, dtype: str, work: list[Request], schedule: Schedule, al
         for expected in alone.samples(request):
             got = together.get((place, expected.sample_index))
             assert got is not None, "a sample is lost"
-            assert same_bits(got, expected), f"request {place}, sample {expected.sample_index}: other bits"
+            assert same_bits(got, expected), (
+                f"request {place}, sample {expected.sample_index}: other bits"
+            )
 
 
 def smaller(work: list[Request]) -> list[Request]:
@@ -126,7 +136,9 @@ def smaller(work: list[Request]) -> list[Request]:
             request,
             prompt=request.prompt[-9:],
             num_samples=1,
-            params=replace(request.params, max_tokens=2, prompt_logprobs=False, prompt_top_logprobs=0),
+            params=replace(
+                request.params, max_tokens=2, prompt_logprobs=False, prompt_top_logprobs=0
+            ),
         )
         for request in work[:2]
     ]
@@ -151,13 +163,19 @@ def test_same_bits_under_any_schedule(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_sample_is_made_again_after_updates(tmp_path: Path, dtype: str, target: Target, clock: Clock) -> None:
-    """Updates of every policy, pauses, sleeps, aborts, under graphs and lookahead; `tests/invariance` says more."""
+def test_every_sample_is_made_again_after_updates(
+    tmp_path: Path, dtype: str, target: Target, clock: Clock
+) -> None:
+    """Updates of every policy, pauses, sleeps, aborts, under graphs and lookahead;
+    `tests/invariance` says more.
+    """
     if target.dry:
         pytest.skip("too slow in the interpreter")
     model = tiny_llama(tmp_path, vocab_size=updates.VOCAB)
     events = st.lists(
-        st.one_of(updates.updates, updates.updates, updates.pauses, updates.others), min_size=1, max_size=6
+        st.one_of(updates.updates, updates.updates, updates.pauses, updates.others),
+        min_size=1,
+        max_size=6,
     )
 
     @MANY

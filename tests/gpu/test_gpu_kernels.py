@@ -1,4 +1,6 @@
-"""Each operation at the widths of real models, against double precision on the device that it runs on."""
+"""Each operation at the widths of real models, against double precision on the device that it runs
+on.
+"""
 
 import math
 from itertools import pairwise
@@ -60,7 +62,9 @@ def rows_of(target: Target) -> tuple[int, ...]:
 def require_near(got: Tensor, exact: Tensor, ulps: float, floor: float | Tensor = 0.0) -> None:
     allowed = ulps * ULP[got.dtype] * exact.abs() + floor
     error = (got.double() - exact).abs()
-    assert bool((error <= allowed).all()), f"{(error / (allowed + 1e-300)).max():.3g} times what is allowed"
+    assert bool((error <= allowed).all()), (
+        f"{(error / (allowed + 1e-300)).max():.3g} times what is allowed"
+    )
 
 
 def test_products(target: Target, shape: tuple[int, ...], dtype: torch.dtype, ops: CudaOps) -> None:
@@ -71,7 +75,9 @@ def test_products(target: Target, shape: tuple[int, ...], dtype: torch.dtype, op
             x = numbers(rows, rows, columns, device=target.device, dtype=dtype)
             weight = numbers(1, out, columns, device=target.device, dtype=dtype, scale=0.05)
             bias = numbers(2, out, device=target.device, dtype=dtype)
-            floor = 4 * 2.0**-24 * math.sqrt(columns) * (x.double().abs() @ weight.double().abs().T + 1)
+            floor = (
+                4 * 2.0**-24 * math.sqrt(columns) * (x.double().abs() @ weight.double().abs().T + 1)
+            )
             exact = x.double() @ weight.double().T
             require_near(ops.linear(x, weight), exact, 1, floor)
             require_near(ops.linear(x, weight, bias), exact + bias.double(), 2, floor)
@@ -84,8 +90,14 @@ def test_logits(target: Target, shape: tuple[int, ...], dtype: torch.dtype, ops:
         weight = numbers(1, vocab, hidden, device=target.device, dtype=dtype, scale=0.05)
         got = ops.logits(x, weight, 2.0)
         assert got.dtype == torch.float32
-        part = slice(vocab - min(vocab, 5000), vocab)  # double precision of all would take gigabytes
-        floor = 4 * 2.0**-24 * math.sqrt(hidden) * (x.double().abs() @ weight[part].double().abs().T + 1)
+        # double precision of all would take gigabytes
+        part = slice(vocab - min(vocab, 5000), vocab)
+        floor = (
+            4
+            * 2.0**-24
+            * math.sqrt(hidden)
+            * (x.double().abs() @ weight[part].double().abs().T + 1)
+        )
         require_near(got[:, part], x.double() @ weight[part].double().T / 2, 1, floor)
 
 
@@ -113,7 +125,9 @@ def test_rows(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -> Non
 
 
 def test_few_rows(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Products of few rows between a norm and a gate or the residual stream, beside the plain kernels."""
+    """Products of few rows between a norm and a gate or the residual stream, beside the plain
+    kernels.
+    """
     hidden, inner = shape[:2]
     ops = CudaOps(batch_invariant=False)
     gate_up = numbers(1, 2 * inner, hidden, device=target.device, dtype=dtype, scale=0.05)
@@ -124,7 +138,8 @@ def test_few_rows(target: Target, shape: tuple[int, ...], dtype: torch.dtype) ->
         stream = numbers(rows, rows, hidden, device=target.device)
         product = ops.linear(ops.rms_norm(None, stream, norm, 1.0)[0], gate_up, bias)
         gated = ops.gate(product, "silu")
-        # Sums in another order may be rounded otherwise, now and then; the gate multiplies two of them.
+        # Sums in another order may be rounded otherwise, now and then; the gate multiplies two of
+        # them.
         pairs = [(few_rows_kernels.product(stream, norm, gate_up, bias), product)]
         pairs.append((few_rows_kernels.product_gated(stream, norm, gate_up, bias, "silu"), gated))
         added = few_rows_kernels.product_added(gated, None, down, None, stream, 0.5)
@@ -139,7 +154,9 @@ def spec_of(shape: tuple[int, ...]) -> ModelSpec:
 
 
 def chunks_of(target: Target) -> list[Rows]:
-    """Decodes at all kinds of lengths, a whole prompt, a chunk in the middle of one; blocks in no order."""
+    """Decodes at all kinds of lengths, a whole prompt, a chunk in the middle of one; blocks in no
+    order.
+    """
     spans = (
         [(4, 5), (0, 9), (20, 23)]
         if target.dry
@@ -155,12 +172,20 @@ def chunks_of(target: Target) -> list[Rows]:
 
 
 @pytest.mark.parametrize("window", [0, 37])
-def test_attention(target: Target, shape: tuple[int, ...], dtype: torch.dtype, ops: CudaOps, window: int) -> None:
-    """Any mix of chunks: softmax of scaled products over what each row sees, in double precision."""
+def test_attention(
+    target: Target, shape: tuple[int, ...], dtype: torch.dtype, ops: CudaOps, window: int
+) -> None:
+    """Any mix of chunks: softmax of scaled products over what each row sees, in double
+    precision.
+    """
     heads, kv_heads, width = shape[2:5]
     chunks = chunks_of(target)
     storage = KVStorage(
-        spec_of(shape), sum(len(c.block_ids) for c in chunks), BLOCK, dtype, torch.device(target.device)
+        spec_of(shape),
+        sum(len(c.block_ids) for c in chunks),
+        BLOCK,
+        dtype,
+        torch.device(target.device),
     )
     storage.keys.fill_(torch.nan)  # what nobody has written must not be read
     storage.values.fill_(torch.nan)
@@ -170,9 +195,13 @@ def test_attention(target: Target, shape: tuple[int, ...], dtype: torch.dtype, o
     for place, chunk in enumerate(chunks):
         length = chunk.start + len(chunk.token_ids)
         at = torch.arange(length, device=target.device)
-        slots = torch.tensor(list(chunk.block_ids), device=target.device)[at // BLOCK] * BLOCK + at % BLOCK
+        slots = (
+            torch.tensor(list(chunk.block_ids), device=target.device)[at // BLOCK] * BLOCK
+            + at % BLOCK
+        )
         keys, values = (
-            numbers(10 * place + i, length, kv_heads, width, device=target.device, dtype=dtype) for i in (1, 2)
+            numbers(10 * place + i, length, kv_heads, width, device=target.device, dtype=dtype)
+            for i in (1, 2)
         )
         view.write(0, slots, keys, values)
         texts.append((keys, values))
@@ -180,8 +209,11 @@ def test_attention(target: Target, shape: tuple[int, ...], dtype: torch.dtype, o
     scale = width**-0.5
     got = ops.attention(q, view, 0, ops.plan_attention(batch, BLOCK, window), scale)
     for chunk, (keys, values), rows in zip(chunks, texts, rows_of_chunks(batch), strict=True):
-        exact = attention_of(q[rows].double(), keys.double(), values.double(), chunk.start, window, scale)
-        floor = 4 * ULP[dtype] * values.double().abs().max()  # of the weights, where they are rounded like the values
+        exact = attention_of(
+            q[rows].double(), keys.double(), values.double(), chunk.start, window, scale
+        )
+        # of the weights, where they are rounded like the values
+        floor = 4 * ULP[dtype] * values.double().abs().max()
         require_near(got[rows].float(), exact.flatten(1), 4, floor)
 
 
@@ -190,7 +222,9 @@ def rows_of_chunks(batch: ForwardBatch) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(ends)]
 
 
-def attention_of(q: Tensor, keys: Tensor, values: Tensor, start: int, window: int, scale: float) -> Tensor:
+def attention_of(
+    q: Tensor, keys: Tensor, values: Tensor, start: int, window: int, scale: float
+) -> Tensor:
     """[rows, heads, D] and [length, kv heads, D] -> [rows, heads, D]."""
     group = q.shape[1] // keys.shape[1]
     keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
@@ -198,26 +232,36 @@ def attention_of(q: Tensor, keys: Tensor, values: Tensor, start: int, window: in
     row = start + torch.arange(len(q), device=q.device)[:, None]
     key = torch.arange(len(keys), device=q.device)[None]
     seen = (key <= row) & ((key > row - window) if window else True)
-    return torch.einsum("hrk,khd->rhd", scores.masked_fill(~seen, -math.inf).softmax(dim=-1), values)
+    return torch.einsum(
+        "hrk,khd->rhd", scores.masked_fill(~seen, -math.inf).softmax(dim=-1), values
+    )
 
 
 def test_rope_and_store(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Against the reference in float32; it stores what it stores, and nothing for a negative slot."""
+    """Against the reference in float32; it stores what it stores, and nothing for a negative
+    slot.
+    """
     heads, kv_heads, width = shape[2:5]
     ops, device = CudaOps(batch_invariant=False), torch.device(target.device)
     rows = target.size(65, 5)
-    cos, sin = (numbers(seed, 512, width // 2, device=target.device).clamp(-1, 1) for seed in (1, 2))
+    cos, sin = (
+        numbers(seed, 512, width // 2, device=target.device).clamp(-1, 1) for seed in (1, 2)
+    )
     positions = torch.arange(rows, device=device) * 3 % 512
     slots = torch.randperm(8 * BLOCK, generator=torch.Generator().manual_seed(1))[:rows].to(device)
     slots[-1] = -1
-    norms = tuple(Norm(numbers(i, width, device=target.device, dtype=dtype), 1e-6, 0.0, dtype) for i in (3, 4))
+    norms = tuple(
+        Norm(numbers(i, width, device=target.device, dtype=dtype), 1e-6, 0.0, dtype) for i in (3, 4)
+    )
     qkv = numbers(5, rows, (heads + 2 * kv_heads) * width, device=target.device, dtype=dtype)
     results: list[Any] = []
     for run, rope in ((ops, ops.rope_and_store), (None, reference.rope_and_store)):
         storage = KVStorage(spec_of(shape), 8, BLOCK, dtype, device)
         storage.keys.zero_()
         storage.values.zero_()
-        view = storage.bind(torch.zeros(1, 1, dtype=torch.int64, device=device), torch.ones(1, device=device))
+        view = storage.bind(
+            torch.zeros(1, 1, dtype=torch.int64, device=device), torch.ones(1, device=device)
+        )
         kept = slice(None) if run else slice(0, rows - 1)  # the reference knows no padding
         q = rope(qkv[kept], cos, sin, positions[kept], view, 0, slots[kept], heads, kv_heads, norms)
         results.append((q[: rows - 1].double(), storage.keys.double(), storage.values.double()))
@@ -228,18 +272,27 @@ def test_rope_and_store(target: Target, shape: tuple[int, ...], dtype: torch.dty
 DRAWS = {
     "plain": {},
     "filters": {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
-    "more": {"raw_logprobs": True, "top_logprobs": 4, "logit_bias": {5: 3.0}, "repetition_penalty": 1.3},
+    "more": {
+        "raw_logprobs": True,
+        "top_logprobs": 4,
+        "logit_bias": {5: 3.0},
+        "repetition_penalty": 1.3,
+    },
     "greedy": {"temperature": 0.0},
 }
 
 
 @pytest.mark.parametrize("options", DRAWS.values(), ids=list(DRAWS))
 def test_draw(target: Target, shape: tuple[int, ...], options: dict[str, Any]) -> None:
-    """The tokens of the reference pipeline on a CPU, but where two are as near as rounding; and its logprobs."""
+    """The tokens of the reference pipeline on a CPU, but where two are as near as rounding; and its
+    logprobs.
+    """
     vocab, rows = shape[5], target.size(48, 3)
     logits = numbers(1, rows, vocab, device="cpu", scale=3.0)
     params = SamplingParams(**{"temperature": 0.7, **options})
-    batch = sampling_batch([DrawRequest(params, i, (i, 0, 7), prompt=[1, 2, 5], completion=[9]) for i in range(rows)])
+    batch = sampling_batch(
+        [DrawRequest(params, i, (i, 0, 7), prompt=[1, 2, 5], completion=[9]) for i in range(rows)]
+    )
     expected = sample(logits, batch)
     ops = CudaOps(batch_invariant=False)
     got = ops.sample_logits(logits.to(target.device), batch.to(torch.device(target.device)))
@@ -250,9 +303,12 @@ def test_draw(target: Target, shape: tuple[int, ...], options: dict[str, Any]) -
     assert torch.equal(got.top_ids.cpu()[same], expected.top_ids[same])
     if params.temperature:
         temperatures = torch.full((rows,), params.temperature, dtype=torch.float64)
-        hidden = logits[:, :32].contiguous().to(target.device)  # a head of 32 columns, whose logits are these products
+        # a head of 32 columns, whose logits are these products
+        hidden = logits[:, :32].contiguous().to(target.device)
         weight = numbers(2, vocab, 32, device=target.device, scale=0.1)
-        exact = ((hidden.double() @ weight.double().T) / params.temperature).log_softmax(dim=-1).cpu()
+        exact = (
+            ((hidden.double() @ weight.double().T) / params.temperature).log_softmax(dim=-1).cpu()
+        )
         ids = got.token_ids.to(target.device)
         scores = ops.gather_logprobs(hidden, weight, 1.0, ids, temperatures.to(target.device)).cpu()
         assert (scores - exact.gather(1, ids.cpu()[:, None])[:, 0]).abs().max() <= 2e-4

@@ -1,4 +1,6 @@
-"""Memory of a real card: the share that was asked for is kept, and what does not fit is refused in one sentence."""
+"""Memory of a real card: the share that was asked for is kept, and what does not fit is refused in
+one sentence.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -31,20 +33,29 @@ def empty() -> Iterator[None]:
 
 
 def config(model: Path, **changes: object) -> EngineConfig:
-    values = {"model_path": str(model), "dtype": "bfloat16", "device": "cuda", "max_model_len": 4096} | changes
+    values = {
+        "model_path": str(model),
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "max_model_len": 4096,
+    } | changes
     return EngineConfig(**values)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
 def test_the_share_is_kept_under_load(model: Path, share: float) -> None:
-    """The largest step and a full batch, and the card's use stays within the share; most of it is KV cache."""
+    """The largest step and a full batch, and the card's use stays within the share; most of it is
+    KV cache.
+    """
     total = torch.cuda.mem_get_info()[1]
     with InferenceEngine(config(model, gpu_memory_utilization=share)) as engine:
         budget = engine.memory_budget
         assert budget.kv_cache > 0.5 * share * total or budget.num_tokens >= 256 * 4096
         prompts = [[1 + i % 7] * 3000 for i in range(3)] + [[i + 1] * 40 for i in range(300)]
         engine.generate(
-            prompts, SamplingParams(max_tokens=4, ignore_eos=True, top_p=0.9, top_logprobs=5), progress=False
+            prompts,
+            SamplingParams(max_tokens=4, ignore_eos=True, top_p=0.9, top_logprobs=5),
+            progress=False,
         )
         free, _ = torch.cuda.mem_get_info()
         assert total - free <= share * total + BESIDE
@@ -64,7 +75,9 @@ def test_too_small_a_share_names_a_larger_one(model: Path) -> None:
 
 
 def test_memory_that_others_take_ends_in_a_sentence(model: Path) -> None:
-    """Somebody takes all that is left: requests end, or the engine says what happened; it never hangs."""
+    """Somebody takes all that is left: requests end, or the engine says what happened; it never
+    hangs.
+    """
     with InferenceEngine(config(model, gpu_memory_utilization=0.5)) as engine:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()

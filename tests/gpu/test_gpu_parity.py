@@ -1,8 +1,10 @@
-"""Every family on the card against logits that the reference backend makes on a CPU, in float32, of the same weights.
+"""Every family on the card against logits that the reference backend makes on a CPU, in float32, of
+the same weights.
 
-float32: 1e-4 on every logprob of the whole vocabulary; the orders of addition differ, nothing else does. bfloat16:
-twice the largest error that rounding to bfloat16 costs the reference backend itself, which rounds at the same places,
-and half of the spacing of such numbers near 1 where that is nearly nothing.
+float32: 1e-4 on every logprob of the whole vocabulary; the orders of addition differ, nothing else
+does. bfloat16: twice the largest error that rounding to bfloat16 costs the reference backend
+itself, which rounds at the same places, and half of the spacing of such numbers near 1 where that
+is nearly nothing.
 """
 
 from pathlib import Path
@@ -23,11 +25,18 @@ pytestmark = pytest.mark.gpu
 BLOCK = 16
 IN_A_DRY_RUN = ("llama", "gemma3", "qwen3")
 SLACK = 2.0**-8  # half of the spacing of bfloat16 numbers near 1
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 def folder_of(tmp_path: Path, family: str, target: Target, dtype: str) -> Path:
-    """A tiny model; in a dry run a smaller one. In bfloat16 the checkpoint is rounded, so that all have the same."""
+    """A tiny model; in a dry run a smaller one. In bfloat16 the checkpoint is rounded, so that all
+    have the same.
+    """
     small = SIZES if target.dry else {}
     return tiny_model(tmp_path, family, torch_dtype=dtype, **small)
 
@@ -57,12 +66,20 @@ def logprobs(config: EngineConfig, texts: list[list[int]]) -> Tensor:
 
 
 def reference(folder: Path, dtype: str) -> EngineConfig:
-    return EngineConfig(model_path=str(folder), dtype=dtype, device="cpu", backend="reference", kv_cache_memory=1 << 20)
+    return EngineConfig(
+        model_path=str(folder),
+        dtype=dtype,
+        device="cpu",
+        backend="reference",
+        kv_cache_memory=1 << 20,
+    )
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float32_agrees_with_the_cpu(tmp_path: Path, target: Target, family: str, batch_invariant: bool) -> None:
+def test_float32_agrees_with_the_cpu(
+    tmp_path: Path, target: Target, family: str, batch_invariant: bool
+) -> None:
     if target.dry and (family not in IN_A_DRY_RUN or not batch_invariant):
         pytest.skip("a dry run has one family of each kind")
     folder = folder_of(tmp_path, family, target, "float32")
@@ -80,7 +97,9 @@ def test_bfloat16_is_as_near_as_its_rounding(
     folder, texts = folder_of(tmp_path, family, target, "bfloat16"), prompts(target)
     exact = logprobs(reference(folder, "float32"), texts)
     rounding = (logprobs(reference(folder, "bfloat16"), texts) - exact).abs()
-    error = (logprobs(target.config(folder, "bfloat16", batch_invariant=batch_invariant), texts) - exact).abs()
+    error = (
+        logprobs(target.config(folder, "bfloat16", batch_invariant=batch_invariant), texts) - exact
+    ).abs()
     assert error.max() <= 2 * rounding.max() + SLACK
     assert error.mean() <= 1.5 * rounding.mean() + SLACK / 16
 
@@ -89,11 +108,15 @@ def test_bfloat16_is_as_near_as_its_rounding(
 def test_greedy_tokens_are_those_of_the_cpu_where_the_margin_allows(
     tmp_path: Path, target: Target, family: str
 ) -> None:
-    """A completion may leave the CPU's only where two tokens are nearer to each other than the tolerance."""
+    """A completion may leave the CPU's only where two tokens are nearer to each other than the
+    tolerance.
+    """
     if target.dry and family not in IN_A_DRY_RUN:
         pytest.skip("a dry run has one family of each kind")
     folder, texts = folder_of(tmp_path, family, target, "float32"), prompts(target)
-    params = SamplingParams(temperature=0, max_tokens=target.size(40, 3), top_logprobs=2, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=target.size(40, 3), top_logprobs=2, ignore_eos=True
+    )
     with InferenceEngine(reference(folder, "float32")) as engine:
         expected = engine.generate(texts, params)
     with InferenceEngine(target.config(folder, batch_invariant=False)) as engine:

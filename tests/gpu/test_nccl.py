@@ -1,8 +1,9 @@
 """Weights by NCCL, as far as one card shows it: NCCL refuses two ranks on the same card.
 
-What only two cards can show: that a broadcast reaches another process; a trainer that dies in the middle, and one that
-is late (each must end one update, and not the engine's process); an engine whose steps go on meanwhile; that memory
-which NCCL was writing to is not given to others before its group has ended.
+What only two cards can show: that a broadcast reaches another process; a trainer that dies in the
+middle, and one that is late (each must end one update, and not the engine's process); an engine
+whose steps go on meanwhile; that memory which NCCL was writing to is not given to others before its
+group has ended.
 """
 
 import threading
@@ -68,7 +69,9 @@ def test_a_rank_that_does_not_come_is_an_error_at_the_deadline() -> None:
     device = device_for("nccl", None)
     store = serve_store(("127.0.0.1", 0), PATIENCE)
     began = time.monotonic()
-    lonely = Group(join_group(store, "room/", 0, 2, "nccl", device, "127.0.0.1", Deadline(3.0)), device)
+    lonely = Group(
+        join_group(store, "room/", 0, 2, "nccl", device, "127.0.0.1", Deadline(3.0)), device
+    )
     with pytest.raises(WeightTransferError):
         lonely.agree(True, Deadline(3.0), "the answer")
     lonely.close()

@@ -1,4 +1,6 @@
-"""Every kernel compiles for the GPUs that we name, fits in their shared memory, and spills no register."""
+"""Every kernel compiles for the GPUs that we name, fits in their shared memory, and spills no
+register.
+"""
 
 import json
 import subprocess
@@ -33,18 +35,24 @@ def compiled(path: Path, *options: str) -> list[dict]:
 
 def check(kernels: list[dict], calls: list[str]) -> None:
     assert [name for name in calls if name not in {k["call"] for k in kernels}] == []
-    # Attention in float32 is for comparisons, and spills where registers are few (sm_80): docs/gpu.md.
+    # Attention in float32 is for comparisons, and spills where registers are few (sm_80):
+    # docs/gpu.md.
     for_speed = [k for k in kernels if not (k["call"] == "attention, float32" and k["arch"] < 90)]
     assert [k for k in for_speed if k["stack"] + k["local"]] == []
     of_rows = [
-        (k["call"], k["shape"], k["arch"], k["kernel"], str(k["constants"])) for k in kernels if k["call"] in ROW_BY_ROW
+        (k["call"], k["shape"], k["arch"], k["kernel"], str(k["constants"]))
+        for k in kernels
+        if k["call"] in ROW_BY_ROW
     ]
     assert len(set(of_rows)) == len(of_rows), "a number of rows has a kernel of its own"
     assert [k for k in kernels if k["shared"] > SHARED_MEMORY[k["arch"]]] == []
 
 
 def test_a_few_kernels_compile_and_spill_nothing(tmp_path):
-    check(compiled(tmp_path / "kernels.json", "--small", "--arch", "90"), [call.name for call in CALLS if call.small])
+    check(
+        compiled(tmp_path / "kernels.json", "--small", "--arch", "90"),
+        [call.name for call in CALLS if call.small],
+    )
 
 
 @pytest.mark.slow

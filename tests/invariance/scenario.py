@@ -1,4 +1,6 @@
-"""Requests under a schedule, on a real (tiny) model, with everything that nobody may read filled with NaN."""
+"""Requests under a schedule, on a real (tiny) model, with everything that nobody may read filled
+with NaN.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -39,14 +41,20 @@ class Schedule:
     num_threads: int = 2
     num_blocks: int | None = None  # None: plenty
     cache_type: CacheType = "paged"
-    backend: Backend = "cpu"  # the one thing here that does change bits: the same in all runs that are compared
+    # the one thing here that does change bits: the same in all runs that are compared
+    backend: Backend = "cpu"
     device: str = "cpu"  # and this
 
     def config(self, model: Path, dtype: str, bytes_per_token: int) -> EngineConfig:
         """The engine configuration that makes this schedule."""
-        interpreted = self.backend == "cuda" and self.device == "cpu"  # tiny models, and filling memory takes time
+        # tiny models, and filling memory takes time
+        interpreted = self.backend == "cuda" and self.device == "cpu"
         plenty = 2**20 if interpreted else 64 * 2**20
-        memory = plenty if self.num_blocks is None else self.num_blocks * self.block_size * bytes_per_token
+        memory = (
+            plenty
+            if self.num_blocks is None
+            else self.num_blocks * self.block_size * bytes_per_token
+        )
         return EngineConfig(
             model_path=str(model),
             dtype=dtype,  # pyright: ignore[reportArgumentType]
@@ -67,7 +75,9 @@ class Schedule:
 
 @contextmanager
 def small_tiles() -> Iterator[None]:
-    """On CUDA: tiles and splits of keys, and segments of products, so small that a tiny model has several of each."""
+    """On CUDA: tiles and splits of keys, and segments of products, so small that a tiny model has
+    several of each.
+    """
     from nano_inference.ops.cuda import matmul
     from nano_inference.ops.cuda.attention import Attention
 
@@ -88,7 +98,9 @@ def threads_restored() -> Iterator[None]:
 
 
 def poison(engine: InferenceEngine) -> None:
-    """Fill every block that nobody holds and nobody can match, and all memory behind no block, with NaN."""
+    """Fill every block that nobody holds and nobody can match, and all memory behind no block, with
+    NaN.
+    """
     free = [b.block_id for b in engine.cache.blocks if b.ref_count == 0 and b.hash == NO_PREFIX]
     if engine.cache.units is not None:
         free = engine.cache.units.free
@@ -105,7 +117,9 @@ def run(
     make: Callable[[EngineConfig], AbstractContextManager[InferenceEngine]] = InferenceEngine,
     poison: Callable[[InferenceEngine], None] = poison,
 ) -> tuple[dict[tuple[int, int], TrainingSample], int]:
-    """Run requests under a schedule; returns samples by (place in `requests`, sample index), and preemptions."""
+    """Run requests under a schedule; returns samples by (place in `requests`, sample index), and
+    preemptions.
+    """
     with threads_restored(), make(schedule.config(model, dtype, bytes_per_token)) as engine:
         ids: dict[int, int] = {}
         samples: list[TrainingSample] = []
@@ -115,7 +129,9 @@ def run(
                 break
             for place, request in enumerate(requests):
                 if request.arrives == step:
-                    ids[engine.add_request(request.prompt, request.params, request.num_samples)] = place
+                    ids[engine.add_request(request.prompt, request.params, request.num_samples)] = (
+                        place
+                    )
                 if request.aborted == step:
                     samples += engine.abort([i for i, p in ids.items() if p == place])
             poison(engine)
@@ -123,20 +139,32 @@ def run(
             engine.loop.check()
         else:
             raise AssertionError("livelock: requests are left after many steps")
-        return {(ids[s.request_id], s.sample_index): s for s in samples}, engine.stats().num_preemptions
+        return {
+            (ids[s.request_id], s.sample_index): s for s in samples
+        }, engine.stats().num_preemptions
 
 
 def same_bits(one: TrainingSample, other: TrainingSample) -> bool:
-    """Tokens and every number of a sample, compared as bits. An aborted sample is compared as far as it got."""
+    """Tokens and every number of a sample, compared as bits. An aborted sample is compared as far
+    as it got.
+    """
     length = min(len(one.completion_tokens), len(other.completion_tokens))
     if "abort" not in (one.finish_reason, other.finish_reason) and (
-        len(one.completion_tokens) != len(other.completion_tokens) or one.finish_reason != other.finish_reason
+        len(one.completion_tokens) != len(other.completion_tokens)
+        or one.finish_reason != other.finish_reason
     ):
         return False
-    scored = min(len(one.prompt_logprobs or ()), len(other.prompt_logprobs or ()))  # the first is nan
+    # the first is nan
+    scored = min(len(one.prompt_logprobs or ()), len(other.prompt_logprobs or ()))
     if (one.prompt_top_logprobs or ())[:scored] != (other.prompt_top_logprobs or ())[:scored]:
         return False
     return (one.prompt_logprobs or ())[1:scored] == (other.prompt_logprobs or ())[1:scored] and all(
         (getattr(one, name) or ())[:length] == (getattr(other, name) or ())[:length]
-        for name in ("completion_tokens", "logprobs", "raw_logprobs", "log_kept_mass", "top_logprobs")
+        for name in (
+            "completion_tokens",
+            "logprobs",
+            "raw_logprobs",
+            "log_kept_mass",
+            "top_logprobs",
+        )
     )

@@ -1,7 +1,8 @@
 """The law: a token's bits depend on the weights and the tokens before it, never on the schedule.
 
-Each drawn scenario runs its requests together under a drawn schedule, and each request alone under the default one;
-tokens, logprobs and masses must be equal to the bit. Memory that may not be read is NaN.
+Each drawn scenario runs its requests together under a drawn schedule, and each request alone under
+the default one; tokens, logprobs and masses must be equal to the bit. Memory that may not be read
+is NaN.
 """
 
 from dataclasses import replace
@@ -81,11 +82,14 @@ schedules = st.builds(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"), vocab_size=900)  # the head's threads share it in blocks of 384
+    # the head's threads share it in blocks of 384
+    return tiny_llama(tmp_path_factory.mktemp("tiny"), vocab_size=900)
 
 
 def fitted(schedule: Schedule, work: list[Request]) -> Schedule:
-    """A tight cache holds the longest request and little more: preemption and eviction are certain."""
+    """A tight cache holds the longest request and little more: preemption and eviction are
+    certain.
+    """
     if schedule.num_blocks is None:
         return schedule
     longest = max(len(request.prompt) + request.params.max_tokens for request in work)
@@ -93,10 +97,16 @@ def fitted(schedule: Schedule, work: list[Request]) -> Schedule:
 
 
 @cache
-def alone(model: Path, dtype: str, request: Request, backend: Backend) -> dict[tuple[int, int], TrainingSample]:
+def alone(
+    model: Path, dtype: str, request: Request, backend: Backend
+) -> dict[tuple[int, int], TrainingSample]:
     lonely = Request(request.prompt, request.params, request.num_samples)
-    samples, _ = run(model, dtype, [lonely], Schedule(backend=backend), VALUES_PER_TOKEN * DTYPES[dtype])
-    assert all(sample.finish_reason != "abort" for sample in samples.values()), "even alone it reads what it may not"
+    samples, _ = run(
+        model, dtype, [lonely], Schedule(backend=backend), VALUES_PER_TOKEN * DTYPES[dtype]
+    )
+    assert all(sample.finish_reason != "abort" for sample in samples.values()), (
+        "even alone it reads what it may not"
+    )
     return samples
 
 
@@ -107,7 +117,9 @@ def check(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> N
             got = together.get((place, index))
             assert got is not None, "a sample is lost"
             aborted = got.finish_reason == "abort"
-            assert not aborted or (request.aborted is not None and got.stop_reason is None), "it read what it may not"
+            assert not aborted or (request.aborted is not None and got.stop_reason is None), (
+                "it read what it may not"
+            )
             assert same_bits(got, expected), f"request {place}, sample {index}: other bits"
 
 
@@ -133,7 +145,9 @@ def test_same_bits_under_many_schedules(
 
 
 def test_tight_caches_do_preempt(model: Path) -> None:
-    work = [Request(tuple(range(3, 40 + i)), SamplingParams(max_tokens=12, seed=i), 4) for i in range(4)]
+    work = [
+        Request(tuple(range(3, 40 + i)), SamplingParams(max_tokens=12, seed=i), 4) for i in range(4)
+    ]
     schedule = fitted(Schedule(block_size=4, num_blocks=1), work)
     together, preemptions = run(model, "float32", work, schedule, VALUES_PER_TOKEN * 4)
     assert preemptions > 0

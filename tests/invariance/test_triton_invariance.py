@@ -1,8 +1,9 @@
-"""The law on the CUDA backend, every kernel in Triton's interpreter: tiny models, few steps, each row beside others.
+"""The law on the CUDA backend, every kernel in Triton's interpreter: tiny models, few steps, each
+row beside others.
 
-An interpreted program costs a millisecond, so ordinary runs have a handful of schedules that were chosen to reach what
-can go wrong (chunks that cut tiles, splits of keys and of K, preemption, groups, both lookaheads); drawn ones are slow
-tests here, and run on a card.
+An interpreted program costs a millisecond, so ordinary runs have a handful of schedules that were
+chosen to reach what can go wrong (chunks that cut tiles, splits of keys and of K, preemption,
+groups, both lookaheads); drawn ones are slow tests here, and run on a card.
 """
 
 from collections.abc import Iterator
@@ -25,20 +26,31 @@ from tests.models.tiny import llama_config, llama_weights, tiny_model, write_mod
 
 pytest.importorskip("triton")
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 16, "vocab_size": 300}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+}
 MODELS = {
     "llama": {"num_hidden_layers": 1, "num_key_value_heads": 1},
-    "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},  # both kinds of layers
+    # both kinds of layers
+    "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
 }
 STEM = [(7 * i) % 290 + 3 for i in range(60)]
 
-RANDOM = SamplingParams(temperature=0.8, max_tokens=4, seed=1, top_logprobs=3, raw_logprobs=True, ignore_eos=True)
+RANDOM = SamplingParams(
+    temperature=0.8, max_tokens=4, seed=1, top_logprobs=3, raw_logprobs=True, ignore_eos=True
+)
 WORK = (
     Request(tuple(STEM[:41]), replace(RANDOM, top_k=5, max_tokens=3), num_samples=2),
     Request(tuple(STEM[:34]), replace(RANDOM, temperature=0.0, max_tokens=2), arrives=1),
     Request(tuple(STEM[:17]), replace(RANDOM, top_p=0.8, repetition_penalty=1.5), num_samples=3),
 )
-CHUNKS = Schedule(block_size=16, max_chunk_tokens=13, max_batch_size=3, lookahead=1, cache_type="radix")
+CHUNKS = Schedule(
+    block_size=16, max_chunk_tokens=13, max_batch_size=3, lookahead=1, cache_type="radix"
+)
 WHOLE = Schedule(block_size=24, max_tokens_per_batch=30, lookahead=0, enable_prefix_caching=False)
 CASES = [
     ("gemma3", CHUNKS),
@@ -46,7 +58,10 @@ CASES = [
     pytest.param("llama", WHOLE, marks=pytest.mark.slow),
     pytest.param("gemma3", WHOLE, marks=pytest.mark.slow),
 ]
-TIGHT = tuple(Request(tuple(STEM[i : 21 + i]), replace(RANDOM, max_tokens=6, seed=i), num_samples=3) for i in range(2))
+TIGHT = tuple(
+    Request(tuple(STEM[i : 21 + i]), replace(RANDOM, max_tokens=6, seed=i), num_samples=3)
+    for i in range(2)
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,7 +72,10 @@ def several_of_each() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: tiny_model(tmp_path_factory.mktemp(name), name, **SIZES, **own) for name, own in MODELS.items()}
+    return {
+        name: tiny_model(tmp_path_factory.mktemp(name), name, **SIZES, **own)
+        for name, own in MODELS.items()
+    }
 
 
 def bytes_per_token(model: Path) -> int:
@@ -74,14 +92,18 @@ def fitted(model: Path, schedule: Schedule, work: list[Request]) -> Schedule:
     spec = load_spec(model)
     layout = common_layout([spec], spec.max_position)
     longest = max(len(request.prompt) + request.params.max_tokens for request in work)
-    return replace(schedule, num_blocks=layout.most_units(longest, 1, schedule.block_size) + layout.num_units)
+    return replace(
+        schedule, num_blocks=layout.most_units(longest, 1, schedule.block_size) + layout.num_units
+    )
 
 
 @cache
 def alone(model: Path, request: Request) -> dict[tuple[int, int], TrainingSample]:
     lonely = Request(request.prompt, request.params, request.num_samples)
     samples, _ = run(model, "float32", [lonely], Schedule(backend="cuda"), bytes_per_token(model))
-    assert all(sample.finish_reason != "abort" for sample in samples.values()), "even alone it reads what it may not"
+    assert all(sample.finish_reason != "abort" for sample in samples.values()), (
+        "even alone it reads what it may not"
+    )
     return samples
 
 
@@ -94,13 +116,17 @@ def check(model: Path, work: list[Request], schedule: Schedule) -> int:
             got = together.get((place, index))
             assert got is not None, "a sample is lost"
             aborted = got.finish_reason == "abort"
-            assert not aborted or (request.aborted is not None and got.stop_reason is None), "it read what it may not"
+            assert not aborted or (request.aborted is not None and got.stop_reason is None), (
+                "it read what it may not"
+            )
             assert same_bits(got, expected), f"request {place}, sample {index}: other bits"
     return preemptions
 
 
 @pytest.mark.parametrize(("name", "schedule"), CASES)
-def test_same_bits_under_chosen_schedules(models: dict[str, Path], name: str, schedule: Schedule) -> None:
+def test_same_bits_under_chosen_schedules(
+    models: dict[str, Path], name: str, schedule: Schedule
+) -> None:
     check(models[name], list(WORK), schedule)
 
 
@@ -125,8 +151,13 @@ VERSIONS = {version: llama_weights(CONFIG, seed=version) for version in range(2)
 
 @pytest.mark.parametrize("kv_policy", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_weights_change_while_decoding(tmp_path: Path, kv_policy: str) -> None:
-    """What is sampled across an update is made again; afterwards the engine does what one on the new weights does."""
-    folders = [write_model(tmp_path / str(version), CONFIG, weights) for version, weights in VERSIONS.items()]
+    """What is sampled across an update is made again; afterwards the engine does what one on the
+    new weights does.
+    """
+    folders = [
+        write_model(tmp_path / str(version), CONFIG, weights)
+        for version, weights in VERSIONS.items()
+    ]
     config = EngineConfig(
         model_path=str(folders[0]),
         dtype="float32",
@@ -138,7 +169,10 @@ def test_weights_change_while_decoding(tmp_path: Path, kv_policy: str) -> None:
         kv_cache_memory=2**18,
     )
     prompt = STEM[:21]
-    with InferenceEngine(config) as engine, InferenceEngine(replace(config, model_path=str(folders[1]))) as new:
+    with (
+        InferenceEngine(config) as engine,
+        InferenceEngine(replace(config, model_path=str(folders[1]))) as new,
+    ):
         engine.add_request(prompt, RANDOM, 2)
         engine.step()
         engine.step()

@@ -1,7 +1,9 @@
-"""Whatever updates, pauses, aborts and resumptions do to requests: every sample is made again, to the bit.
+"""Whatever updates, pauses, aborts and resumptions do to requests: every sample is made again, to
+the bit.
 
-A replay follows `kv_versions` and knows nothing of caches and schedules. A stale hit, a published block of mixed
-versions, a tensor of the old weights that changed with the new, a version that is said wrongly: each changes bits.
+A replay follows `kv_versions` and knows nothing of caches and schedules. A stale hit, a published
+block of mixed versions, a tensor of the old weights that changed with the new, a version that is
+said wrongly: each changes bits.
 """
 
 import typing
@@ -77,9 +79,14 @@ updates = st.builds(
     names=st.sampled_from([0, 0, 1, 4]),
 )
 pauses = st.builds(
-    Event, step=st.integers(1, 22), kind=st.just("pause"), policy=st.sampled_from(typing.get_args(PauseMode))
+    Event,
+    step=st.integers(1, 22),
+    kind=st.just("pause"),
+    policy=st.sampled_from(typing.get_args(PauseMode)),
 )
-others = st.builds(Event, step=st.integers(1, 22), kind=st.sampled_from(["abort", "sleep", "deep sleep"]))
+others = st.builds(
+    Event, step=st.integers(1, 22), kind=st.sampled_from(["abort", "sleep", "deep sleep"])
+)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +133,9 @@ def live(
             break
         for ask in work:
             if ask.arrives == step:
-                engine.add_request(ask.prompt, ask.params, ask.num_samples, max_staleness=ask.max_staleness)
+                engine.add_request(
+                    ask.prompt, ask.params, ask.num_samples, max_staleness=ask.max_staleness
+                )
         for event in events:
             if event.step == step:
                 samples += happen(engine, held, event)
@@ -138,20 +147,32 @@ def live(
     return samples, held
 
 
-def check(model: Path, dtype: str, work: list[Ask], events: list[Event], schedule: Schedule) -> None:
+def check(
+    model: Path, dtype: str, work: list[Ask], events: list[Event], schedule: Schedule
+) -> None:
     bytes_per_token = VALUES_PER_TOKEN * DTYPES[dtype]
     if schedule.num_blocks is not None:
         longest = max(len(ask.prompt) + ask.params.max_tokens for ask in work)
         schedule = replace(schedule, num_blocks=-(-longest // schedule.block_size) + 2)
-    with threads_restored(), InferenceEngine(schedule.config(model, dtype, bytes_per_token)) as engine:
+    with (
+        threads_restored(),
+        InferenceEngine(schedule.config(model, dtype, bytes_per_token)) as engine,
+    ):
         samples, held = live(engine, work, events)
         assert engine.get_weight_version() == max(held)
         assert "previous" not in engine.runner.models
         replayer = Replayer(engine, held)
         for sample in samples:
             length = len(sample.completion_tokens)
-            assert len(sample.logprobs) == len(sample.loss_mask) == len(sample.raw_logprobs or ()) == length
-            assert [i for e in sample.kv_versions for i in range(e.token_start, e.token_end)] == list(range(length))
+            assert (
+                len(sample.logprobs)
+                == len(sample.loss_mask)
+                == len(sample.raw_logprobs or ())
+                == length
+            )
+            assert [
+                i for e in sample.kv_versions for i in range(e.token_start, e.token_end)
+            ] == list(range(length))
             if length:
                 assert differences(sample, replayer.replay(sample)) == ()
 
@@ -161,7 +182,11 @@ def check(model: Path, dtype: str, work: list[Ask], events: list[Event], schedul
 @settings(
     max_examples=15,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+    ],
 )
 @given(
     work=st.lists(asks, min_size=1, max_size=5),
@@ -215,7 +240,12 @@ def test_keep_at_every_token(model: Path, cache_type: Any, lookahead: int) -> No
                     first, second = sample.kv_versions[-1].versions
                     assert (first.version, first.start, first.end) == (0, 0, len(prompt) + cut - 1)
                     assert (second.version, second.end) == (1, len(prompt) + length - 1)
-                assert differences(sample, Replayer(engine, {0: MODELS[0], 1: MODELS[1]}).replay(sample)) == ()
+                assert (
+                    differences(
+                        sample, Replayer(engine, {0: MODELS[0], 1: MODELS[1]}).replay(sample)
+                    )
+                    == ()
+                )
     assert cuts >= set(range(1, length + 1))
 
 
@@ -223,7 +253,10 @@ def test_the_fingers_of_the_test_are_on_the_versions(model: Path) -> None:
     """What is said wrongly of versions is found."""
     schedule = Schedule(block_size=4, num_threads=1)
     params = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
-    with threads_restored(), InferenceEngine(schedule.config(model, "float32", VALUES_PER_TOKEN * 4)) as engine:
+    with (
+        threads_restored(),
+        InferenceEngine(schedule.config(model, "float32", VALUES_PER_TOKEN * 4)) as engine,
+    ):
         engine.add_request(STEM[:21], params)
         for _ in range(4):
             engine.step()

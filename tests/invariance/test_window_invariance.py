@@ -1,7 +1,8 @@
 """The law where layers have a window: what left it is taken by others, and no bit changes.
 
-As in `test_schedule_invariance`, on a model whose layers all have a window and on one where some have; memory is often
-just enough for the longest request, so blocks are stripped, prefixes are found stripped, and chunks are cut.
+As in `test_schedule_invariance`, on a model whose layers all have a window and on one where some
+have; memory is often just enough for the longest request, so blocks are stripped, prefixes are
+found stripped, and chunks are cut.
 """
 
 from dataclasses import replace
@@ -31,7 +32,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def bytes_of_a_unit_token(spec: ModelSpec) -> int:
     layout = common_layout([spec], spec.max_position)
-    return 2 * layers_of_a_unit(spec, layout) * spec.num_kv_heads * spec.head_dim * torch.float32.itemsize
+    return (
+        2
+        * layers_of_a_unit(spec, layout)
+        * spec.num_kv_heads
+        * spec.head_dim
+        * torch.float32.itemsize
+    )
 
 
 def fitted(schedule: Schedule, work: list[Request], spec: ModelSpec) -> Schedule:
@@ -47,20 +54,32 @@ def fitted(schedule: Schedule, work: list[Request], spec: ModelSpec) -> Schedule
 @cache
 def alone(model: Path, request: Request, backend: Backend) -> dict[tuple[int, int], TrainingSample]:
     lonely = Request(request.prompt, request.params, request.num_samples)
-    samples, _ = run(model, "float32", [lonely], Schedule(backend=backend), bytes_of_a_unit_token(load_spec(model)))
-    assert all(sample.finish_reason != "abort" for sample in samples.values()), "even alone it reads what it may not"
+    samples, _ = run(
+        model,
+        "float32",
+        [lonely],
+        Schedule(backend=backend),
+        bytes_of_a_unit_token(load_spec(model)),
+    )
+    assert all(sample.finish_reason != "abort" for sample in samples.values()), (
+        "even alone it reads what it may not"
+    )
     return samples
 
 
 def check(model: Path, work: list[Request], schedule: Schedule) -> int:
     spec = load_spec(model)
-    together, preemptions = run(model, "float32", work, fitted(schedule, work, spec), bytes_of_a_unit_token(spec))
+    together, preemptions = run(
+        model, "float32", work, fitted(schedule, work, spec), bytes_of_a_unit_token(spec)
+    )
     for place, request in enumerate(work):
         for (_, index), expected in alone(model, request, schedule.backend).items():
             got = together.get((place, index))
             assert got is not None, "a sample is lost"
             aborted = got.finish_reason == "abort"
-            assert not aborted or (request.aborted is not None and got.stop_reason is None), "it read what it may not"
+            assert not aborted or (request.aborted is not None and got.stop_reason is None), (
+                "it read what it may not"
+            )
             assert same_bits(got, expected), f"request {place}, sample {index}: other bits"
     return preemptions
 
@@ -89,6 +108,8 @@ def test_same_bits_under_many_schedules(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 def test_tight_caches_do_preempt(models: dict[str, Path], family: str, cache_type: str) -> None:
-    work = [Request(tuple(range(3, 90 + i)), SamplingParams(max_tokens=30, seed=i), 3) for i in range(4)]
+    work = [
+        Request(tuple(range(3, 90 + i)), SamplingParams(max_tokens=30, seed=i), 3) for i in range(4)
+    ]
     schedule = Schedule(block_size=4, num_blocks=1, max_chunk_tokens=40, cache_type=cache_type)  # pyright: ignore[reportArgumentType]
     assert check(models[family], work, schedule) > 0

@@ -1,7 +1,7 @@
 """Every cache kind against a model that knows what was written to each slot.
 
-The model's slot holds the whole prefix that ends there and the namespace it was computed in, so a stale match, a missed
-copy and a block that was freed too early all show as wrong contents.
+The model's slot holds the whole prefix that ends there and the namespace it was computed in, so a
+stale match, a missed copy and a block that was freed too early all show as wrong contents.
 """
 
 from collections import Counter
@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.manager import KVCacheManager
 
-Written = tuple[Namespace, tuple[int, ...]]  # what a slot holds: the prefix that ends there, and where it belongs
+# what a slot holds: the prefix that ends there, and where it belongs
+Written = tuple[Namespace, tuple[int, ...]]
 
 
 def _stem_and_tail(length: int, tail: list[int]) -> list[int]:
@@ -23,7 +24,9 @@ def _stem_and_tail(length: int, tail: list[int]) -> list[int]:
 
 
 # Prefixes meet often: few ids, one stem, and most requests in one namespace.
-TOKENS = st.builds(_stem_and_tail, st.integers(0, 12), st.lists(st.sampled_from([7, 300]), max_size=6))
+TOKENS = st.builds(
+    _stem_and_tail, st.integers(0, 12), st.lists(st.sampled_from([7, 300]), max_size=6)
+)
 SALTS = st.sampled_from([None, None, None, None, "", "salt"])
 WEIGHT_SETS = st.sampled_from(["policy", "policy", "policy", "reference"])
 PICK = st.integers(0, 2**16)
@@ -52,7 +55,9 @@ class Table:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """A cache's own promises on naming and reuse are `_publish`, `_next`, `_forget` and `_release` of the model."""
+    """A cache's own promises on naming and reuse are `_publish`, `_next`, `_forget` and `_release`
+    of the model.
+    """
 
     factory: ClassVar[CacheFactory]
 
@@ -62,12 +67,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.size = block_size
         self.tables: list[Table] = []
         self.versions = {"policy": 0, "reference": 0}
-        self.slots: dict[int, list[Written | None]] = {b: [None] * block_size for b in range(num_blocks)}
-        self.named: dict[Written, int] = {}  # full prefix -> the block that ends it, while it is matchable
+        self.slots: dict[int, list[Written | None]] = {
+            b: [None] * block_size for b in range(num_blocks)
+        }
+        # full prefix -> the block that ends it, while it is matchable
+        self.named: dict[Written, int] = {}
         self.freed_at = dict.fromkeys(range(num_blocks), 0)  # free blocks: when they became free
         self.clock = 0
 
-    # -- rules -------------------------------------------------------------------------------------------------------
+    # -- rules -------------------------------------------------------------------------------------
 
     @rule(tokens=TOKENS, salt=SALTS, weight_set=WEIGHT_SETS, publish=OFTEN)
     def allocate(self, tokens: list[int], salt: str | None, weight_set: str, publish: bool) -> None:
@@ -90,9 +98,22 @@ class CacheMachine(RuleBasedStateMachine):
         self._take(got.block_ids[cached:], held=got.block_ids[:cached])
         self._open(tokens, prefix, list(got.block_ids), got.cached_length, publish)
 
-    @rule(tokens=TOKENS, salt=SALTS, weight_set=WEIGHT_SETS, limit=PICK, chunk=st.integers(1, 14), publish=OFTEN)
+    @rule(
+        tokens=TOKENS,
+        salt=SALTS,
+        weight_set=WEIGHT_SETS,
+        limit=PICK,
+        chunk=st.integers(1, 14),
+        publish=OFTEN,
+    )
     def admit(
-        self, tokens: list[int], salt: str | None, weight_set: str, limit: int, chunk: int, publish: bool
+        self,
+        tokens: list[int],
+        salt: str | None,
+        weight_set: str,
+        limit: int,
+        chunk: int,
+        publish: bool,
     ) -> None:
         """As the loop does it: match, adopt, then extend by a first chunk."""
         prefix = self._prefix(tokens, weight_set, salt)
@@ -100,7 +121,9 @@ class CacheMachine(RuleBasedStateMachine):
         found = self._match(tokens, prefix, limit)
         end = min(len(tokens), len(found) * self.size + chunk)
         counts = self._counts()
-        if self._blocks(end) - len(found) > self.cache.num_free_blocks() - sum(counts[b] == 0 for b in found):
+        if self._blocks(end) - len(found) > self.cache.num_free_blocks() - sum(
+            counts[b] == 0 for b in found
+        ):
             return
         self.cache.adopt(found)
         block_ids = list(found)
@@ -111,7 +134,9 @@ class CacheMachine(RuleBasedStateMachine):
         self._open(tokens[:end], prefix, block_ids, len(found) * self.size, publish)
 
     @rule(tokens=TOKENS, salt=SALTS, weight_set=WEIGHT_SETS, age=st.integers(0, 2), limit=PICK)
-    def match(self, tokens: list[int], salt: str | None, weight_set: str, age: int, limit: int) -> None:
+    def match(
+        self, tokens: list[int], salt: str | None, weight_set: str, age: int, limit: int
+    ) -> None:
         """Ask only, also for versions that are dead."""
         version = max(0, self.versions[weight_set] - age)
         prefix = self._prefix(tokens, weight_set, salt, version)
@@ -130,7 +155,9 @@ class CacheMachine(RuleBasedStateMachine):
             table = self.tables[place]
             start = len(table.tokens)
             end = start + len(tokens)
-            shared = start % self.size > 0 and self._counts()[table.block_ids[start // self.size]] > 1
+            shared = (
+                start % self.size > 0 and self._counts()[table.block_ids[start // self.size]] > 1
+            )
             need = self._blocks(end) - len(table.block_ids) + shared
             if need > self.cache.num_free_blocks():
                 continue
@@ -183,7 +210,10 @@ class CacheMachine(RuleBasedStateMachine):
         table.num_published = full
         for index in fresh:
             if table.block_ids[index] not in self.named.values():
-                self._publish((table.namespace, tuple(table.tokens[: (index + 1) * self.size])), table.block_ids[index])
+                self._publish(
+                    (table.namespace, tuple(table.tokens[: (index + 1) * self.size])),
+                    table.block_ids[index],
+                )
 
     @precondition(lambda self: self.tables)
     @rule(picks=st.lists(PICK, min_size=1, max_size=3))
@@ -198,7 +228,11 @@ class CacheMachine(RuleBasedStateMachine):
         if not really:
             return
         version = self.versions[weight_set]
-        dead = {n: b for n, b in self.named.items() if (n[0].weight_set, n[0].version) == (weight_set, version)}
+        dead = {
+            n: b
+            for n, b in self.named.items()
+            if (n[0].weight_set, n[0].version) == (weight_set, version)
+        }
         before = self._counts()
         self.cache.drop_version(weight_set, version)
         assert self._counts() == before, "a block in use was given up"
@@ -218,7 +252,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self._counts() == before, "a block in use was given up"
         self.named.clear()
 
-    # -- what must always hold -----------------------------------------------------------------------------------------
+    # -- what must always hold ---------------------------------------------------------------------
 
     @invariant()
     def invariants_of_the_cache(self) -> None:
@@ -250,14 +284,20 @@ class CacheMachine(RuleBasedStateMachine):
                 found = self._match(tokens, prefix, len(tokens))
                 assert found[-1] == block_id
 
-    # -- the model ---------------------------------------------------------------------------------------------------
+    # -- the model ---------------------------------------------------------------------------------
 
-    def _prefix(self, tokens: list[int], weight_set: str, salt: str | None, version: int | None = None) -> PrefixKeys:
-        prefix = PrefixKeys(Namespace(weight_set, self.versions[weight_set] if version is None else version, salt))
+    def _prefix(
+        self, tokens: list[int], weight_set: str, salt: str | None, version: int | None = None
+    ) -> PrefixKeys:
+        prefix = PrefixKeys(
+            Namespace(weight_set, self.versions[weight_set] if version is None else version, salt)
+        )
         prefix.extend(tokens, self.size)
         return prefix
 
-    def _match(self, tokens: list[int] | tuple[int, ...], prefix: PrefixKeys, limit: int) -> tuple[int, ...]:
+    def _match(
+        self, tokens: list[int] | tuple[int, ...], prefix: PrefixKeys, limit: int
+    ) -> tuple[int, ...]:
         got = self.cache.match(tokens, prefix, limit)
         assert got.cached_length == len(got.block_ids) * self.size
         assert got.cached_length <= limit
@@ -266,14 +306,22 @@ class CacheMachine(RuleBasedStateMachine):
         return got.block_ids
 
     def _check_match(
-        self, tokens: list[int] | tuple[int, ...], namespace: Namespace, found: tuple[int, ...], expected: list[int]
+        self,
+        tokens: list[int] | tuple[int, ...],
+        namespace: Namespace,
+        found: tuple[int, ...],
+        expected: list[int],
     ) -> None:
         for position in range(len(found) * self.size):
             written = self.slots[found[position // self.size]][position % self.size]
-            assert written == (namespace, tuple(tokens[: position + 1])), "a block matched that holds something else"
+            assert written == (namespace, tuple(tokens[: position + 1])), (
+                "a block matched that holds something else"
+            )
         assert list(found) == expected
 
-    def _expected(self, tokens: list[int] | tuple[int, ...], namespace: Namespace, limit: int) -> list[int]:
+    def _expected(
+        self, tokens: list[int] | tuple[int, ...], namespace: Namespace, limit: int
+    ) -> list[int]:
         found: list[int] = []
         for end in range(self.size, min(limit, len(tokens)) + 1, self.size):
             block_id = self.named.get((namespace, tuple(tokens[:end])))
@@ -282,7 +330,14 @@ class CacheMachine(RuleBasedStateMachine):
             found.append(block_id)
         return found
 
-    def _open(self, tokens: list[int], prefix: PrefixKeys, block_ids: list[int], cached: int, publish: bool) -> None:
+    def _open(
+        self,
+        tokens: list[int],
+        prefix: PrefixKeys,
+        block_ids: list[int],
+        cached: int,
+        publish: bool,
+    ) -> None:
         table = Table(list(tokens), prefix, block_ids, num_published=cached // self.size)
         self.tables.append(table)
         self._write(table, cached)
@@ -295,7 +350,10 @@ class CacheMachine(RuleBasedStateMachine):
             block_id = table.block_ids[position // self.size]
             assert block_id not in matchable, "a block that others may match was written to"
             assert self.cache.ref_count(block_id) == 1, "a shared block was written to"
-            self.slots[block_id][position % self.size] = table.namespace, tuple(table.tokens[: position + 1])
+            self.slots[block_id][position % self.size] = (
+                table.namespace,
+                tuple(table.tokens[: position + 1]),
+            )
 
     def _take(self, fresh: list[int] | tuple[int, ...], held: tuple[int, ...] = ()) -> None:
         """Blocks that were just taken: unnamed ones first. They hold nothing any more."""
@@ -316,14 +374,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.named.setdefault(name, block_id)
 
     def _next(self) -> set[int]:
-        """Which of the free blocks, all of them matchable, may be reused next: the longest unused."""
+        """Which of the free blocks, all of them matchable, may be reused next: the longest
+        unused.
+        """
         return {min(self.freed_at, key=self.freed_at.__getitem__)}
 
     def _forget(self, block_id: int) -> None:
         self.named = {name: b for name, b in self.named.items() if b != block_id}
 
     def _release(self, block_ids: list[int]) -> None:
-        """Blocks whose holder is gone: free ones are the most recently used now, heads of prefixes last."""
+        """Blocks whose holder is gone: free ones are the most recently used now, heads of prefixes
+        last.
+        """
         for block_id in reversed(block_ids):
             if self.cache.ref_count(block_id) == 0:
                 self._used(block_id)
@@ -333,7 +395,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.freed_at[block_id] = self.clock
 
     def _counts(self) -> dict[int, int]:
-        return {block_id: self.cache.ref_count(block_id) for block_id in range(self.cache.num_blocks)}
+        return {
+            block_id: self.cache.ref_count(block_id) for block_id in range(self.cache.num_blocks)
+        }
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.size)

@@ -54,7 +54,11 @@ def test_an_empty_block_has_no_name() -> None:
 
 
 @CALM
-@given(tokens=st.lists(st.integers(0, 3), min_size=2, max_size=12), size=st.integers(1, 3), cut=st.integers(0, 12))
+@given(
+    tokens=st.lists(st.integers(0, 3), min_size=2, max_size=12),
+    size=st.integers(1, 3),
+    cut=st.integers(0, 12),
+)
 def test_a_chain_grows_the_same_in_any_steps(tokens: list[int], size: int, cut: int) -> None:
     prefix = PrefixKeys(Namespace(salt="x"))
     prefix.extend(tokens[:cut], size)
@@ -66,7 +70,10 @@ def test_a_chain_grows_the_same_in_any_steps(tokens: list[int], size: int, cut: 
 @CALM
 @given(order=st.permutations([(1, 2), (3, 4), (5, 6)]))
 def test_the_order_of_blocks_matters(order: list[tuple[int, int]]) -> None:
-    straight, other = chain([1, 2, 3, 4, 5, 6], 2), chain([token for pair in order for token in pair], 2)
+    straight, other = (
+        chain([1, 2, 3, 4, 5, 6], 2),
+        chain([token for pair in order for token in pair], 2),
+    )
     assert (straight[-1] == other[-1]) == (order == [(1, 2), (3, 4), (5, 6)])
 
 
@@ -109,8 +116,12 @@ def test_a_copied_chain_is_independent() -> None:
 
 
 @pytest.mark.parametrize("distinct", [1, 2])
-def test_a_collision_is_caught_by_comparing_tokens(monkeypatch: pytest.MonkeyPatch, distinct: int) -> None:
-    monkeypatch.setattr(block_hash, "compute_block_hash", lambda ids, parent=-1, *, extra=b"": sum(ids) % distinct)
+def test_a_collision_is_caught_by_comparing_tokens(
+    monkeypatch: pytest.MonkeyPatch, distinct: int
+) -> None:
+    monkeypatch.setattr(
+        block_hash, "compute_block_hash", lambda ids, parent=-1, *, extra=b"": sum(ids) % distinct
+    )
     cache = PagedKVCache(num_blocks=64, block_size=2)
     prompts = [list(ids) for ids in itertools.product([1, 2, 3], repeat=4)]
     for tokens in prompts:

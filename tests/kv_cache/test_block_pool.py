@@ -29,7 +29,9 @@ class PoolMachine(RuleBasedStateMachine):
         return any(self.counts[each.block_id] or self.is_pinned(each) for each in self.below(block))
 
     def place(self, block: Block | None) -> None:
-        """A free block comes to where it belongs, as the most recently used; so does what is above, if it changed."""
+        """A free block comes to where it belongs, as the most recently used; so does what is above,
+        if it changed.
+        """
         while block is not None and not self.counts[block.block_id]:
             lists = [self.nameless, self.named, self.pinned]
             was = next((kind for kind, ids in enumerate(lists) if block.block_id in ids), None)
@@ -124,7 +126,9 @@ class CountingList(list[int]):
 
 
 def touches(num_blocks: int) -> int:
-    """Elements of the links that are touched while a block leaves the middle, comes back, and is reused."""
+    """Elements of the links that are touched while a block leaves the middle, comes back, and is
+    reused.
+    """
     pool = BlockPool(num_blocks)
     pool._next, pool._previous = CountingList(pool._next), CountingList(pool._previous)
     block = pool.blocks[num_blocks // 2]

@@ -17,7 +17,9 @@ class PagedMachine(CacheMachine):
 
 
 class RadixMachine(CacheMachine):
-    """A block is matchable while everything above it is; leaves go first, and a path that is in use goes last."""
+    """A block is matchable while everything above it is; leaves go first, and a path that is in use
+    goes last.
+    """
 
     factory = RadixKVCache
 
@@ -35,7 +37,11 @@ class RadixMachine(CacheMachine):
         if name is None:
             return
         was_used = self._has_used_below(block_id)
-        self.named = {n: b for n, b in self.named.items() if n[0] != name[0] or n[1][: len(name[1])] != name[1]}
+        self.named = {
+            n: b
+            for n, b in self.named.items()
+            if n[0] != name[0] or n[1][: len(name[1])] != name[1]
+        }
         if was_used:  # only where no leaf was free; what is above may be one now
             self._use_path(name)
 
@@ -70,7 +76,10 @@ class RadixMachine(CacheMachine):
 @pytest.mark.parametrize("machine", [PagedMachine, RadixMachine])
 def test_every_history_leaves_the_cache_right(machine: type[CacheMachine]) -> None:
     few = settings(
-        max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=120,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
     )
     run_state_machine_as_test(machine, settings=few)
 
@@ -84,7 +93,11 @@ def run_history(machine: CacheMachine, seed: int, steps: int) -> None:
     weights = "aaaaeeefp" + "d" * r.randrange(3, 8)
     for _ in range(steps):
         tokens = r.choice(stems)[: size * r.randrange(1, 7)] + [r.choice([7, 300])] * r.randrange(2)
-        salt, publish, pick = r.choice([None, None, None, "salt"]), r.random() < 0.9, r.randrange(2**16)
+        salt, publish, pick = (
+            r.choice([None, None, None, "salt"]),
+            r.random() < 0.9,
+            r.randrange(2**16),
+        )
         match r.choice(weights if r.random() < 0.95 else "mv"):
             case "a":
                 machine.allocate(tokens, salt, "policy", publish)

@@ -47,7 +47,7 @@ def tree(cache: RadixKVCache) -> Shape:
     return shape(roots[Namespace()]) if roots else {}
 
 
-# -- shape -----------------------------------------------------------------------------------------------------------
+# -- shape -----------------------------------------------------------------------------------------
 
 
 def test_a_sequence_that_grows_stays_one_run() -> None:
@@ -63,7 +63,8 @@ def test_a_sequence_that_grows_stays_one_run() -> None:
 def test_a_run_is_split_between_blocks_where_a_newcomer_leaves_it() -> None:
     cache = RadixKVCache(16, SIZE)
     tables = [put(cache, [1, 2, 3, 4, 5, 6])]
-    tables.append(put(cache, [1, 2, 3, 4, 5, 9]))  # leaves it inside the third block: the block is not divided
+    # leaves it inside the third block: the block is not divided
+    tables.append(put(cache, [1, 2, 3, 4, 5, 9]))
     assert tree(cache) == {(1, 2, 3, 4): {(5, 6): {}, (5, 9): {}}}
     tables.append(put(cache, [1, 2, 8, 8]))
     assert tree(cache) == {(1, 2): {(3, 4): {(5, 6): {}, (5, 9): {}}, (8, 8): {}}}
@@ -89,7 +90,10 @@ def test_a_tree_that_lost_its_last_block_is_gone() -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(queries=st.lists(st.lists(st.integers(1, 2), max_size=12), min_size=1, max_size=8), limit=st.integers(0, 14))
+@given(
+    queries=st.lists(st.lists(st.integers(1, 2), max_size=12), min_size=1, max_size=8),
+    limit=st.integers(0, 14),
+)
 def test_asking_changes_nothing(queries: list[list[int]], limit: int) -> None:
     cache = RadixKVCache(16, SIZE)
     for tail in ([1, 1, 2, 2], [2, 1, 2, 2], [1, 1, 1, 1]):
@@ -106,7 +110,9 @@ def test_only_token_ids_decide_what_matches() -> None:
     table = list(cache.allocate(tokens).block_ids)
     cache.publish(table, tokens, PrefixKeys(Namespace(), [7, 7]), range(2))
     assert cache.match(tokens, PrefixKeys(Namespace()), 4).block_ids == tuple(table)
-    assert cache.match([1, 2, 3, 5], PrefixKeys(Namespace(), [7, 7]), 4).block_ids == tuple(table[:1])
+    assert cache.match([1, 2, 3, 5], PrefixKeys(Namespace(), [7, 7]), 4).block_ids == tuple(
+        table[:1]
+    )
 
 
 def test_a_tree_may_be_deeper_than_the_interpreter_recurses() -> None:
@@ -124,7 +130,7 @@ def test_a_tree_may_be_deeper_than_the_interpreter_recurses() -> None:
     cache.check([])
 
 
-# -- what goes first -------------------------------------------------------------------------------------------------
+# -- what goes first -------------------------------------------------------------------------------
 
 
 def take_one(cache: RadixKVCache, table: list[int]) -> None:
@@ -166,15 +172,18 @@ def test_using_a_leaf_uses_its_whole_path_and_spares_it() -> None:
         assert (cached(cache, first), cached(cache, second)) == lengths
 
 
-# -- twins: a table whose own block has no name, because its contents hung in the tree already -----------------------
+# -- twins: a table whose own block has no name, because its contents hung in the tree already -----
 
 
 @pytest.fixture
 def twins() -> tuple[RadixKVCache, list[int], list[int]]:
-    """`mine` holds a private copy of its second block and a third one in the tree, under a block that nobody holds."""
+    """`mine` holds a private copy of its second block and a third one in the tree, under a block
+    that nobody holds.
+    """
     cache = RadixKVCache(8, SIZE)
     theirs = put(cache, [1, 2, 3, 4])
-    mine = put(cache, [1, 2, 3, 4])  # the last token is never cached, so the second block is computed twice
+    # the last token is never cached, so the second block is computed twice
+    mine = put(cache, [1, 2, 3, 4])
     assert mine[0] == theirs[0]
     assert mine[1] != theirs[1]
     tokens = [1, 2, 3, 4, 5, 6]
@@ -187,7 +196,9 @@ def twins() -> tuple[RadixKVCache, list[int], list[int]]:
     return cache, theirs, mine
 
 
-def test_what_lies_above_a_block_in_use_goes_last(twins: tuple[RadixKVCache, list[int], list[int]]) -> None:
+def test_what_lies_above_a_block_in_use_goes_last(
+    twins: tuple[RadixKVCache, list[int], list[int]],
+) -> None:
     cache, _, mine = twins
     other = put(cache, [9, 9, 9, 9, 9, 9])
     cache.deallocate(other)  # used later than the path above, and yet it goes first
@@ -234,7 +245,8 @@ def test_free_blocks_below_a_reused_one_go_with_it() -> None:
     cache = RadixKVCache(9, SIZE)
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     tables: list[list[int]] = []
-    for num_blocks in (2, 3, 4):  # each computes all of it and adds one block to the path of the one before
+    # each computes all of it and adds one block to the path of the one before
+    for num_blocks in (2, 3, 4):
         table: list[int] = []
         cache.extend(table, 0, num_blocks * SIZE)
         cache.publish(table, tokens, keys(tokens), range(num_blocks))
@@ -265,7 +277,7 @@ def test_a_flush_forgets_paths_in_use_and_nothing_is_published_below_them() -> N
     cache.check([table])
 
 
-# -- check -----------------------------------------------------------------------------------------------------------
+# -- check -----------------------------------------------------------------------------------------
 
 
 def lose_contents(cache: RadixKVCache, top: Node) -> None:
@@ -297,7 +309,9 @@ def pin_for_nothing(cache: RadixKVCache, top: Node) -> None:
 
 
 def jump_the_queue(cache: RadixKVCache, top: Node) -> None:
-    """The first block of the run comes before those below it: it leaves the ring while all others go round."""
+    """The first block of the run comes before those below it: it leaves the ring while all others
+    go round.
+    """
     pool = cache._pool
     pool._unlink(top.block_ids[0])
     order = [top.block_ids[0], *pool.free_ids()]

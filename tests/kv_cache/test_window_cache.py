@@ -23,17 +23,26 @@ class RadixWindowMachine(WindowMachine):
 @pytest.mark.parametrize("machine", [PagedWindowMachine, RadixWindowMachine])
 def test_every_history_leaves_the_cache_right(machine: type[WindowMachine]) -> None:
     few = settings(
-        max_examples=200, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=200,
+        stateful_step_count=30,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
     )
     run_state_machine_as_test(machine, settings=few)
 
 
 @given(layout=LAYOUTS, size=st.integers(1, 5), start=st.integers(0, 60), length=st.integers(1, 20))
-def test_no_chunk_needs_more_than_the_layout_says(layout: BlockLayout, size: int, start: int, length: int) -> None:
+def test_no_chunk_needs_more_than_the_layout_says(
+    layout: BlockLayout, size: int, start: int, length: int
+) -> None:
     blocks = -(-(start + length) // size)
     slid = layout.num_slid(start, size)
-    assert all((block + 1) * size - 1 <= start - layout.window for block in range(slid)), "a block was let go too early"
-    assert slid == blocks or (slid + 1) * size - 1 > start - layout.window, "a block was kept too long"
+    assert all((block + 1) * size - 1 <= start - layout.window for block in range(slid)), (
+        "a block was let go too early"
+    )
+    assert slid == blocks or (slid + 1) * size - 1 > start - layout.window, (
+        "a block was kept too long"
+    )
     units = layout.num_full * blocks + layout.num_sliding * (blocks - slid)
     assert units <= layout.most_units(start + length, length, size)
     assert blocks - slid <= layout.most_in_window(length, size)
@@ -84,7 +93,9 @@ def test_what_left_the_window_is_found_until_it_is_taken(factory: WindowCacheFac
     assert matched(cache, stem[:6]) == 0
 
 
-def test_a_stripped_prefix_that_is_computed_again_is_found_again(factory: WindowCacheFactory) -> None:
+def test_a_stripped_prefix_that_is_computed_again_is_found_again(
+    factory: WindowCacheFactory,
+) -> None:
     cache = factory(40, 2, layout=BlockLayout(1, 2, 4), num_units=40)
     stem = list(range(12))
     first = run_alone(cache, stem + [50] * 20)

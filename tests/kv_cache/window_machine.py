@@ -1,7 +1,9 @@
-"""Caches whose blocks are backed by units, against a model that knows what was written to each unit.
+"""Caches whose blocks are backed by units, against a model that knows what was written to each
+unit.
 
-Every sequence reads all of its tokens in units of full layers, and its window in units of sliding layers; a match must
-offer the same, and no less than what is there. What is taken, and in which order, is checked where something is taken.
+Every sequence reads all of its tokens in units of full layers, and its window in units of sliding
+layers; a match must offer the same, and no less than what is there. What is taken, and in which
+order, is checked where something is taken.
 """
 
 from collections.abc import Iterator
@@ -16,7 +18,12 @@ from nano_inference.kv_cache.indexed import IndexedKVCache
 from nano_inference.kv_cache.units import NO_UNIT, BlockLayout
 from tests.kv_cache.machine import PICK, SALTS, SELDOM, TOKENS, Table, Written
 
-LAYOUTS = st.builds(BlockLayout, st.sampled_from([0, 1, 2]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 3, 5, 9]))
+LAYOUTS = st.builds(
+    BlockLayout,
+    st.sampled_from([0, 1, 2]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 3, 5, 9]),
+)
 
 
 class WindowCacheFactory(Protocol):
@@ -26,7 +33,9 @@ class WindowCacheFactory(Protocol):
 
 
 class WindowMachine(RuleBasedStateMachine):
-    """Tables as the loop keeps them: between two steps all tokens are computed, and the windows have moved."""
+    """Tables as the loop keeps them: between two steps all tokens are computed, and the windows
+    have moved.
+    """
 
     factory: ClassVar[WindowCacheFactory]
 
@@ -39,10 +48,11 @@ class WindowMachine(RuleBasedStateMachine):
         self.units, self.layout, self.size = self.cache.units, layout, block_size
         self.tables: list[Table] = []
         self.version = 0
-        self.written: dict[tuple[int, int], tuple[Written, int]] = {}  # (unit, offset) -> what, and for which layers
+        # (unit, offset) -> what, and for which layers
+        self.written: dict[tuple[int, int], tuple[Written, int]] = {}
         self.names: dict[int, Written] = {}
 
-    # -- rules ---------------------------------------------------------------------------------------------------------
+    # -- rules -------------------------------------------------------------------------------------
 
     @rule(tokens=TOKENS, salt=SALTS, chunk=st.integers(1, 14))
     def admit(self, tokens: list[int], salt: str | None, chunk: int) -> None:
@@ -51,7 +61,12 @@ class WindowMachine(RuleBasedStateMachine):
         start = len(found) * self.size
         end = min(len(tokens), start + chunk)
         self.cache.adopt(found, self._slid(start))
-        table = Table(tokens[:start], self._prefix(tokens[:start], salt), list(found), num_published=len(found))
+        table = Table(
+            tokens[:start],
+            self._prefix(tokens[:start], salt),
+            list(found),
+            num_published=len(found),
+        )
         if self._room() < self._blocks(end) - len(found):
             self.cache.deallocate(found, self._slid(start))
             return
@@ -66,12 +81,18 @@ class WindowMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(picks=st.lists(PICK, min_size=1, max_size=3), tokens=TOKENS)
     def extend(self, picks: list[int], tokens: list[int]) -> None:
-        """One step of several tables. Their windows move only when all of them have what they need."""
+        """One step of several tables. Their windows move only when all of them have what they
+        need.
+        """
         chosen: list[tuple[Table, list[int]]] = []
         room = self._room()
         for place in dict.fromkeys(pick % len(self.tables) for pick in picks):
             table = self.tables[place]
-            fresh = self._blocks(len(table.tokens) + len(tokens)) - len(table.block_ids) + self._is_shared(table)
+            fresh = (
+                self._blocks(len(table.tokens) + len(tokens))
+                - len(table.block_ids)
+                + self._is_shared(table)
+            )
             if fresh <= room:
                 room -= fresh
                 chosen.append((table, tokens))
@@ -83,7 +104,9 @@ class WindowMachine(RuleBasedStateMachine):
         parent = self.tables[pick % len(self.tables)]
         self.cache.adopt(parent.block_ids, self._slid(len(parent.tokens)))
         block_ids, prefix = list(parent.block_ids), parent.prefix.copy()
-        self.tables.append(Table(list(parent.tokens), prefix, block_ids, parent.num_published, parent.publishable))
+        self.tables.append(
+            Table(list(parent.tokens), prefix, block_ids, parent.num_published, parent.publishable)
+        )
 
     @precondition(lambda self: self.tables)
     @rule(pick=PICK)
@@ -106,13 +129,18 @@ class WindowMachine(RuleBasedStateMachine):
         assert all(block.hash == NO_PREFIX for block in self.cache.blocks)
         self.names.clear()
 
-    # -- what must always hold -----------------------------------------------------------------------------------------
+    # -- what must always hold ---------------------------------------------------------------------
 
     @invariant()
     def the_cache_is_sound_and_counts_right(self) -> None:
-        self.cache.check((table.block_ids for table in self.tables), [self._slid(len(t.tokens)) for t in self.tables])
+        self.cache.check(
+            (table.block_ids for table in self.tables),
+            [self._slid(len(t.tokens)) for t in self.tables],
+        )
         held = {b for table in self.tables for b in table.block_ids}
-        within = {b for table in self.tables for b in table.block_ids[self._slid(len(table.tokens)) :]}
+        within = {
+            b for table in self.tables for b in table.block_ids[self._slid(len(table.tokens)) :]
+        }
         needed = self.layout.num_full * len(held) + self.layout.num_sliding * len(within)
         assert self.cache.num_free_units() == self.cache.num_units - needed
 
@@ -129,14 +157,16 @@ class WindowMachine(RuleBasedStateMachine):
         prefix.extend(tokens, self.size)
         self._match(list(tokens), prefix, len(tokens))
 
-    # -- the model -----------------------------------------------------------------------------------------------------
+    # -- the model ---------------------------------------------------------------------------------
 
     def _step(self, chosen: list[tuple[Table, list[int]]]) -> None:
         copies: list[tuple[int, int]] = []
         starts = [len(table.tokens) for table, _ in chosen]
         fresh = 0
         stripped, names = self._stripped(), set(self.names)
-        nameless = sum(block.ref_count == 0 and block.hash == NO_PREFIX for block in self.cache.blocks)
+        nameless = sum(
+            block.ref_count == 0 and block.hash == NO_PREFIX for block in self.cache.blocks
+        )
         free = min(nameless, len(self.units.free) // self.layout.num_units)
         for table, tokens in chosen:
             start, before = len(table.tokens), len(table.block_ids)
@@ -183,11 +213,16 @@ class WindowMachine(RuleBasedStateMachine):
     def _publish(self, table: Table) -> None:
         full = len(table.tokens) // self.size
         if table.publishable:
-            self.cache.publish(table.block_ids, table.tokens, table.prefix, range(table.num_published, full))
+            self.cache.publish(
+                table.block_ids, table.tokens, table.prefix, range(table.num_published, full)
+            )
             for index in range(table.num_published, full):
                 block = self.cache.blocks[table.block_ids[index]]
                 if block.hash != NO_PREFIX:
-                    self.names[block.block_id] = table.namespace, tuple(table.tokens[: (index + 1) * self.size])
+                    self.names[block.block_id] = (
+                        table.namespace,
+                        tuple(table.tokens[: (index + 1) * self.size]),
+                    )
             table.num_published = full
         self._sync_names()
 
@@ -207,13 +242,23 @@ class WindowMachine(RuleBasedStateMachine):
                 break
             found.append(block_id)
         stripped = self._stripped()
-        whole = [n for n in range(len(found) + 1) if not stripped & set(found[self._slid(n * self.size) : n])]
+        whole = [
+            n
+            for n in range(len(found) + 1)
+            if not stripped & set(found[self._slid(n * self.size) : n])
+        ]
         return found[: max(whole)]
 
     def _check_contents(
-        self, block_ids: list[int] | tuple[int, ...], tokens: list[int], namespace: Namespace, row: int
+        self,
+        block_ids: list[int] | tuple[int, ...],
+        tokens: list[int],
+        namespace: Namespace,
+        row: int,
     ) -> None:
-        """What a row at this position reads: positions before it, sliding layers those within its window."""
+        """What a row at this position reads: positions before it, sliding layers those within its
+        window.
+        """
         for kind in range(self.layout.num_units):
             sliding = kind >= self.layout.num_full
             for position in range(max(0, row - self.layout.window + 1) if sliding else 0, row):
@@ -222,7 +267,9 @@ class WindowMachine(RuleBasedStateMachine):
                 assert self.written.get(place) == expected, "a row reads what is not its own"
 
     def _sync_names(self) -> None:
-        self.names = {b: name for b, name in self.names.items() if self.cache.blocks[b].hash != NO_PREFIX}
+        self.names = {
+            b: name for b, name in self.names.items() if self.cache.blocks[b].hash != NO_PREFIX
+        }
         assert len(set(self.names.values())) == len(self.names), "two blocks have one name"
 
     @contextmanager
@@ -231,15 +278,25 @@ class WindowMachine(RuleBasedStateMachine):
         yield
         self._sync_names()
         assert self.names == names
-        assert {b: list(self._units(b)) for b in self.names} == units, "units of a matchable block were taken"
+        assert {b: list(self._units(b)) for b in self.names} == units, (
+            "units of a matchable block were taken"
+        )
 
     def _stripped(self) -> set[int]:
         rows, count = self.units.unit_of, self.cache.num_blocks
         kinds = range(self.layout.num_full, self.layout.num_units)
-        return {at for kind in kinds for at, unit in enumerate(rows[kind * count : (kind + 1) * count]) if unit < 0}
+        return {
+            at
+            for kind in kinds
+            for at, unit in enumerate(rows[kind * count : (kind + 1) * count])
+            if unit < 0
+        }
 
     def _units(self, block_id: int) -> Iterator[int]:
-        return (self.units.unit_of[kind * self.cache.num_blocks + block_id] for kind in range(self.layout.num_units))
+        return (
+            self.units.unit_of[kind * self.cache.num_blocks + block_id]
+            for kind in range(self.layout.num_units)
+        )
 
     def _unit(self, block_id: int, kind: int) -> int:
         unit = self.units.unit_of[kind * self.cache.num_blocks + block_id]
@@ -256,7 +313,9 @@ class WindowMachine(RuleBasedStateMachine):
         return prefix
 
     def _room(self) -> int:
-        return min(self.cache.num_free_blocks(), self.cache.num_free_units() // self.layout.num_units)
+        return min(
+            self.cache.num_free_blocks(), self.cache.num_free_units() // self.layout.num_units
+        )
 
     def _slid(self, start: int) -> int:
         """By the definition: blocks without a position that a row from `start` on sees."""

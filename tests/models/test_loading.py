@@ -47,7 +47,9 @@ def test_every_tensor_lands_in_its_place(tmp_path: Path) -> None:
     assert torch.equal(params["layers.0.gate_up"], torch.cat((gate, up)))
 
 
-@pytest.mark.parametrize(("device", "opened_on"), [("cpu", "cpu"), ("cuda:1", "cuda:1"), ("cuda", "cuda:3")])
+@pytest.mark.parametrize(
+    ("device", "opened_on"), [("cpu", "cpu"), ("cuda:1", "cuda:1"), ("cuda", "cuda:3")]
+)
 def test_tensors_are_read_straight_to_their_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, opened_on: str
 ) -> None:
@@ -75,7 +77,13 @@ def test_what_is_written_to_a_slot_is_read_from_it(
     heads: tuple[int, int], layers: int, tie: bool, inner: int, seed: int
 ) -> None:
     config = llama_config(
-        num_heads=heads[0], num_kv_heads=heads[1], layers=layers, tie=tie, hidden=48, inner=inner, vocab_size=31
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        layers=layers,
+        tie=tie,
+        hidden=48,
+        inner=inner,
+        vocab_size=31,
     )
     table, weights = param_table(spec_from_config(config)), llama_weights(config, seed)
     places, params = slots(table), allocate(table, torch.float32, CPU)
@@ -87,8 +95,12 @@ def test_what_is_written_to_a_slot_is_read_from_it(
     for name, tensor in weights.items():
         assert torch.equal(read(params, places[name]), tensor)
         assert read(params, places[name]).data_ptr() >= params[places[name].param].data_ptr()
-    assert not any(tensor.isnan().any() for tensor in params.values()), "a part of a parameter belongs to nobody"
-    assert num_bytes(table, torch.bfloat16) == 2 * sum(tensor.numel() for tensor in weights.values())
+    assert not any(tensor.isnan().any() for tensor in params.values()), (
+        "a part of a parameter belongs to nobody"
+    )
+    assert num_bytes(table, torch.bfloat16) == 2 * sum(
+        tensor.numel() for tensor in weights.values()
+    )
 
 
 def test_weights_are_cast_when_they_are_read(tmp_path: Path) -> None:
@@ -101,44 +113,71 @@ def test_weights_are_cast_when_they_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), "'model.layers.1.mlp.up_proj.weight' is missing"),
+        (
+            lambda w: w.pop("model.layers.1.mlp.up_proj.weight"),
+            "'model.layers.1.mlp.up_proj.weight' is missing",
+        ),
         (lambda w: w.pop(EMBEDDING), f"'{EMBEDDING}' is missing"),
         (lambda w: w.pop(HEAD), f"'{HEAD}' is missing"),
-        (lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}), "q_proj.bias.*not part of"),
-        (lambda w: w.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(96, 64)}), "layers.2.*not part of"),
-        (lambda w: w.update({"model.norm.weight": torch.ones(65)}), r"'model.norm.weight'.*\(65,\).*\(64,\)"),
+        (
+            lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
+            "q_proj.bias.*not part of",
+        ),
+        (
+            lambda w: w.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(96, 64)}),
+            "layers.2.*not part of",
+        ),
+        (
+            lambda w: w.update({"model.norm.weight": torch.ones(65)}),
+            r"'model.norm.weight'.*\(65,\).*\(64,\)",
+        ),
         (
             lambda w: w.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(64, 32)}),
             r"k_proj.*\(64, 32\).*\(32, 64\)",
         ),
     ],
 )
-def test_a_missing_extra_or_misshapen_tensor_is_named(tmp_path: Path, change: Change, told: str) -> None:
+def test_a_missing_extra_or_misshapen_tensor_is_named(
+    tmp_path: Path, change: Change, told: str
+) -> None:
     with pytest.raises(ModelLoadError, match=told):
         load(changed(tmp_path, change))
 
 
 def test_buffers_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
-    load(changed(tmp_path, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})))
+    load(
+        changed(
+            tmp_path,
+            lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}),
+        )
+    )
 
 
 def test_a_tied_head_may_be_absent_or_equal(tmp_path: Path) -> None:
     absent = load(tiny_llama(tmp_path / "absent", tie=True))
-    present = load(changed(tmp_path / "present", lambda w: w.update({HEAD: w[EMBEDDING].clone()}), tie=True))
+    present = load(
+        changed(tmp_path / "present", lambda w: w.update({HEAD: w[EMBEDDING].clone()}), tie=True)
+    )
     assert "head" not in absent
     assert absent.keys() == present.keys()
     assert all(torch.equal(absent[name], present[name]) for name in absent)
 
 
-@pytest.mark.parametrize("change", [lambda w: w[EMBEDDING] + 1, lambda w: w[EMBEDDING][:-1].clone()])
-def test_a_tied_head_that_differs_is_refused(tmp_path: Path, change: Callable[[Weights], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "change", [lambda w: w[EMBEDDING] + 1, lambda w: w[EMBEDDING][:-1].clone()]
+)
+def test_a_tied_head_that_differs_is_refused(
+    tmp_path: Path, change: Callable[[Weights], Tensor]
+) -> None:
     folder = changed(tmp_path, lambda w: w.update({HEAD: change(w)}), tie=True)
     with pytest.raises(ModelLoadError, match=f"'{HEAD}' is tied to '{EMBEDDING}'.*differs"):
         load(folder)
 
 
 def sharded(folder: Path, num_files: int) -> Path:
-    """The tiny model in several files with an index; the head stands in the first, the embedding in the last."""
+    """The tiny model in several files with an index; the head stands in the first, the embedding in
+    the last.
+    """
     config = llama_config()
     weights = llama_weights(config)
     write_model(folder, config, weights)
@@ -150,7 +189,9 @@ def sharded(folder: Path, num_files: int) -> Path:
         own = names[i::num_files]
         save_file({name: weights[name] for name in own}, folder / file)
         weight_map |= dict.fromkeys(own, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return folder
 
 
@@ -172,7 +213,9 @@ def test_a_tied_head_in_an_earlier_file_than_its_embedding(tmp_path: Path) -> No
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = sharded(tmp_path, 3)
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(ModelLoadError, match=r"model-00002-of-00003\.safetensors.*index\.json.*missing"):
+    with pytest.raises(
+        ModelLoadError, match=r"model-00002-of-00003\.safetensors.*index\.json.*missing"
+    ):
         load(folder)
 
 

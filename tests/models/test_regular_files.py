@@ -1,4 +1,6 @@
-"""Files that would keep their reader waiting for ever: refused, where a model is loaded and where an update is read."""
+"""Files that would keep their reader waiting for ever: refused, where a model is loaded and where
+an update is read.
+"""
 
 import os
 import shutil
@@ -45,9 +47,11 @@ def in_time(call: Callable[[], object]) -> Exception:
 def replaced(path: Path, kind: str) -> None:
     """Another kind of file in its place."""
     path.unlink()
-    {"fifo": os.mkfifo, "device": lambda at: at.symlink_to("/dev/zero"), "loop": lambda at: at.symlink_to(at)}[kind](
-        path
-    )
+    {
+        "fifo": os.mkfifo,
+        "device": lambda at: at.symlink_to("/dev/zero"),
+        "loop": lambda at: at.symlink_to(at),
+    }[kind](path)
 
 
 KINDS = ("fifo", "device", "loop")
@@ -92,8 +96,12 @@ def test_an_update_from_files_neither(tmp_path: Path, transport: Any, name: str,
     assert isinstance(problem, WeightUpdateError), problem
 
 
-@pytest.mark.parametrize("name", [".", "..", "/", "~", "a.b", "x" * 300, "x/" * 3000, "a\0b", "\ud800"])
-def test_a_path_is_no_part_of_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [".", "..", "/", "~", "a.b", "x" * 300, "x/" * 3000, "a\0b", "\ud800"]
+)
+def test_a_path_is_no_part_of_what_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """`.` took every dot of the sentence away."""
     (tmp_path / "in").mkdir()
     monkeypatch.chdir(tmp_path / "in")
@@ -105,7 +113,9 @@ def test_a_path_is_no_part_of_what_is_said(tmp_path: Path, monkeypatch: pytest.M
     )
 
 
-def test_a_file_is_called_by_its_name_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_called_by_its_name_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     save_file(WEIGHTS, "a.safetensors")
     Path("b.safetensors").write_bytes(b"x" * 100)
@@ -118,7 +128,9 @@ def test_what_is_regular_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file(WEIGHTS, path)
     (tmp_path / "link.safetensors").symlink_to(path)
-    assert [name for name, _ in read_tensors(path)] == [name for name, _ in read_tensors(tmp_path / "link.safetensors")]
+    assert [name for name, _ in read_tensors(path)] == [
+        name for name, _ in read_tensors(tmp_path / "link.safetensors")
+    ]
     assert len(list(read_folder(tmp_path))) == 2
     with open_regular(path) as file:
         assert len(file.read()) == path.stat().st_size

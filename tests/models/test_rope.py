@@ -64,7 +64,9 @@ def longrope(head_dim: int) -> dict[str, Any]:
     }
 
 
-def spec_of(scaling: dict[str, Any], theta: float, max_position: int, head_dim: int = 16) -> RopeSpec:
+def spec_of(
+    scaling: dict[str, Any], theta: float, max_position: int, head_dim: int = 16
+) -> RopeSpec:
     config = llama_config(max_position=max_position) | {
         "head_dim": head_dim,
         "rope_parameters": scaling | {"rope_theta": theta},
@@ -78,11 +80,19 @@ def table(spec: RopeSpec, head_dim: int, num_positions: int) -> tuple[Tensor, Te
 
 @CALM
 @given(
-    theta=st.sampled_from([1e4, 5e5]), half=st.integers(1, 64), positions=st.integers(1, 300), factor=st.floats(1, 50)
+    theta=st.sampled_from([1e4, 5e5]),
+    half=st.integers(1, 64),
+    positions=st.integers(1, 300),
+    factor=st.floats(1, 50),
 )
-def test_default_and_linear_are_powers_of_theta(theta: float, half: int, positions: int, factor: float) -> None:
+def test_default_and_linear_are_powers_of_theta(
+    theta: float, half: int, positions: int, factor: float
+) -> None:
     inverse = theta ** -(torch.arange(half, dtype=torch.float64) / half)
-    for spec, stretch in [(RopeSpec(theta=theta), 1.0), (RopeSpec(theta=theta, kind="linear", factor=factor), factor)]:
+    for spec, stretch in [
+        (RopeSpec(theta=theta), 1.0),
+        (RopeSpec(theta=theta, kind="linear", factor=factor), factor),
+    ]:
         cos, sin = table(spec, 2 * half, positions)
         assert cos.shape == sin.shape == (positions, half)
         assert cos.dtype == sin.dtype == torch.float32
@@ -92,7 +102,9 @@ def test_default_and_linear_are_powers_of_theta(theta: float, half: int, positio
 
 
 @CALM
-@given(short=st.integers(1, 100), longer=st.integers(1, 100), kind=st.sampled_from(sorted(SCALINGS)))
+@given(
+    short=st.integers(1, 100), longer=st.integers(1, 100), kind=st.sampled_from(sorted(SCALINGS))
+)
 def test_a_longer_table_begins_with_the_shorter_one(short: int, longer: int, kind: str) -> None:
     spec = spec_of(SCALINGS[kind], 1e4, 512)
     first, second = table(spec, 16, short), table(spec, 16, short + longer)
@@ -118,7 +130,8 @@ def test_llama3_keeps_fast_turns_and_stretches_slow_ones() -> None:
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 @pytest.mark.parametrize("kind", [*sorted(SCALINGS), "longrope"])
 def test_frequencies_are_those_of_transformers(kind: str, theta: float, head_dim: int) -> None:
-    from transformers.models.llama.configuration_llama import LlamaConfig  # slow to import, so only here
+    # slow to import, so only here
+    from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     scaling, max_position = longrope(head_dim) if kind == "longrope" else SCALINGS[kind], 1024
@@ -140,4 +153,6 @@ def test_frequencies_are_those_of_transformers(kind: str, theta: float, head_dim
     torch.testing.assert_close(cos.double(), angles.cos() * attention_factor, rtol=0, atol=1e-4)
     torch.testing.assert_close(sin.double(), angles.sin() * attention_factor, rtol=0, atol=1e-4)
     one_cos, one_sin = (part[1].double() / attention_factor for part in (cos, sin))
-    torch.testing.assert_close(torch.atan2(one_sin, one_cos), inverse.double(), rtol=2e-6, atol=2e-7)
+    torch.testing.assert_close(
+        torch.atan2(one_sin, one_cos), inverse.double(), rtol=2e-6, atol=2e-7
+    )

@@ -25,7 +25,9 @@ def without(*names: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_the_fields_of_a_llama() -> None:
-    spec = spec_from_config(llama_config(num_heads=8, num_kv_heads=2, layers=3, vocab_size=321, tie=True))
+    spec = spec_from_config(
+        llama_config(num_heads=8, num_kv_heads=2, layers=3, vocab_size=321, tie=True)
+    )
     assert spec.architecture == "LlamaForCausalLM"
     assert (spec.hidden_size, spec.intermediate_size, spec.num_layers) == (64, 96, 3)
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (8, 2, 8)
@@ -39,7 +41,14 @@ def test_the_fields_of_a_llama() -> None:
 
 def test_what_old_configs_leave_out() -> None:
     spec = spec_from_config(
-        without("head_dim", "num_key_value_heads", "tie_word_embeddings", "eos_token_id", "rope_theta", "rope_scaling")
+        without(
+            "head_dim",
+            "num_key_value_heads",
+            "tie_word_embeddings",
+            "eos_token_id",
+            "rope_theta",
+            "rope_scaling",
+        )
     )
     assert spec.head_dim == 16
     assert spec.num_kv_heads == spec.num_heads == 4
@@ -65,13 +74,17 @@ def test_head_dim_may_differ_from_hidden_over_heads() -> None:
         (0, None, (0,)),
     ],
 )
-def test_end_of_sequence_ids(own: Any, generation: dict[str, Any] | None, expected: tuple[int, ...]) -> None:
+def test_end_of_sequence_ids(
+    own: Any, generation: dict[str, Any] | None, expected: tuple[int, ...]
+) -> None:
     assert spec_from_config(config(eos_token_id=own), generation).eos_token_ids == expected
 
 
 @pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
 def test_both_spellings_of_the_dtype(name: str) -> None:
-    assert spec_from_config(without("torch_dtype") | {name: "bfloat16"}).checkpoint_dtype == "bfloat16"
+    assert (
+        spec_from_config(without("torch_dtype") | {name: "bfloat16"}).checkpoint_dtype == "bfloat16"
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,14 +104,21 @@ def test_both_spellings_of_the_dtype(name: str) -> None:
             RopeSpec(5e5, "llama3", 8.0, 128, 1.0, 4.0),
         ),
         (
-            {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 128, "attention_factor": 1.5},
+            {
+                "rope_type": "yarn",
+                "factor": 4,
+                "original_max_position_embeddings": 128,
+                "attention_factor": 1.5,
+            },
             RopeSpec(5e5, "yarn", 4.0, 128, attention_factor=1.5),
         ),
     ],
 )
 def test_old_and_new_spelling_of_rope(scaling: dict[str, Any] | None, expected: RopeSpec) -> None:
     old = config(rope_theta=5e5, rope_scaling=scaling)
-    new = without("rope_theta", "rope_scaling") | {"rope_parameters": (scaling or {}) | {"rope_theta": 5e5}}
+    new = without("rope_theta", "rope_scaling") | {
+        "rope_parameters": (scaling or {}) | {"rope_theta": 5e5}
+    }
     assert spec_from_config(old).rope == expected
     assert spec_from_config(new).rope == expected
     if scaling is not None:  # the oldest name of the kind
@@ -108,8 +128,12 @@ def test_old_and_new_spelling_of_rope(scaling: dict[str, Any] | None, expected: 
 
 def test_yarn_draws_its_attention_factor_from_the_stretch() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-    assert spec_from_config(config(rope_scaling=yarn)).rope.attention_factor == pytest.approx(1.1386294)
-    assert spec_from_config(config(rope_scaling=yarn | {"factor": 1.0})).rope.attention_factor == 1.0
+    assert spec_from_config(config(rope_scaling=yarn)).rope.attention_factor == pytest.approx(
+        1.1386294
+    )
+    assert (
+        spec_from_config(config(rope_scaling=yarn | {"factor": 1.0})).rope.attention_factor == 1.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,12 +156,21 @@ def test_yarn_draws_its_attention_factor_from_the_stretch() -> None:
         (config(rope_scaling={"rope_type": "longrope"}), "lacks 'short_factor'"),
         (config(rope_scaling=longrope(long_factor=[1.5] * 8)), "longrope.*are equal"),
         (config(rope_scaling=longrope(attention_factor=None)), "attention_factor is given"),
-        (config(rope_scaling=longrope(short_factor=[1.0], long_factor=[1.0])), "1 factors; heads 16 wide need 8"),
+        (
+            config(rope_scaling=longrope(short_factor=[1.0], long_factor=[1.0])),
+            "1 factors; heads 16 wide need 8",
+        ),
         (config(rope_scaling=longrope(short_factor=[0] * 8)), "short_factor=.*numbers above 0"),
-        (config(rope_scaling={"rope_type": "proportional"}), "'proportional'.*default, linear, llama3, longrope, yarn"),
+        (
+            config(rope_scaling={"rope_type": "proportional"}),
+            "'proportional'.*default, linear, llama3, longrope, yarn",
+        ),
         (config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic'"),
         (config(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "lacks 'low_freq_factor'"),
-        (config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+        (
+            config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
+            "partial_rotary_factor",
+        ),
         (config(partial_rotary_factor=0.5), "partial_rotary_factor"),
         (config(hidden_size="many"), "hidden_size='many'"),
         (config(vocab_size=None), "lacks 'vocab_size'"),
@@ -176,7 +209,9 @@ NAN, INFINITE = float("nan"), float("inf")
 )
 def test_an_absurd_value_is_refused_in_one_sentence(name: str, values: list[Any]) -> None:
     for value in values:
-        with pytest.raises(ModelLoadError, match=rf"config\.json has {name}=.*; it must be ") as raised:
+        with pytest.raises(
+            ModelLoadError, match=rf"config\.json has {name}=.*; it must be "
+        ) as raised:
             spec_from_config(config(**{name: value}))
         assert len(str(raised.value)) < 200
 
@@ -187,10 +222,19 @@ def test_an_absurd_value_is_refused_in_one_sentence(name: str, values: list[Any]
         ({"rope_type": "linear", "factor": 0}, "factor=0"),
         ({"rope_type": "linear", "factor": NAN}, "factor=nan"),
         ({"rope_type": ["linear"]}, "rope_type="),
-        ({"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}, "must be less than"),
-        ({"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 0}, "original_max_position_embeddings"),
+        (
+            {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4},
+            "must be less than",
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 0},
+            "original_max_position_embeddings",
+        ),
         ({"rope_type": "yarn", "factor": 4, "attention_factor": -1}, "attention_factor=-1"),
-        ({"full_attention": {"rope_theta": 0}, "sliding_attention": {}}, "full_attention has rope_theta=0"),
+        (
+            {"full_attention": {"rope_theta": 0}, "sliding_attention": {}},
+            "full_attention has rope_theta=0",
+        ),
         ({"full_attention": {}, "sliding_attention": 3}, "sliding_attention=3"),
     ],
 )
@@ -210,7 +254,10 @@ def test_an_absurd_rope_is_refused(fields: dict[str, Any], told: str) -> None:
         ("granite", {"logits_scaling": 0}),
         ("granite", {"embedding_multiplier": NAN}),
         ("mixtral", {"num_local_experts": -1}),
-        ("mixtral", {"num_local_experts": 2**14, "num_hidden_layers": 2**12, "num_experts_per_tok": 1}),
+        (
+            "mixtral",
+            {"num_local_experts": 2**14, "num_hidden_layers": 2**12, "num_experts_per_tok": 1},
+        ),
         ("qwen3-moe", {"mlp_only_layers": 1}),
         ("qwen3-moe", {"decoder_sparse_step": "1"}),
     ],

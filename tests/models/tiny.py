@@ -1,4 +1,6 @@
-"""Tiny random models in Hugging Face folders, written without transformers so that tests start fast."""
+"""Tiny random models in Hugging Face folders, written without transformers so that tests start
+fast.
+"""
 
 import json
 from pathlib import Path
@@ -123,7 +125,8 @@ def tiny_llama(
     std: float = 0.2,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write a tiny random Llama (config.json and model.safetensors) into `folder` and return the folder.
+    """Write a tiny random Llama (config.json and model.safetensors) into `folder` and return the
+    folder.
 
     Its logits are peaked but far from one-hot; the end-of-sequence id is 2.
     """
@@ -142,12 +145,16 @@ def tiny_llama(
     return write_model(folder, config, llama_weights(config, seed, std))
 
 
-# What the config.json of a family says beside, or instead of, what a tiny Llama's does. Windows are shorter than the
-# prompts of the tests, and some layers have none where the family allows that.
+# What the config.json of a family says beside, or instead of, what a tiny Llama's does. Windows are
+# shorter than the prompts of the tests, and some layers have none where the family allows that.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-bias": {"attention_bias": True},
-    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24},
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 24,
+    },
     "qwen2": {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -163,7 +170,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "num_hidden_layers": 4,
         "num_key_value_heads": 1,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "layer_types": [
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+        ],
         "sliding_window": 17,
         "query_pre_attn_scalar": 40,
         "rope_theta": 1000000.0,
@@ -171,7 +183,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_scaling": None,
         "tie_word_embeddings": True,
     },
-    "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "sliding_window": 33, "pad_token_id": 0},
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "sliding_window": 33,
+        "pad_token_id": 0,
+    },
     "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
     "granite": {
         "architectures": ["GraniteForCausalLM"],
@@ -206,7 +223,9 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_model(folder: Path, family: str, *, seed: int = 0, std: float = 0.2, **changes: Any) -> Path:
+def tiny_model(
+    folder: Path, family: str, *, seed: int = 0, std: float = 0.2, **changes: Any
+) -> Path:
     """Write a tiny random model of a family into `folder` and return the folder."""
     config = llama_config() | (FAMILIES | MORE_FAMILIES)[family] | changes
     config = {name: value for name, value in config.items() if value is not None}
@@ -221,5 +240,7 @@ def family_weights(config: dict[str, Any], seed: int = 0, std: float = 0.2) -> W
     for name, slot in slots(param_table(spec)).items():
         drawn = torch.randn(slot.shape, generator=generator) * std
         is_norm = len(slot.shape) == 1 and name.endswith("weight")
-        weights[name] = (drawn + 1.0 - spec.norm_offset if is_norm else drawn).to(getattr(torch, config["torch_dtype"]))
+        weights[name] = (drawn + 1.0 - spec.norm_offset if is_norm else drawn).to(
+            getattr(torch, config["torch_dtype"])
+        )
     return weights

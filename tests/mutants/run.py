@@ -1,7 +1,8 @@
-"""`python -m tests.mutants.run`: apply each seeded fault to a copy of the sources and expect its tests to turn red.
+"""`python -m tests.mutants.run`: apply each seeded fault to a copy of the sources and expect its
+tests to turn red.
 
-A test suite that stays green on a broken engine proves nothing. Each `.patch` beside this file is one fault; the table
-names the tests that must catch it, as pytest's arguments.
+A test suite that stays green on a broken engine proves nothing. Each `.patch` beside this file is
+one fault; the table names the tests that must catch it, as pytest's arguments.
 """
 
 import argparse
@@ -89,13 +90,18 @@ CATCHES = {
     "api_keys_change_the_engine": "tests/serving/rl/test_access.py -k keys",
     "pages_may_train": "tests/serving/rl/test_access.py -k pages",
     "new_engine_is_paused_too": "tests/serving/rl/weights/test_weight_races.py -k not_paused",
-    "failed_call_leaves_the_session_open": "tests/serving/rl/weights/test_weight_files.py -k no_such_file",
-    "refused_tensors_stay_in_the_update": "tests/serving/rl/weights/test_weight_files.py -k closes_a_session",
+    "failed_call_leaves_the_session_open": "tests/serving/rl/weights/test_weight_files.py -k "
+    "no_such_file",
+    "refused_tensors_stay_in_the_update": "tests/serving/rl/weights/test_weight_files.py -k "
+    "closes_a_session",
     "versions_may_fall": "tests/serving/rl/weights/test_weight_updates.py -k versions_rise",
-    "sglang_buckets_one_by_one": 'tests/serving/rl/test_sglang_updates.py -k "slime_like_trainer and not smollm2"',
-    "refused_request_leaves_the_session_open": 'tests/serving/rl/test_refused_updates.py -k "sglangs or vllms"',
+    "sglang_buckets_one_by_one": 'tests/serving/rl/test_sglang_updates.py -k "slime_like_trainer '
+    'and not smollm2"',
+    "refused_request_leaves_the_session_open": "tests/serving/rl/test_refused_updates.py -k "
+    '"sglangs or vllms"',
     "depth_counts_lists_alone": "tests/serving/test_edge.py -k depth",
-    "tensors_begin_where_the_last_ended": 'tests/engine/test_weight_transports.py -k "side_by_side"',
+    "tensors_begin_where_the_last_ended": "tests/engine/test_weight_transports.py -k "
+    '"side_by_side"',
     "old_marker_beside_new_files": "tests/engine/test_weight_transports.py -k written_anew",
     "parameters_written_once": "tests/rl/test_policy_model.py -k every_way",
     "shared_scores_one_too_far": "tests/rl/test_score.py -k share",
@@ -107,7 +113,8 @@ CATCHES = {
     "trl_logprobs_without_the_cut": "tests/rl/test_trl.py -k filters_cut",
     "trl_is_never_greedy": "tests/rl/test_trl.py -k arguments_decide",
     "appended_tokens_are_trained_on": "tests/test_data.py -k padded",
-    "own_weights_before_given_ones": 'tests/rl/test_replay.py -k "state_dicts or changed_sample or mixed"',
+    "own_weights_before_given_ones": 'tests/rl/test_replay.py -k "state_dicts or changed_sample '
+    'or mixed"',
     "experts_routed_again_in_the_backward": "tests/rl/test_expert_routes.py -k made_to_choose",
     "routes_read_one_slot_late": "tests/rl/test_expert_routes.py -k goes_through",
     "blocking_update_looks_at_itself_alone": "tests/engine/test_blocking_updates.py -k every_short",
@@ -120,10 +127,14 @@ RED = 1  # pytest's exit code for failed tests; others mean that the tests did n
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="faults to try; none: all")
-    parser.add_argument("--one-of", type=int, default=1, help="only every n-th fault; the commit decides which")
+    parser.add_argument(
+        "--one-of", type=int, default=1, help="only every n-th fault; the commit decides which"
+    )
     arguments = parser.parse_args()
     root = Path(__file__).parents[2]
-    names = arguments.names or list(CATCHES)[commit_number(root) % arguments.one_of :: arguments.one_of]
+    names = (
+        arguments.names or list(CATCHES)[commit_number(root) % arguments.one_of :: arguments.one_of]
+    )
     green = [name for name in names if not turns_red(root, name)]
     if green:
         raise SystemExit(f"not caught: {', '.join(green)}")
@@ -132,7 +143,9 @@ def main() -> None:
 
 def commit_number(root: Path) -> int:
     """A number that another commit seldom has; 0 outside of a git checkout."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False
+    )
     return int(found.stdout.strip() or "0", 16)
 
 
@@ -148,13 +161,27 @@ def turns_red(root: Path, name: str) -> bool:
         subprocess.run(["git", "apply", str(patch)], cwd=copy, check=True)
         # Kernels with a fault are built in the copy; all others are those that the home folder has.
         home = copy if "/kernels/" in patch.read_text(encoding="utf-8") else Path.home()
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-m",
+            "not slow",
+            "-p",
+            "no:cacheprovider",
+        ]
         command += ["--hypothesis-profile=mutants", *shlex.split(CATCHES[name])]
         try:
             done = subprocess.run(
                 command,
                 cwd=copy,
-                env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{copy / 'src'}:{copy}", "HOME": str(home)},
+                env={
+                    "PATH": "/usr/bin:/bin",
+                    "PYTHONPATH": f"{copy / 'src'}:{copy}",
+                    "HOME": str(home),
+                },
                 capture_output=True,
                 text=True,
                 timeout=SECONDS,

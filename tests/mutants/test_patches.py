@@ -1,4 +1,6 @@
-"""The seeded faults are run now and then; that they still apply to the sources is looked at always."""
+"""The seeded faults are run now and then; that they still apply to the sources is looked at
+always.
+"""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Attention of the CPU kernels called on its own: sequences, a cache full of NaN, and what double precision says."""
+"""Attention of the CPU kernels called on its own: sequences, a cache full of NaN, and what double
+precision says.
+"""
 
 import ctypes
 import subprocess
@@ -26,7 +28,10 @@ FLAGS = (
 )
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DNANO_AVX512")
 MACHINES = {  # name -> (compiler flags, what the processor must have)
-    "avx512_bf16": ((*AVX512, "-mavx512bf16", "-DNANO_BF16"), ("avx512f", "avx512bw", "avx512dq", "avx512_bf16")),
+    "avx512_bf16": (
+        (*AVX512, "-mavx512bf16", "-DNANO_BF16"),
+        ("avx512f", "avx512bw", "avx512dq", "avx512_bf16"),
+    ),
     "avx512": (AVX512, ("avx512f", "avx512bw", "avx512dq")),
     "avx2": (("-mavx2", "-mfma", "-DNANO_AVX2"), ("avx2", "fma")),
     "portable": ((), ()),
@@ -37,7 +42,14 @@ Floats = NDArray[np.float32]
 
 def compile_kernels(machine: str, target: Path) -> ctypes.CDLL:
     """The attention kernels as a library of their own."""
-    command = ["g++", *FLAGS, *MACHINES[machine][0], *(str(KERNELS / source) for source in SOURCES), "-o", str(target)]
+    command = [
+        "g++",
+        *FLAGS,
+        *MACHINES[machine][0],
+        *(str(KERNELS / source) for source in SOURCES),
+        "-o",
+        str(target),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return ctypes.CDLL(str(target))
 
@@ -51,7 +63,10 @@ def runs_here(machine: str) -> bool:
 
 class _Shape(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "window")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "window")
+        ),
         ("scale", ctypes.c_float),
     ]
 
@@ -59,7 +74,10 @@ class _Shape(ctypes.Structure):
 class _Batch(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("num_rows", "num_chunks")),
-        *((name, ctypes.c_void_p) for name in ("positions", "slots", "row_chunks", "cu_seqlens", "seq_lens", "tables")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("positions", "slots", "row_chunks", "cu_seqlens", "seq_lens", "tables")
+        ),
         ("table_stride", ctypes.c_int64),
     ]
 
@@ -98,7 +116,9 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Text:
-    """Queries, keys and values of a sequence, [tokens, heads, head_dim], rounded to the cache's dtype."""
+    """Queries, keys and values of a sequence, [tokens, heads, head_dim], rounded to the cache's
+    dtype.
+    """
 
     q: Floats
     k: Floats
@@ -126,8 +146,12 @@ def widen(x: NDArray[np.uint16]) -> Floats:
     return (x.astype(np.uint32) << 16).view(np.float32)
 
 
-def make_texts(shape: Shape, lengths: Sequence[int], shared: Sequence[int], seed: int) -> list[Text]:
-    """Sequences of these lengths; the first shared[i] tokens of each are those of the one before."""
+def make_texts(
+    shape: Shape, lengths: Sequence[int], shared: Sequence[int], seed: int
+) -> list[Text]:
+    """Sequences of these lengths; the first shared[i] tokens of each are those of the one
+    before.
+    """
     rng = np.random.default_rng(seed)
     texts: list[Text] = []
     for length, common in zip(lengths, shared, strict=True):
@@ -146,7 +170,9 @@ def make_texts(shape: Shape, lengths: Sequence[int], shared: Sequence[int], seed
 class Kernels:
     """The library, for one shape and some sequences."""
 
-    def __init__(self, library: ctypes.CDLL, shape: Shape, texts: Sequence[Text], shared: Sequence[int]) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, shape: Shape, texts: Sequence[Text], shared: Sequence[int]
+    ) -> None:
         self.library, self.shape, self.texts, self.shared = library, shape, texts, shared
         self.dtype = np.uint16 if shape.is_bf16 else np.float32
 
@@ -163,11 +189,21 @@ class Kernels:
         counts = [chunk.end - chunk.start for chunk in chunks]
         rows = np.repeat(np.arange(len(chunks)), counts)
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
-        q = self._cast(np.concatenate([self.texts[chunk.seq].q[chunk.start : chunk.end] for chunk in chunks]))
+        q = self._cast(
+            np.concatenate([self.texts[chunk.seq].q[chunk.start : chunk.end] for chunk in chunks])
+        )
         out = np.full_like(q, 0x7FC1 if self.shape.is_bf16 else np.nan)
-        arrays = (positions, rows, np.cumsum([0, *counts]), np.array([chunk.end for chunk in chunks]), tables)
+        arrays = (
+            positions,
+            rows,
+            np.cumsum([0, *counts]),
+            np.array([chunk.end for chunk in chunks]),
+            tables,
+        )
         problem, kept = self._problem(paging, units, cache, *arrays)
-        cuts = None if paging.cuts is None else np.array([0, *paging.cuts, len(rows)], dtype=np.int64)
+        cuts = (
+            None if paging.cuts is None else np.array([0, *paging.cuts, len(rows)], dtype=np.int64)
+        )
         threads = paging.num_threads if cuts is None else len(cuts) - 1
         code = self.library.nano_attention(
             ctypes.byref(problem),
@@ -189,10 +225,18 @@ class Kernels:
     def expected(self, chunk: Chunk) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """In double precision: the output, and sum(p * |v|), against which errors are measured."""
         text, shape = self.texts[chunk.seq], self.shape
-        k, v = (np.repeat(x[: chunk.end].astype(np.float64), shape.group, axis=1) for x in (text.k, text.v))
-        scores = np.einsum("qhd,khd->hqk", text.q[chunk.start : chunk.end].astype(np.float64), k) * shape.scale
+        k, v = (
+            np.repeat(x[: chunk.end].astype(np.float64), shape.group, axis=1)
+            for x in (text.k, text.v)
+        )
+        scores = (
+            np.einsum("qhd,khd->hqk", text.q[chunk.start : chunk.end].astype(np.float64), k)
+            * shape.scale
+        )
         position, key = np.arange(chunk.start, chunk.end)[:, None], np.arange(chunk.end)[None, :]
-        scores[:, (key > position) | ((key <= position - shape.window) if shape.window else False)] = -np.inf
+        scores[
+            :, (key > position) | ((key <= position - shape.window) if shape.window else False)
+        ] = -np.inf
         p = np.exp(scores - scores.max(axis=-1, keepdims=True))
         p /= p.sum(axis=-1, keepdims=True)
         return np.einsum("hqk,khd->qhd", p, v), np.einsum("hqk,khd->qhd", p, np.abs(v))
@@ -205,10 +249,14 @@ class Kernels:
         cache = tuple(np.zeros(size, self.dtype) for _ in range(2))
         self._store(chunk, tables[0], units, cache, paging)
         positions = np.arange(chunk.start, chunk.end)
-        problem, kept = self._problem(paging, units, cache, positions, positions * 0, positions, positions, tables)
+        problem, kept = self._problem(
+            paging, units, cache, positions, positions * 0, positions, positions, tables
+        )
         text = self.texts[chunk.seq]
         keys, values = (np.zeros_like(x[chunk.start : chunk.end]) for x in (text.k, text.v))
-        self.library.nano_read_kv(ctypes.byref(problem), *(ctypes.c_void_p(x.ctypes.data) for x in (keys, values)))
+        self.library.nano_read_kv(
+            ctypes.byref(problem), *(ctypes.c_void_p(x.ctypes.data) for x in (keys, values))
+        )
         del kept
         return keys, values
 
@@ -219,9 +267,13 @@ class Kernels:
         return max(0, chunk.start - self.shape.window + 1) if self.shape.window else 0
 
     def _tables(self, chunks: Sequence[Chunk], paging: Paging) -> tuple[NDArray[np.int64], int]:
-        """Block tables; where no row looks they name block 0, which is full of NaN. And how many blocks there are."""
+        """Block tables; where no row looks they name block 0, which is full of NaN. And how many
+        blocks there are.
+        """
         size, num_blocks = paging.block_size, 1
-        tables = np.zeros((len(chunks), max(-(-chunk.end // size) for chunk in chunks)), dtype=np.int64)
+        tables = np.zeros(
+            (len(chunks), max(-(-chunk.end // size) for chunk in chunks)), dtype=np.int64
+        )
         for i, chunk in enumerate(chunks):
             own = 0
             if paging.share and i and chunks[i - 1].seq == chunk.seq - 1 and not self.shape.window:
@@ -237,7 +289,11 @@ class Kernels:
         return tables, num_blocks
 
     def _units(self, num_blocks: int, paging: Paging) -> NDArray[np.int64] | None:
-        return np.random.default_rng(paging.seed + 1).permutation(num_blocks + 3)[:num_blocks] if paging.units else None
+        return (
+            np.random.default_rng(paging.seed + 1).permutation(num_blocks + 3)[:num_blocks]
+            if paging.units
+            else None
+        )
 
     def _store(
         self,
@@ -248,10 +304,14 @@ class Kernels:
         paging: Paging,
     ) -> None:
         positions = np.arange(self._lowest(chunk), chunk.end)
-        problem, kept = self._problem(paging, units, cache, positions, positions * 0, positions, positions, table[None])
+        problem, kept = self._problem(
+            paging, units, cache, positions, positions * 0, positions, positions, table[None]
+        )
         text = self.texts[chunk.seq]
         new = [self._cast(x[positions]) for x in (text.k, text.v)]
-        self.library.nano_store(ctypes.byref(problem), *(ctypes.c_void_p(x.ctypes.data) for x in new))
+        self.library.nano_store(
+            ctypes.byref(problem), *(ctypes.c_void_p(x.ctypes.data) for x in new)
+        )
         del kept
 
     def _problem(
@@ -268,9 +328,15 @@ class Kernels:
         """The problem, and the arrays that must live as long as it."""
         shape, size = self.shape, paging.block_size
         slots = tables[row_chunks, positions // size] * size + positions % size
-        kept = [np.ascontiguousarray(x) for x in (positions, slots, row_chunks, cu_seqlens, seq_lens, tables)]
+        kept = [
+            np.ascontiguousarray(x)
+            for x in (positions, slots, row_chunks, cu_seqlens, seq_lens, tables)
+        ]
         batch = _Batch(len(positions), len(tables), *(x.ctypes.data for x in kept), tables.shape[1])
         heads = (shape.num_kv_heads * shape.group, shape.num_kv_heads)
         c_shape = _Shape(*heads, shape.head_dim, size, shape.window, shape.scale)
-        addresses = (units.ctypes.data if units is not None else None, *(x.ctypes.data for x in cache))
+        addresses = (
+            units.ctypes.data if units is not None else None,
+            *(x.ctypes.data for x in cache),
+        )
         return _Problem(c_shape, shape.is_bf16, cache[0].shape[1], *addresses, batch), kept

@@ -17,7 +17,9 @@ def available() -> tuple[str, ...]:
 
 
 def kernels(name: str | None = None) -> ctypes.CDLL:
-    """The library for an instruction set; None: the best. The test is skipped where nothing can be built."""
+    """The library for an instruction set; None: the best. The test is skipped where nothing can be
+    built.
+    """
     try:
         return load(name).c
     except build.KernelsUnavailable as problem:

@@ -5,7 +5,9 @@ from torch import Tensor
 
 
 def steps_apart(a: Tensor, b: Tensor) -> int:
-    """The largest distance of two tensors of one 16-bit dtype, counted in representable numbers; NaN equals NaN."""
+    """The largest distance of two tensors of one 16-bit dtype, counted in representable numbers;
+    NaN equals NaN.
+    """
     assert a.dtype == b.dtype
     assert a.shape == b.shape
     assert torch.equal(a.isnan(), b.isnan())
@@ -14,7 +16,8 @@ def steps_apart(a: Tensor, b: Tensor) -> int:
 
 
 def assert_close(a: Tensor, b: Tensor) -> None:
-    """float32: within 1e-6 of the number; less: at most its neighbour (Triton's interpreter cuts bfloat16 off).
+    """float32: within 1e-6 of the number; less: at most its neighbour (Triton's interpreter cuts
+    bfloat16 off).
 
     What is below 1e-30 counts as 0: there float32 loses digits on the way.
     """

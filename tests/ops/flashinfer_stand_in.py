@@ -1,7 +1,8 @@
-"""A module in FlashInfer's place: the wrapper that we call, in plain torch, after its documentation.
+"""A module in FlashInfer's place: the wrapper that we call, in plain torch, after its
+documentation.
 
-It computes what the documentation says the wrapper computes, and refuses what it says the wrapper refuses. Whether the
-real package agrees shows on a GPU alone (`tests/gpu`).
+It computes what the documentation says the wrapper computes, and refuses what it says the wrapper
+refuses. Whether the real package agrees shows on a GPU alone (`tests/gpu`).
 """
 
 import torch
@@ -45,7 +46,12 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert ((paged_kv_last_page_len >= 1) & (paged_kv_last_page_len <= page_size)).all()
         assert num_qo_heads % num_kv_heads == 0
         self.heads = num_qo_heads, num_kv_heads, head_dim_qk
-        self.page_size, self.causal, self.scale, self.window_left = page_size, causal, sm_scale, window_left
+        self.page_size, self.causal, self.scale, self.window_left = (
+            page_size,
+            causal,
+            sm_scale,
+            window_left,
+        )
         self.dtypes = q_data_type, kv_data_type or q_data_type
         self.qo, self.pages = qo_indptr.tolist(), paged_kv_indices
         self.indptr, self.last = paged_kv_indptr.tolist(), paged_kv_last_page_len.tolist()
@@ -64,15 +70,22 @@ class BatchPrefillWithPagedKVCacheWrapper:
         for chunk in range(len(self.qo) - 1):
             pages = self.pages[self.indptr[chunk] : self.indptr[chunk + 1]].long()
             length = (len(pages) - 1) * self.page_size + self.last[chunk]
-            k, v = (cache[pages].transpose(0, 1).flatten(1, 2)[:, :length].float() for cache in (keys, values))
+            k, v = (
+                cache[pages].transpose(0, 1).flatten(1, 2)[:, :length].float()
+                for cache in (keys, values)
+            )
             rows = slice(self.qo[chunk], self.qo[chunk + 1])
-            out[rows] = self._attention(q[rows].float().transpose(0, 1), k, v).transpose(0, 1).to(q.dtype)
+            out[rows] = (
+                self._attention(q[rows].float().transpose(0, 1), k, v).transpose(0, 1).to(q.dtype)
+            )
         return out
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[heads, rows, D] over [kv heads, length, D]: the last row is the last key's."""
         group = len(q) // len(k)
-        scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * (self.scale or q.shape[-1] ** -0.5)
+        scores = (
+            q @ k.repeat_interleave(group, 0).transpose(1, 2) * (self.scale or q.shape[-1] ** -0.5)
+        )
         own = torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None]
         at = torch.arange(k.shape[1])[None, :]
         seen = (at <= own) if self.causal else torch.ones_like(at <= own)

@@ -8,9 +8,20 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.ops.cpu_attention import MACHINES, Chunk, Kernels, Paging, Shape, compile_kernels, make_texts, runs_here
+from tests.ops.cpu_attention import (
+    MACHINES,
+    Chunk,
+    Kernels,
+    Paging,
+    Shape,
+    compile_kernels,
+    make_texts,
+    runs_here,
+)
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the kernels need a C++ compiler")
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="the kernels need a C++ compiler"
+)
 BLOCK_SIZES = (1, 4, 16, 24, 32, 64)
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -18,7 +29,9 @@ FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthChec
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
     folder = tmp_path_factory.mktemp("kernels")
-    return {name: compile_kernels(name, folder / f"{name}.so") for name in MACHINES if runs_here(name)}
+    return {
+        name: compile_kernels(name, folder / f"{name}.so") for name in MACHINES if runs_here(name)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +59,9 @@ pagings = st.builds(
 
 @st.composite
 def chunk_lists(draw: st.DrawFn) -> tuple[list[Chunk], list[int]]:
-    """Chunks of sequences 0, 1, ..., and how many leading tokens each has in common with the one before."""
+    """Chunks of sequences 0, 1, ..., and how many leading tokens each has in common with the one
+    before.
+    """
     chunks: list[Chunk] = []
     shared: list[int] = []
     for seq in range(draw(st.integers(1, 6))):
@@ -71,10 +86,17 @@ def with_cuts(paging: Paging, num_rows: int, data: st.DataObject) -> Paging:
 @FEW
 @given(shapes, chunk_lists(), pagings, st.integers(0, 99))
 @example(Shape(2, 3, 64, True), ([Chunk(0, 1299, 1300)], [0]), Paging(24, num_threads=2), 0)
-@example(Shape(1, 8, 128, True), ([Chunk(i, 600 + i, 601 + i) for i in range(4)], [0, 600, 600, 600]), Paging(), 1)
+@example(
+    Shape(1, 8, 128, True),
+    ([Chunk(i, 600 + i, 601 + i) for i in range(4)], [0, 600, 600, 600]),
+    Paging(),
+    1,
+)
 def test_attention_is_that_of_double_precision(library, shape, drawn, paging, seed) -> None:
     chunks, shared = drawn
-    kernels = Kernels(library, shape, make_texts(shape, [c.end for c in chunks], shared, seed), shared)
+    kernels = Kernels(
+        library, shape, make_texts(shape, [c.end for c in chunks], shared, seed), shared
+    )
     for chunk, bits in zip(chunks, kernels.attention(chunks, paging), strict=True):
         expected, weight = kernels.expected(chunk)
         error = np.abs(kernels.values(bits) - expected)
@@ -83,7 +105,9 @@ def test_attention_is_that_of_double_precision(library, shape, drawn, paging, se
 
 @FEW
 @given(shapes, chunk_lists(), pagings, st.data())
-def test_a_row_has_the_same_bits_however_it_is_computed(library, shape, drawn, paging, data) -> None:
+def test_a_row_has_the_same_bits_however_it_is_computed(
+    library, shape, drawn, paging, data
+) -> None:
     chunks, shared = drawn
     num_rows = sum(chunk.end - chunk.start for chunk in chunks)
     kernels = Kernels(library, shape, make_texts(shape, [c.end for c in chunks], shared, 0), shared)
@@ -93,7 +117,9 @@ def test_a_row_has_the_same_bits_however_it_is_computed(library, shape, drawn, p
         (single,) = kernels.attention([Chunk(chunk.seq, row, row + 1)], Paging())
         assert (single[0] == bits[row - chunk.start]).all()
         first = data.draw(st.integers(0, chunk.start))
-        (longer,) = kernels.attention([Chunk(chunk.seq, first, chunk.end)], Paging(16, num_threads=2))
+        (longer,) = kernels.attention(
+            [Chunk(chunk.seq, first, chunk.end)], Paging(16, num_threads=2)
+        )
         assert (longer[chunk.start - first :] == bits).all()
 
 
@@ -108,7 +134,9 @@ def test_nan_in_a_row_does_not_reach_the_rows_before_it(library, is_bf16, window
         texts[0].k[bad + 1 :] = 0
         (spoilt,) = Kernels(library, shape, texts, [0]).attention([chunk], Paging())
         assert (spoilt[: bad - chunk.start] == clean[: bad - chunk.start]).all()
-        assert np.isnan(Kernels(library, shape, texts, [0]).values(spoilt)[bad - chunk.start :]).all()
+        assert np.isnan(
+            Kernels(library, shape, texts, [0]).values(spoilt)[bad - chunk.start :]
+        ).all()
         texts = make_texts(shape, [chunk.end], [0], 0)
 
 
@@ -136,7 +164,9 @@ def test_every_build_gives_the_same_bits(libraries, machine, is_bf16, window) ->
         shape = Shape(2, 3, head_dim, is_bf16, window)
         texts = make_texts(shape, [c.end for c in chunks], [0, 0, long], 3)
         one, other = (
-            Kernels(libraries[name], shape, texts, [0, 0, long]).attention(chunks, Paging(num_threads=2))
+            Kernels(libraries[name], shape, texts, [0, 0, long]).attention(
+                chunks, Paging(num_threads=2)
+            )
             for name in (best, machine)
         )
         for a, b in zip(one, other, strict=True):

@@ -1,4 +1,6 @@
-"""Building the kernels: once, safely, by many at a time, and what happens where they cannot be built."""
+"""Building the kernels: once, safely, by many at a time, and what happens where they cannot be
+built.
+"""
 
 import ctypes
 import logging
@@ -13,7 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from nano_inference import ConfigError, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import (
+    ConfigError,
+    EngineConfig,
+    InferenceEngine,
+    SamplingParams,
+    TrainingSample,
+)
 from nano_inference.cache_folder import cache_folder
 from nano_inference.engine import backends
 from nano_inference.ops.cpu import build, library, stored
@@ -21,7 +29,9 @@ from nano_inference.ops.cpu.backend import cpu_ops
 from tests.models.tiny import tiny_llama, tiny_model
 from tests.ops.compiler import NEEDS_COMPILER
 
-SETS = [name for name, (needs, _) in build.INSTRUCTION_SETS.items() if needs <= build._processor_flags()]
+SETS = [
+    name for name, (needs, _) in build.INSTRUCTION_SETS.items() if needs <= build._processor_flags()
+]
 SOURCE = 'extern "C" int nano_answer() { return 42; }\n'
 BUILD = """
 import sys
@@ -65,7 +75,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config(model: str, **options: Any) -> EngineConfig:
-    return EngineConfig(model_path=model, device="cpu", kv_cache_memory=2**20, num_threads=1, **options)
+    return EngineConfig(
+        model_path=model, device="cpu", kv_cache_memory=2**20, num_threads=1, **options
+    )
 
 
 def lost(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -79,7 +91,7 @@ def numerics(model: str, **options: Any) -> str:
         return engine.generate([3, 4, 5], SamplingParams(max_tokens=2))[0].numerics
 
 
-# -- where there are no kernels ----------------------------------------------------------------------------------------
+# -- where there are no kernels --------------------------------------------------------------------
 
 
 def test_without_a_compiler_the_reference_runs_and_says_so_once(
@@ -97,7 +109,11 @@ def test_without_a_compiler_the_reference_runs_and_says_so_once(
 
 @NEEDS_COMPILER
 def test_what_the_compiler_says_is_passed_on_and_not_asked_again(
-    model: str, sources: Path, fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: str,
+    sources: Path,
+    fresh: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (sources / "answer.cpp").write_text(SOURCE.replace("42", "forty_two"))
     asked: list[list[str]] = []
@@ -113,12 +129,16 @@ def test_what_the_compiler_says_is_passed_on_and_not_asked_again(
     assert len(asked) == 1
     (sources / "answer.cpp").write_text(SOURCE)
     assert build.build("portable").is_file(), "another source is tried"
-    assert not list((Path.home() / ".cache/nano-inference/kernels").glob(".*")), "what failed leaves nothing behind"
+    assert not list((Path.home() / ".cache/nano-inference/kernels").glob(".*")), (
+        "what failed leaves nothing behind"
+    )
 
 
 @NEEDS_COMPILER
 def test_kernels_of_another_source_are_not_used(sources: Path, fresh: None) -> None:
-    (sources / "sizes.cpp").write_text('extern "C" void nano_sizes(long* sizes) { sizes[0] = 1; }\n')
+    (sources / "sizes.cpp").write_text(
+        'extern "C" void nano_sizes(long* sizes) { sizes[0] = 1; }\n'
+    )
     with pytest.raises(build.KernelsUnavailable, match="another source"):
         library.load("portable")
 
@@ -128,7 +148,12 @@ def test_kernels_of_another_source_are_not_used(sources: Path, fresh: None) -> N
     [({"dtype": "float16"}, "float16 has no CPU kernels"), ({}, "head_dim=24 has no CPU kernels")],
 )
 def test_what_has_no_kernels_runs_on_the_reference(
-    tmp_path: Path, model: str, fresh: None, options: Any, why: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    model: str,
+    fresh: None,
+    options: Any,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     if not options:
         model = str(tiny_model(tmp_path / "odd", "qwen3", head_dim=24))
@@ -155,11 +180,13 @@ def test_an_unknown_instruction_set_is_refused() -> None:
         build.build("sse")
 
 
-# -- building ----------------------------------------------------------------------------------------------------------
+# -- building --------------------------------------------------------------------------------------
 
 
 @NEEDS_COMPILER
-def test_a_library_is_built_once(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_is_built_once(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = build.build("portable", tmp_path / "root")
     before = path.stat()
     with monkeypatch.context() as patch:
@@ -177,7 +204,13 @@ def test_a_library_is_built_once(sources: Path, tmp_path: Path, monkeypatch: pyt
 def test_two_processes_build_at_once(sources: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", BUILD, str(sources), str(tmp_path / "root")]
     builders = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(3)
     ]
     for each in builders:
@@ -194,11 +227,15 @@ def test_two_processes_build_at_once(sources: Path, tmp_path: Path) -> None:
     assert sum("Built" in err for _, err in said) >= 1
     assert sum("Building" in err for _, err in said) == 1, "one builds, and the others wait for it"
     (folder,) = (each for each in (tmp_path / "root").iterdir() if each.name != stored.LOCK)
-    assert {each.name for each in folder.iterdir()} == {build.LIBRARY, stored.MANIFEST}, "nothing is left behind"
+    assert {each.name for each in folder.iterdir()} == {build.LIBRARY, stored.MANIFEST}, (
+        "nothing is left behind"
+    )
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("harm", [lambda data: data[: len(data) // 2], lambda data: bytes(len(data)), lambda _: b""])
+@pytest.mark.parametrize(
+    "harm", [lambda data: data[: len(data) // 2], lambda data: bytes(len(data)), lambda _: b""]
+)
 def test_a_damaged_library_is_noticed_and_built_anew(
     sources: Path, tmp_path: Path, harm: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,7 +260,13 @@ def test_what_killed_builds_left_goes_once_it_is_old(sources: Path, tmp_path: Pa
     for name in (".portable-old-x", ".another", "mine"):
         os.utime(root / name, (0, 0))
     folder = build.build("portable", root).parent
-    assert {each.name for each in root.iterdir()} == {".portable-new-x", ".another", "mine", folder.name, stored.LOCK}
+    assert {each.name for each in root.iterdir()} == {
+        ".portable-new-x",
+        ".another",
+        "mine",
+        folder.name,
+        stored.LOCK,
+    }
 
 
 def test_nobody_waits_for_a_build_for_ever(sources: Path, tmp_path: Path) -> None:
@@ -237,7 +280,9 @@ def test_nobody_waits_for_a_build_for_ever(sources: Path, tmp_path: Path) -> Non
         pass
 
 
-@pytest.mark.parametrize(("base", "place"), [("", "home/.cache"), ("cache", "home/.cache"), ("/far/away", "/far/away")])
+@pytest.mark.parametrize(
+    ("base", "place"), [("", "home/.cache"), ("cache", "home/.cache"), ("/far/away", "/far/away")]
+)
 def test_caches_lie_where_the_environment_says(
     tmp_path: Path, fresh: None, base: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +291,9 @@ def test_caches_lie_where_the_environment_says(
 
 
 def test_more_threads_than_a_machine_has_any_use_for_are_refused(model: str) -> None:
-    with pytest.raises(ConfigError, match=r"num_threads=100000 is too many for this machine; \d+ would do"):
+    with pytest.raises(
+        ConfigError, match=r"num_threads=100000 is too many for this machine; \d+ would do"
+    ):
         InferenceEngine(replace(config(model), num_threads=100_000))
 
 
@@ -271,7 +318,7 @@ def test_a_cache_that_cannot_be_made_is_named(sources: Path, tmp_path: Path) -> 
         build.build("portable", tmp_path / "file" / "root")
 
 
-# -- instruction sets --------------------------------------------------------------------------------------------------
+# -- instruction sets ------------------------------------------------------------------------------
 
 
 @NEEDS_COMPILER
@@ -279,11 +326,15 @@ def test_a_cache_that_cannot_be_made_is_named(sources: Path, tmp_path: Path) -> 
 def test_a_whole_generation_has_the_same_bits_on_every_instruction_set(
     model: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=24, seed=5, raw_logprobs=True, prompt_logprobs=True)
+    params = SamplingParams(
+        temperature=0.8, top_p=0.9, max_tokens=24, seed=5, raw_logprobs=True, prompt_logprobs=True
+    )
     found: dict[str, list[TrainingSample]] = {}
     threads = torch.get_num_threads()
     for name in SETS:
-        monkeypatch.setattr(backends, "cpu_ops", lambda num_threads, name=name: cpu_ops(num_threads, name))
+        monkeypatch.setattr(
+            backends, "cpu_ops", lambda num_threads, name=name: cpu_ops(num_threads, name)
+        )
         with InferenceEngine(config(model, dtype=dtype, backend="cpu")) as engine:
             assert engine.model.ops.linear.__self__.kernels is library.load(name).c  # pyright: ignore
             found[name] = engine.generate([list(range(3, 80)), [5, 6]], params, 2)
@@ -296,6 +347,13 @@ def test_a_whole_generation_has_the_same_bits_on_every_instruction_set(
 
 def bits(samples: list[TrainingSample]) -> list[tuple[object, ...]]:
     return [
-        (s.completion_tokens, s.logprobs, s.raw_logprobs, s.log_kept_mass, (s.prompt_logprobs or ())[1:], s.numerics)
+        (
+            s.completion_tokens,
+            s.logprobs,
+            s.raw_logprobs,
+            s.log_kept_mass,
+            (s.prompt_logprobs or ())[1:],
+            s.numerics,
+        )
         for s in samples
     ]

@@ -1,4 +1,5 @@
-"""The head of the CPU backend: against torch's reference on the same logits and noise, and against itself, bit by bit.
+"""The head of the CPU backend: against torch's reference on the same logits and noise, and against
+itself, bit by bit.
 
 What a draw means is checked in tests/sampling/test_pipeline.py, which runs on these kernels too.
 """
@@ -36,7 +37,9 @@ def kernels() -> ctypes.CDLL:
     return cpu_kernels.kernels()
 
 
-def random_requests(rng: random.Random, num: int, num_rows: int, vocab: int, **fixed: Any) -> list[DrawRequest]:
+def random_requests(
+    rng: random.Random, num: int, num_rows: int, vocab: int, **fixed: Any
+) -> list[DrawRequest]:
     def ids(count: int) -> list[int]:
         return [rng.randrange(vocab) for _ in range(count)]
 
@@ -78,12 +81,14 @@ def hidden_and_weight(
     return hidden, as_packed(weight.to(dtype))
 
 
-# -- against the reference ---------------------------------------------------------------------------------------------
+# -- against the reference -------------------------------------------------------------------------
 
 
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES))
-def test_the_same_tokens_as_the_reference_on_the_same_logits(kernels: ctypes.CDLL, seed: int, vocab: int) -> None:
+def test_the_same_tokens_as_the_reference_on_the_same_logits(
+    kernels: ctypes.CDLL, seed: int, vocab: int
+) -> None:
     rng = random.Random(seed)
     logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed)) * 3
     requests = random_requests(rng, 20, 3, vocab, top_logprobs=min(4, vocab))
@@ -94,10 +99,14 @@ def test_the_same_tokens_as_the_reference_on_the_same_logits(kernels: ctypes.CDL
     assert int((~agree).sum()) <= 1, "float32 cannot always tell who wins a race, but seldom only"
     if drawn.kept is not None and expected.kept is not None:
         others = (drawn.kept != expected.kept).sum(dim=-1)
-        assert int(others.max()) <= 2, "sums of float32 round a threshold to a neighbour, not further"
+        assert int(others.max()) <= 2, (
+            "sums of float32 round a threshold to a neighbour, not further"
+        )
         agree &= others == 0
     for name in ("logprobs", "raw_logprobs", "log_kept_mass"):
-        torch.testing.assert_close(getattr(drawn, name)[agree], getattr(expected, name)[agree], rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(
+            getattr(drawn, name)[agree], getattr(expected, name)[agree], rtol=1e-5, atol=2e-5
+        )
     assert torch.equal(drawn.top_ids[agree], expected.top_ids[agree])
 
 
@@ -112,7 +121,9 @@ def test_the_noise_is_the_references(kernels: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("vocab", [100, 8193, 49152, 151936])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_draws_of_hidden_rows_are_those_of_their_logits(kernels: ctypes.CDLL, vocab: int, dtype: torch.dtype) -> None:
+def test_draws_of_hidden_rows_are_those_of_their_logits(
+    kernels: ctypes.CDLL, vocab: int, dtype: torch.dtype
+) -> None:
     hidden, weight = hidden_and_weight(vocab, 7, 5, dtype)
     requests = random_requests(random.Random(vocab), 24, 5, vocab, top_logprobs=3)
     batch = replace(sampling_batch(requests), any_mask=True)
@@ -128,11 +139,15 @@ def test_logits_are_the_products_over_the_divisor(kernels: ctypes.CDLL, dtype: t
     generator = torch.Generator().manual_seed(1)
     hidden, weight = (torch.randn(n, 33, generator=generator).to(dtype) for n in (70, 1000))
     logits = head.logits(kernels, hidden, as_packed(weight), 2.5, num_threads=2)
-    torch.testing.assert_close(logits.double(), hidden.double() @ weight.double().T / 2.5, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits.double(), hidden.double() @ weight.double().T / 2.5, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 100, 385, 8193])
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}, {"temperature": 1e30}])
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}, {"temperature": 1e30}]
+)
 def test_the_padding_never_wins(kernels: ctypes.CDLL, vocab: int, params: dict[str, Any]) -> None:
     """Logits far below 0, which is what the weight's padding gives."""
     weight = as_packed(torch.full((vocab, 8), -20.0))
@@ -147,7 +162,11 @@ def test_many_draws_across_blocks_follow_the_distribution(kernels: ctypes.CDLL) 
     num, vocab = 100_000, 1000
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(2)) * 2
     one = sampling_batch([DrawRequest(SamplingParams(temperature=1.3), 0, (3, 0, 0))])
-    whole = {f.name: getattr(one, f.name) for f in fields(one) if isinstance(getattr(one, f.name), Tensor)}
+    whole = {
+        f.name: getattr(one, f.name)
+        for f in fields(one)
+        if isinstance(getattr(one, f.name), Tensor)
+    }
     many = replace(one, **{name: part.expand(num, *part.shape[1:]) for name, part in whole.items()})
     generator = torch.Generator().manual_seed(8)
     many = replace(many, noise_keys=torch.randint(0, 2**32, (num, 2), generator=generator))
@@ -157,10 +176,12 @@ def test_many_draws_across_blocks_follow_the_distribution(kernels: ctypes.CDLL) 
     expected = num * torch.zeros(40, dtype=torch.float64).index_add_(0, bins, probabilities)
     counts = torch.bincount(bins[drawn.token_ids], minlength=40)
     assert float(((counts - expected) ** 2 / expected).sum()) < CHI_SQUARE_39
-    torch.testing.assert_close(drawn.logprobs.double(), probabilities.log()[drawn.token_ids], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        drawn.logprobs.double(), probabilities.log()[drawn.token_ids], rtol=1e-5, atol=1e-5
+    )
 
 
-# -- filters -----------------------------------------------------------------------------------------------------------
+# -- filters ---------------------------------------------------------------------------------------
 
 
 @CALM
@@ -175,7 +196,14 @@ def test_many_draws_across_blocks_follow_the_distribution(kernels: ctypes.CDLL) 
 )
 @example(3, 40, 0.1, 21, 1.0, 0.0, 0.0)  # -0 and +0 are equal
 def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
-    kernels: ctypes.CDLL, seed: int, vocab: int, scale: float, top_k: int, top_p: float, min_p: float, dead: float
+    kernels: ctypes.CDLL,
+    seed: int,
+    vocab: int,
+    scale: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    dead: float,
 ) -> None:
     """Logits are multiples of 1/4, so that many are equal, and at every threshold."""
     generator = torch.Generator().manual_seed(seed)
@@ -184,7 +212,9 @@ def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
     masked[seed % vocab] = False
     logits[0, masked] = -math.inf
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
-    batch = replace(sampling_batch([DrawRequest(params, 0, (seed, 0, 0))]), any_mask=True, any_filter=True)
+    batch = replace(
+        sampling_batch([DrawRequest(params, 0, (seed, 0, 0))]), any_mask=True, any_filter=True
+    )
     drawn = head.draw_logits(kernels, logits, batch, num_threads=1)
     assert drawn.kept is not None
     order = rank(logits).ids[0]
@@ -196,7 +226,8 @@ def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
     if params == SamplingParams(top_k=top_k):
         assert num == (min(top_k, alive) if top_k else alive)
     mass = float(odds[: min(top_k, alive) if top_k else alive].sum())
-    slack = 1e-5 + alive * 2**-24  # float32 sums in the ranking's order: equal terms are all rounded to one side
+    # float32 sums in the ranking's order: equal terms are all rounded to one side
+    slack = 1e-5 + alive * 2**-24
     if top_p < 1:
         assert num == 1 or float(odds[: num - 1].sum()) < top_p * mass * (1 + slack)
     if num < min(top_k or alive, alive):
@@ -209,7 +240,7 @@ def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
     assert bool(drawn.kept[0, drawn.token_ids[0]])
 
 
-# -- the same bits -----------------------------------------------------------------------------------------------------
+# -- the same bits ---------------------------------------------------------------------------------
 
 
 @CALM
@@ -221,9 +252,13 @@ def test_a_sample_is_the_same_alone_in_any_batch_and_on_any_threads(
     hidden, weight = hidden_and_weight(vocab, 9, 4, torch.bfloat16, seed)
     requests = random_requests(rng, 16, 4, vocab)
     together = head.draw(kernels, hidden, weight, 1.0, _raw(requests), num_threads=1)
-    assert same_bits(together, head.draw(kernels, hidden, weight, 1.0, _raw(requests), num_threads=2))
+    assert same_bits(
+        together, head.draw(kernels, hidden, weight, 1.0, _raw(requests), num_threads=2)
+    )
     order = data.draw(st.permutations(range(16)))
-    moved = head.draw(kernels, hidden, weight, 1.0, _raw([requests[i] for i in order]), num_threads=2)
+    moved = head.draw(
+        kernels, hidden, weight, 1.0, _raw([requests[i] for i in order]), num_threads=2
+    )
     assert same_bits(together, moved, list(order))
     for i, request in enumerate(requests):
         own = hidden[request.row : request.row + 1]
@@ -237,22 +272,40 @@ def _raw(requests: list[DrawRequest]) -> SamplingBatch:
 
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES))
-def test_every_logprob_of_a_row_agrees_to_the_bit(kernels: ctypes.CDLL, seed: int, vocab: int) -> None:
+def test_every_logprob_of_a_row_agrees_to_the_bit(
+    kernels: ctypes.CDLL, seed: int, vocab: int
+) -> None:
     """Plain at temperature 1, greedy, raw beside any other option, best tokens, score."""
     hidden, weight = hidden_and_weight(vocab, 8, 1, torch.bfloat16, seed)
     plain = SamplingParams()
-    others = [{"temperature": 0.0}, {"temperature": 0.4}, {"top_k": 3}, {"logit_bias": {0: 2.0}}, {"top_p": 0.5}]
+    others = [
+        {"temperature": 0.0},
+        {"temperature": 0.4},
+        {"top_k": 3},
+        {"logit_bias": {0: 2.0}},
+        {"top_p": 0.5},
+    ]
     requests = [DrawRequest(plain, 0, (seed, 0, i)) for i in range(20)]
-    requests += [DrawRequest(SamplingParams(**other), 0, (seed, 1, i)) for i, other in enumerate(others)]
+    requests += [
+        DrawRequest(SamplingParams(**other), 0, (seed, 1, i)) for i, other in enumerate(others)
+    ]
     drawn = head.draw(kernels, hidden, weight, 1.0, _raw(requests), num_threads=2)
     assert torch.equal(drawn.logprobs[:21], drawn.raw_logprobs[:21])
     rows = hidden.expand(len(requests), -1).contiguous()
-    scores = head.score(kernels, rows, weight, 1.0, drawn.token_ids, torch.ones(len(rows)), num_threads=2)
+    scores = head.score(
+        kernels, rows, weight, 1.0, drawn.token_ids, torch.ones(len(rows)), num_threads=2
+    )
     assert torch.equal(scores, drawn.raw_logprobs)
-    best = [DrawRequest(SamplingParams(top_logprobs=vocab, temperature=float(t)), 0) for t in (0, 1)]
+    best = [
+        DrawRequest(SamplingParams(top_logprobs=vocab, temperature=float(t)), 0) for t in (0, 1)
+    ]
     shown = head.draw(kernels, hidden, weight, 1.0, sampling_batch(best), num_threads=1)
     for i in range(2):
-        rows = hidden.expand(vocab, -1).contiguous() if vocab < 1000 else hidden.expand(5, -1).contiguous()
+        rows = (
+            hidden.expand(vocab, -1).contiguous()
+            if vocab < 1000
+            else hidden.expand(5, -1).contiguous()
+        )
         ids = shown.top_ids[i, : len(rows)]
         scores = head.score(kernels, rows, weight, 1.0, ids, torch.ones(len(rows)), 1)
         assert torch.equal(scores, shown.top_logprobs[i, : len(rows)])
@@ -261,19 +314,27 @@ def test_every_logprob_of_a_row_agrees_to_the_bit(kernels: ctypes.CDLL, seed: in
 def test_a_score_at_a_temperature_is_the_plain_logprob_there(kernels: ctypes.CDLL) -> None:
     hidden, weight = hidden_and_weight(700, 8, 4, torch.float32)
     temperatures = [0.6, 1.0, 1e-3, 0.6]
-    requests = [DrawRequest(SamplingParams(temperature=t), i, (1, 2, i)) for i, t in enumerate(temperatures)]
+    requests = [
+        DrawRequest(SamplingParams(temperature=t), i, (1, 2, i)) for i, t in enumerate(temperatures)
+    ]
     drawn = head.draw(kernels, hidden, weight, 1.0, sampling_batch(requests), num_threads=2)
     wanted = torch.tensor(temperatures, dtype=torch.float64)
-    assert torch.equal(head.score(kernels, hidden, weight, 1.0, drawn.token_ids, wanted, 2), drawn.logprobs)
+    assert torch.equal(
+        head.score(kernels, hidden, weight, 1.0, drawn.token_ids, wanted, 2), drawn.logprobs
+    )
 
 
-def test_samples_of_a_group_draw_what_they_would_from_rows_of_their_own(kernels: ctypes.CDLL) -> None:
+def test_samples_of_a_group_draw_what_they_would_from_rows_of_their_own(
+    kernels: ctypes.CDLL,
+) -> None:
     hidden, weight = hidden_and_weight(2000, 8, 2, torch.bfloat16)
     group = [DrawRequest(SamplingParams(top_p=(1.0, 0.8)[i % 2]), 1, (4, i, 10)) for i in range(32)]
     drawn = head.draw(kernels, hidden, weight, 1.0, sampling_batch(group), num_threads=2)
     apart = [request._replace(row=i) for i, request in enumerate(group)]
     rows = hidden[1:].expand(32, -1).contiguous()
-    assert same_bits(drawn, head.draw(kernels, rows, weight, 1.0, sampling_batch(apart), num_threads=2))
+    assert same_bits(
+        drawn, head.draw(kernels, rows, weight, 1.0, sampling_batch(apart), num_threads=2)
+    )
     assert len(set(drawn.token_ids.tolist())) > 16
 
 
@@ -285,23 +346,29 @@ def test_all_instruction_sets_give_the_same_bits(dtype: torch.dtype) -> None:
     hidden[5, 0] = math.nan
     requests = random_requests(random.Random(6), 60, 6, 8193, top_logprobs=3)
     draws = {
-        name: head.draw(cpu_kernels.kernels(name), hidden, weight, 1.7, _raw(requests), num_threads=2)
+        name: head.draw(
+            cpu_kernels.kernels(name), hidden, weight, 1.7, _raw(requests), num_threads=2
+        )
         for name in cpu_kernels.available()
     }
     first = draws[cpu_kernels.available()[0]]
     assert all(same_bits(first, other) for other in draws.values()), draws.keys()
 
 
-# -- extremes ----------------------------------------------------------------------------------------------------------
+# -- extremes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"logit_bias": {3: 1.0}}])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"logit_bias": {3: 1.0}}]
+)
 def test_a_broken_row_says_so_and_spares_the_others(
     kernels: ctypes.CDLL, poison: float, options: dict[str, Any]
 ) -> None:
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
-    batch = _raw([DrawRequest(SamplingParams(top_logprobs=2, **options), i, (1, 1, i)) for i in range(3)])
+    batch = _raw(
+        [DrawRequest(SamplingParams(top_logprobs=2, **options), i, (1, 1, i)) for i in range(3)]
+    )
     clean = head.draw_logits(kernels, logits, batch, num_threads=2)
     for place in (0, 401, 999):
         broken = logits.clone()
@@ -311,7 +378,9 @@ def test_a_broken_row_says_so_and_spares_the_others(
         assert drawn.logprobs[1].isnan()
         assert not drawn.top_logprobs[1].isfinite().any()
         for i in (0, 2):
-            assert all(torch.equal(getattr(clean, name)[i], getattr(drawn, name)[i]) for name in VALUES)
+            assert all(
+                torch.equal(getattr(clean, name)[i], getattr(drawn, name)[i]) for name in VALUES
+            )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-3, 1.0, 1e30, 1e300])
@@ -321,7 +390,9 @@ def test_the_only_token_left_is_drawn_with_certainty(
 ) -> None:
     logits = torch.full((1, 900), -math.inf)
     logits[0, 777] = -3e5
-    batch = sampling_batch([DrawRequest(SamplingParams(temperature=temperature, **filters), 0, (2, 2, 2))])
+    batch = sampling_batch(
+        [DrawRequest(SamplingParams(temperature=temperature, **filters), 0, (2, 2, 2))]
+    )
     drawn = head.draw_logits(kernels, logits, batch, num_threads=2)
     assert drawn.token_ids.tolist() == [777]
     assert drawn.logprobs.tolist() == drawn.log_kept_mass.tolist() == [0.0]
@@ -335,11 +406,15 @@ def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(
     logits = torch.randn(1, 900, generator=torch.Generator().manual_seed(0)) * 3
     allowed = [3, 100, 831]
     logits[0, allowed] = torch.tensor([-300.0, -301.0, -299.5])
-    params = SamplingParams(temperature=temperature, allowed_token_ids=frozenset(allowed), **options)
+    params = SamplingParams(
+        temperature=temperature, allowed_token_ids=frozenset(allowed), **options
+    )
     batch = sampling_batch([DrawRequest(params, 0, (1, 0, i), banned=[100]) for i in range(8)])
     drawn = head.draw_logits(kernels, logits, batch, num_threads=2)
     full = torch.log_softmax(logits[0].double() / temperature, dim=-1)[drawn.token_ids]
-    torch.testing.assert_close((drawn.logprobs + drawn.log_kept_mass).double(), full, rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(
+        (drawn.logprobs + drawn.log_kept_mass).double(), full, rtol=1e-6, atol=1e-4
+    )
     logits[0, 5] = math.nan  # what cannot be right is reported, although nobody could draw it
     assert bool(head.draw_logits(kernels, logits, batch, num_threads=2).logprobs.isnan().all())
 
@@ -358,7 +433,9 @@ def test_nothing_outside_the_allowed_tokens_is_drawn(kernels: ctypes.CDLL) -> No
 def test_what_does_not_fit_is_refused(kernels: ctypes.CDLL) -> None:
     hidden, weight = hidden_and_weight(100, 8, 2, torch.float32)
     with pytest.raises(IndexError, match="2 rows"):
-        head.draw(kernels, hidden, weight, 1.0, sampling_batch([DrawRequest(SamplingParams(), 2)]), 1)
+        head.draw(
+            kernels, hidden, weight, 1.0, sampling_batch([DrawRequest(SamplingParams(), 2)]), 1
+        )
     biased = sampling_batch([DrawRequest(SamplingParams(logit_bias={100: 1.0}))])
     with pytest.raises(IndexError, match="100"):
         head.draw(kernels, hidden, weight, 1.0, biased, 1)
@@ -373,5 +450,7 @@ def test_what_does_not_fit_is_refused(kernels: ctypes.CDLL) -> None:
 def test_no_samples_are_no_work(kernels: ctypes.CDLL) -> None:
     hidden, weight = hidden_and_weight(100, 8, 0, torch.float32)
     assert len(head.draw(kernels, hidden, weight, 1.0, sampling_batch([]), 2).token_ids) == 0
-    assert head.score(kernels, hidden, weight, 1.0, torch.empty(0, dtype=torch.int64), torch.empty(0), 2).shape == (0,)
+    assert head.score(
+        kernels, hidden, weight, 1.0, torch.empty(0, dtype=torch.int64), torch.empty(0), 2
+    ).shape == (0,)
     assert head.logits(kernels, hidden, weight, 1.0, 2).shape == (0, 100)

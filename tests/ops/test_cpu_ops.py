@@ -1,4 +1,6 @@
-"""Products and row operations of the CPU kernels: right to the bound of their arithmetic, the same bits everywhere."""
+"""Products and row operations of the CPU kernels: right to the bound of their arithmetic, the same
+bits everywhere.
+"""
 
 import math
 from collections.abc import Callable
@@ -35,7 +37,9 @@ def each_set() -> list[CpuOps]:
     return [CpuOps(1, name) for name in SETS]
 
 
-def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+def numbers(
+    seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0
+) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, generator=generator) * scale).to(dtype)
 
@@ -74,7 +78,9 @@ def test_linear_is_within_its_bound(
 
 @FEW
 @given(st.sampled_from([1, 3, 64, 65]), sizes, sizes, dtypes, st.integers(0, 9))
-def test_instruction_sets_agree_on_linear(each_set: list, m: int, k: int, n: int, dtype: Any, seed: int) -> None:
+def test_instruction_sets_agree_on_linear(
+    each_set: list, m: int, k: int, n: int, dtype: Any, seed: int
+) -> None:
     x, weight = numbers(seed, m, k, dtype=dtype), as_packed(numbers(seed + 10, n, k, dtype=dtype))
     results = [each.linear(x, weight) for each in each_set]
     assert all(torch.equal(results[0], other) for other in results[1:])
@@ -92,21 +98,30 @@ def test_instruction_sets_agree_on_extreme_numbers(each_set: list) -> None:
     assert results[0].isnan().any()
     assert results[0].isinf().any()
     for other in results[1:]:
-        assert torch.equal(results[0].view(torch.int32)[~results[0].isnan()], other.view(torch.int32)[~other.isnan()])
+        assert torch.equal(
+            results[0].view(torch.int32)[~results[0].isnan()],
+            other.view(torch.int32)[~other.isnan()],
+        )
         assert torch.equal(results[0].isnan(), other.isnan())
 
 
 @FEW
 @given(ROWS, sizes, dtypes, st.sampled_from([0.0, 1.0]), st.booleans(), st.integers(0, 9))
-def test_rms_norm(ops: CpuOps, m: int, h: int, dtype: Any, offset: float, added: bool, seed: int) -> None:
-    residual, weight = numbers(seed, m, h, scale=3), numbers(seed + 1, h, dtype=torch.float32 if offset else dtype)
+def test_rms_norm(
+    ops: CpuOps, m: int, h: int, dtype: Any, offset: float, added: bool, seed: int
+) -> None:
+    residual, weight = (
+        numbers(seed, m, h, scale=3),
+        numbers(seed + 1, h, dtype=torch.float32 if offset else dtype),
+    )
     x = numbers(seed + 2, m, h) if added else None
     norm = Norm(weight, 1e-5, offset, dtype)
     normed, after = ops.rms_norm(x, residual, norm, 0.5)
     total = residual.double() if x is None else residual.double() + 0.5 * x.double()
     require_within_ulps(after, total, 1, 1e-6)
     scale = 1 / (after.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
-    # Four roundings (the root, offset + weight, two products) are 2 ulps; the sum of squares adds half of its error.
+    # Four roundings (the root, offset + weight, two products) are 2 ulps; the sum of squares adds
+    # half of its error.
     require_within_ulps(normed, after.double() * scale * (offset + weight.double()), 2.5, 1e-30)
     same_bits_alone(lambda rows: ops.rms_norm(None, rows, norm)[0], residual)
     rounded, _ = ops.rms_norm(None, residual, Norm(None, 1e-5, 0.0, dtype))
@@ -115,23 +130,35 @@ def test_rms_norm(ops: CpuOps, m: int, h: int, dtype: Any, offset: float, added:
 
 @FEW
 @given(
-    ROWS, sizes, dtypes, st.sampled_from(["silu", "gelu_tanh"]), st.sampled_from([1.0, 8.0, 60.0]), st.integers(0, 9)
+    ROWS,
+    sizes,
+    dtypes,
+    st.sampled_from(["silu", "gelu_tanh"]),
+    st.sampled_from([1.0, 8.0, 60.0]),
+    st.integers(0, 9),
 )
-def test_gate(ops: CpuOps, m: int, inner: int, dtype: Any, activation: str, scale: float, seed: int) -> None:
+def test_gate(
+    ops: CpuOps, m: int, inner: int, dtype: Any, activation: str, scale: float, seed: int
+) -> None:
     x = numbers(seed, m, 2 * inner, scale=scale)
     got = ops.gate(x, activation, dtype)
     gate, up = x.double().chunk(2, dim=-1)
     y = gate if activation == "silu" else 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-    # e^y magnifies the rounding of y: |y| half ulps, which only a GELU of a large negative number has to pay
+    # e^y magnifies the rounding of y: |y| half ulps, which only a GELU of a large negative number
+    # has to pay
     slack = 2 if activation == "silu" else 4
     exact = gate / (1 + torch.exp(-y)) * up
-    require_within_ulps(got, exact, slack, 1e-30 if activation == "silu" else 2e-6 * float(up.abs().max()))
+    require_within_ulps(
+        got, exact, slack, 1e-30 if activation == "silu" else 2e-6 * float(up.abs().max())
+    )
     same_bits_alone(lambda rows: ops.gate(rows, activation, dtype), x)
 
 
 @FEW
 @given(sizes, st.integers(0, 9), st.sampled_from(["silu", "gelu_tanh"]), dtypes)
-def test_instruction_sets_agree_on_rows(each_set: list, width: int, seed: int, activation: str, dtype: Any) -> None:
+def test_instruction_sets_agree_on_rows(
+    each_set: list, width: int, seed: int, activation: str, dtype: Any
+) -> None:
     x = numbers(seed, 5, 2 * width, scale=20)
     weight = numbers(seed + 1, 2 * width, dtype=dtype)
     gates = [each.gate(x, activation, dtype) for each in each_set]
@@ -142,7 +169,9 @@ def test_instruction_sets_agree_on_rows(each_set: list, width: int, seed: int, a
 
 @FEW
 @given(sizes, sizes, dtypes, dtypes, st.data())
-def test_a_packed_weight_gives_back_its_rows(rows: int, columns: int, dtype: Any, source: Any, data: Any) -> None:
+def test_a_packed_weight_gives_back_its_rows(
+    rows: int, columns: int, dtype: Any, source: Any, data: Any
+) -> None:
     weight = PackedWeight(rows, columns, dtype, data.draw(st.integers(1, 3)))
     tensor = numbers(3, rows, columns, dtype=source)
     cut = data.draw(st.integers(0, rows))

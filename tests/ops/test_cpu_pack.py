@@ -1,4 +1,6 @@
-"""Panels: every instruction set lays out the same bits, those of torch's own cast, whatever the rows and columns."""
+"""Panels: every instruction set lays out the same bits, those of torch's own cast, whatever the
+rows and columns.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from nano_inference.ops.cpu.weights import PackedWeight
 from tests.ops.cpu_kernels import available, kernels
 
 DTYPES = [torch.bfloat16, torch.float32]
-ODD = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 1e-39, -3e-41, 3.39e38, 1.00390625, 1.01171875])
+ODD = torch.tensor(
+    [torch.nan, torch.inf, -torch.inf, -0.0, 1e-39, -3e-41, 3.39e38, 1.00390625, 1.01171875]
+)
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -25,16 +29,29 @@ def numbers(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
 def same(found: Tensor, expected: Tensor) -> bool:
     """Equal bits, but for what a NaN carries."""
     integers = torch.int16 if found.dtype == torch.bfloat16 else torch.int32
-    return bool(((found.view(integers) == expected.view(integers)) | (found.isnan() & expected.isnan())).all())
+    return bool(
+        (
+            (found.view(integers) == expected.view(integers)) | (found.isnan() & expected.isnan())
+        ).all()
+    )
 
 
 @pytest.mark.parametrize("name", available())
 @pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=15, deadline=None)
-@given(st.integers(1, 70), st.integers(1, 100), st.integers(0, 40), st.booleans(), st.integers(0, 9))
+@given(
+    st.integers(1, 70), st.integers(1, 100), st.integers(0, 40), st.booleans(), st.integers(0, 9)
+)
 def test_rows_come_back_as_torch_casts_them(
-    name: str, source: torch.dtype, dtype: torch.dtype, rows: int, columns: int, start: int, aligned: bool, seed: int
+    name: str,
+    source: torch.dtype,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    start: int,
+    aligned: bool,
+    seed: int,
 ) -> None:
     c = kernels(name)
     weight = PackedWeight(start + rows + 3, columns, dtype, 2)
@@ -42,7 +59,16 @@ def test_rows_come_back_as_torch_casts_them(
         room = torch.zeros(weight.data.numel() + 1, dtype=dtype)
         weight.data = room[1:].view(weight.data.shape)
     given_rows, is_bf16 = numbers(rows, columns, source, seed), dtype == torch.bfloat16
-    c.nano_pack(given_rows.data_ptr(), source == torch.bfloat16, weight.data_ptr(), is_bf16, start, rows, columns, 2)
+    c.nano_pack(
+        given_rows.data_ptr(),
+        source == torch.bfloat16,
+        weight.data_ptr(),
+        is_bf16,
+        start,
+        rows,
+        columns,
+        2,
+    )
     out = torch.empty(start + rows + 3, columns, dtype=dtype)
     c.nano_unpack(weight.data_ptr(), out.data_ptr(), is_bf16, 0, len(out), columns)
     assert same(out[start : start + rows], given_rows.to(dtype))
@@ -57,14 +83,17 @@ def test_rows_come_back_as_torch_casts_them(
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 50), st.data())
-def test_a_patch_is_written_where_it_belongs(dtype: torch.dtype, rows: int, columns: int, data: st.DataObject) -> None:
+def test_a_patch_is_written_where_it_belongs(
+    dtype: torch.dtype, rows: int, columns: int, data: st.DataObject
+) -> None:
     kernels()
     start = data.draw(st.integers(0, 20))
     weight = PackedWeight(start + rows, columns, dtype, 1, Arena())
     weight.write(0, torch.arange((start + rows) * columns).view(-1, columns) % 100)
     expected = weight.read()
     places = torch.tensor(
-        sorted(data.draw(st.sets(st.integers(0, rows * columns - 1), max_size=20))), dtype=torch.int64
+        sorted(data.draw(st.sets(st.integers(0, rows * columns - 1), max_size=20))),
+        dtype=torch.int64,
     )
     values = torch.randn(len(places), dtype=torch.float64)
     weight.patch(start, places, values)

@@ -1,4 +1,6 @@
-"""Recorded programs: the bits of operations one by one, buffers that never meet, and batches that cannot be."""
+"""Recorded programs: the bits of operations one by one, buffers that never meet, and batches that
+cannot be.
+"""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -24,7 +26,8 @@ from tests.ops.compiler import NEEDS_COMPILER
 BLOCK_SIZE, NUM_BLOCKS, VOCAB = 8, 64, 300
 Chunks = list[tuple[int, int, int]]  # sequence, start, end
 
-# Prefill, chunks of all lengths beside decodes, decodes alone; enough rows for threads to own rows and sequences.
+# Prefill, chunks of all lengths beside decodes, decodes alone; enough rows for threads to own rows
+# and sequences.
 STEPS: list[Chunks] = [
     [(0, 0, 5), (1, 0, 40), (2, 0, 1)],
     [(0, 5, 6), (1, 40, 41), (2, 1, 2)],
@@ -44,7 +47,11 @@ def tables() -> Tensor:
 def batch_of(chunks: Chunks) -> ForwardBatch:
     blocks = tables().tolist()
     rows = [
-        Rows([(position * 37 + 11 * seq) % VOCAB for position in range(start, end)], start, blocks[seq])
+        Rows(
+            [(position * 37 + 11 * seq) % VOCAB for position in range(start, end)],
+            start,
+            blocks[seq],
+        )
         for seq, start, end in chunks
     ]
     return batch_of_rows(rows, BLOCK_SIZE)
@@ -52,7 +59,9 @@ def batch_of(chunks: Chunks) -> ForwardBatch:
 
 def decoder(folder: Path, dtype: torch.dtype, num_threads: int = 2) -> Decoder:
     ops, spec = cpu_ops(num_threads), load_spec(folder)
-    return Decoder(spec, load_params(folder, spec, dtype, torch.device("cpu"), ops.allocate), ops, 200)
+    return Decoder(
+        spec, load_params(folder, spec, dtype, torch.device("cpu"), ops.allocate), ops, 200
+    )
 
 
 def storage_of(model: Decoder) -> KVStorage:
@@ -64,18 +73,22 @@ def storage_of(model: Decoder) -> KVStorage:
 
 
 def one_by_one(ops: Ops, dtype: torch.dtype) -> Ops:
-    """The operations on tensors, for a trunk: there a product's sums are float32, and the gate rounds them."""
+    """The operations on tensors, for a trunk: there a product's sums are float32, and the gate
+    rounds them.
+    """
     gate: Callable[..., Tensor] = ops.gate
     return replace(ops, gate=lambda x, activation: gate(x, activation, dtype), compile=None)
 
 
-# -- the same bits -----------------------------------------------------------------------------------------------------
+# -- the same bits ---------------------------------------------------------------------------------
 
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_program_gives_the_bits_of_its_operations(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_a_program_gives_the_bits_of_its_operations(
+    tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
     model = decoder(tiny_model(tmp_path, family), dtype)
     assert model.ops.compile is not None
     recorded, plain = storage_of(model), storage_of(model)
@@ -90,8 +103,8 @@ def test_a_program_gives_the_bits_of_its_operations(tmp_path: Path, family: str,
         assert torch.equal(program(batch), expected)
         for got, other in ((recorded.keys, plain.keys), (recorded.values, plain.values)):
             assert torch.equal(got.view(torch.uint8), other.view(torch.uint8))
-    # The gate is joined to its product, and so are additions; a norm between a product and its addition stays.
-    # Experts are one operation, and their sum is added by the next norm.
+    # The gate is joined to its product, and so are additions; a norm between a product and its
+    # addition stays. Experts are one operation, and their sum is added by the next norm.
     of_a_layer = (8 if model.spec.norms == "pre" else 10) - (model.spec.moe is not None)
     assert len(program.program.operations) == 2 + of_a_layer * model.spec.num_layers
 
@@ -103,7 +116,9 @@ def bound(storage: KVStorage, batch: ForwardBatch) -> Any:
 @NEEDS_COMPILER
 def test_a_program_sees_new_weights(tmp_path: Path) -> None:
     """Weights are written where they lie; nothing recorded is a copy."""
-    model, other = (decoder(tiny_model(tmp_path / str(i), "llama-bias", seed=i), torch.bfloat16) for i in (1, 2))
+    model, other = (
+        decoder(tiny_model(tmp_path / str(i), "llama-bias", seed=i), torch.bfloat16) for i in (1, 2)
+    )
     batch = batch_of(STEPS[0])
     storages = storage_of(model), storage_of(other)
     before = model.forward(with_logits(batch), storages[0]).hidden
@@ -119,13 +134,18 @@ def with_logits(batch: ForwardBatch) -> ForwardBatch:
     return replace(batch, logits_indices=batch.cu_seqlens_q[1:] - 1)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 @st.composite
 def programs(draw: Any) -> tuple[list[Operation], list[Buffer], list[Buffer]]:
-    """Operations that read what was written before them, with what is brought and what is wanted."""
-    buffers = [Buffer(i, draw(st.sampled_from([16, 32])), torch.float32) for i in range(draw(st.integers(1, 3)))]
+    """Operations that read what was written before them, with what is brought and what is
+    wanted.
+    """
+    buffers = [
+        Buffer(i, draw(st.sampled_from([16, 32])), torch.float32)
+        for i in range(draw(st.integers(1, 3)))
+    ]
     inputs, written = list(buffers), list(buffers)
     operations: list[Operation] = []
     for _ in range(draw(st.integers(1, 25))):
@@ -154,7 +174,8 @@ def test_no_buffer_is_overwritten_before_its_last_reader(
 ) -> None:
     operations, inputs, outputs = program
     places, sizes = place_buffers(operations, (*inputs, *outputs))
-    memory: dict[int, int] = {places[buffer.index]: buffer.index for buffer in inputs}  # piece -> whose contents
+    # piece -> whose contents
+    memory: dict[int, int] = {places[buffer.index]: buffer.index for buffer in inputs}
     for operation in operations:
         read = [*operation.inputs, *([operation.residual] if operation.residual else [])]
         for buffer in read:
@@ -172,12 +193,14 @@ def test_no_buffer_is_overwritten_before_its_last_reader(
 def test_a_deep_model_needs_no_more_memory_than_a_shallow_one(tmp_path: Path) -> None:
     pieces: set[int] = set()
     for layers in (2, 6):
-        model = decoder(tiny_model(tmp_path / str(layers), "llama", num_hidden_layers=layers), torch.bfloat16)
+        model = decoder(
+            tiny_model(tmp_path / str(layers), "llama", num_hidden_layers=layers), torch.bfloat16
+        )
         pieces.add(len(replay(model, storage_of(model)).program._sizes))
     assert len(pieces) == 1
 
 
-# -- batches that cannot be --------------------------------------------------------------------------------------------
+# -- batches that cannot be ------------------------------------------------------------------------
 
 
 def replay(model: Decoder, storage: KVStorage) -> Replay:
@@ -221,7 +244,10 @@ SPOILED: dict[str, tuple[Callable[[ForwardBatch], ForwardBatch], str]] = {
     "first position elsewhere": (put("positions", 5, 3), "do not fit"),
     "chunk without rows": (put("cu_seqlens_q", 1, 0), "do not fit"),
     "chunk of negative rows": (put("cu_seqlens_q", 1, 46), "do not fit"),
-    "chunk far beyond": (put("cu_seqlens_q", slice(1, 3), torch.tensor([2**40, 2**40 + 1])), "do not fit"),  # type: ignore[arg-type]
+    "chunk far beyond": (
+        put("cu_seqlens_q", slice(1, 3), torch.tensor([2**40, 2**40 + 1])),
+        "do not fit",
+    ),  # type: ignore[arg-type]
     "rows behind the last chunk": (put("cu_seqlens_q", -1, 45), "do not fit"),
     "rows before the first chunk": (put("cu_seqlens_q", 0, 1), "do not fit"),
     "context shorter than its chunk": (put("seq_lens", 1, 39), "do not fit"),
@@ -245,7 +271,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", SPOILED)
-def test_a_batch_that_cannot_be_is_refused_before_anything_is_written(model: Decoder, name: str) -> None:
+def test_a_batch_that_cannot_be_is_refused_before_anything_is_written(
+    model: Decoder, name: str
+) -> None:
     storage = storage_of(model)
     program = replay(model, storage)
     spoil, why = SPOILED[name]
@@ -268,7 +296,9 @@ def test_no_batch_crashes(model: Decoder, data: Any) -> None:
         name = data.draw(st.sampled_from(names))
         tensor = getattr(batch, name).clone()
         place = data.draw(st.integers(0, tensor.numel() - 1))
-        tensor.view(-1)[place] += data.draw(st.sampled_from([-(2**62), -1000, -1, 1, 7, 1000, 2**33, 2**62]))
+        tensor.view(-1)[place] += data.draw(
+            st.sampled_from([-(2**62), -1000, -1, 1, 7, 1000, 2**33, 2**62])
+        )
         batch = replace(batch, **{name: tensor})
     before = storage.keys.clone()
     try:
@@ -280,7 +310,10 @@ def test_no_batch_crashes(model: Decoder, data: Any) -> None:
 @NEEDS_COMPILER
 def test_a_batch_without_rows_gives_none(model: Decoder) -> None:
     batch = batch_of(STEPS[0])
-    empty = {name: getattr(batch, name)[:0] for name in ("input_ids", "positions", "slot_mapping", "row_chunks")}
+    empty = {
+        name: getattr(batch, name)[:0]
+        for name in ("input_ids", "positions", "slot_mapping", "row_chunks")
+    }
     assert len(replay(model, storage_of(model))(replace(batch, **empty))) == 0
 
 

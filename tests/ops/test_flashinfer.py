@@ -1,4 +1,6 @@
-"""FlashInfer's place in the engine, with a stand-in for the package: how it is planned, what it is given to read."""
+"""FlashInfer's place in the engine, with a stand-in for the package: how it is planned, what it is
+given to read.
+"""
 
 import sys
 from dataclasses import replace
@@ -21,7 +23,9 @@ from nano_inference.ops.flashinfer import FlashInferAttention
 from tests.models.tiny import tiny_model
 from tests.ops import flashinfer_stand_in
 
-CALM = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+CALM = settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 HEADS, KV_HEADS, D, NUM_BLOCKS = 4, 2, 8, 40
 
 
@@ -51,7 +55,9 @@ def cache(batch: ForwardBatch, block_size: int, seed: int) -> BoundKVStorage:
 def drawn_batch(data: st.DataObject, block_size: int) -> ForwardBatch:
     blocks = data.draw(st.permutations(range(NUM_BLOCKS)))
     chunks = []
-    for start, length in data.draw(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=4)):
+    for start, length in data.draw(
+        st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=4)
+    ):
         count = -(-(start + length) // block_size)
         chunks.append(Rows([0] * length, start, [blocks.pop() for _ in range(count)]))
     return batch_of_rows(chunks, block_size)
@@ -59,9 +65,14 @@ def drawn_batch(data: st.DataObject, block_size: int) -> ForwardBatch:
 
 @CALM
 @given(
-    block_size=st.sampled_from([3, 4, 16]), window=st.sampled_from([0, 1, 5]), layer=st.integers(0, 1), data=st.data()
+    block_size=st.sampled_from([3, 4, 16]),
+    window=st.sampled_from([0, 1, 5]),
+    layer=st.integers(0, 1),
+    data=st.data(),
 )
-def test_it_agrees_with_the_reference(block_size: int, window: int, layer: int, data: st.DataObject) -> None:
+def test_it_agrees_with_the_reference(
+    block_size: int, window: int, layer: int, data: st.DataObject
+) -> None:
     batch = drawn_batch(data, block_size)
     view, q = cache(batch, block_size, 3), randn(len(batch.input_ids), HEADS, D, seed=9)
     ours = FlashInferAttention()
@@ -74,7 +85,9 @@ def test_it_agrees_with_the_reference(block_size: int, window: int, layer: int, 
 @CALM
 @given(padding=st.integers(1, 3), data=st.data())
 def test_padding_and_tables_of_another_stride(padding: int, data: st.DataObject) -> None:
-    """As a step's buffers have it: chunks without rows, rows without chunks, tables whose stride the device knows."""
+    """As a step's buffers have it: chunks without rows, rows without chunks, tables whose stride
+    the device knows.
+    """
     batch = drawn_batch(data, 4)
     view, q = cache(batch, 4, 3), randn(len(batch.input_ids) + padding, HEADS, D, seed=9)
     ours, rows = FlashInferAttention(), len(batch.input_ids)
@@ -107,14 +120,20 @@ def test_a_step_is_planned_once_for_each_window_and_batch(monkeypatch: pytest.Mo
     first = ours.attend(q, view, 0, plans[0], 0.3)
     other = ours.plan(batch_of_rows([Rows([0], 4, [2, 0])], 4), 4)
     ours.attend(q[:1], view, 0, other, 0.3)
-    assert torch.equal(ours.attend(q, view, 0, plans[0], 0.3), first), "another batch's plan was run"
+    assert torch.equal(ours.attend(q, view, 0, plans[0], 0.3), first), (
+        "another batch's plan was run"
+    )
     assert wrapper.planned == 4
 
 
 def test_a_batch_of_padding_alone() -> None:
     batch = batch_of_rows([Rows([0], 0, [1])], 4)
     view, ours = cache(batch, 4, 1), FlashInferAttention()
-    none = replace(batch, cu_seqlens_q=torch.zeros(2, dtype=torch.int64), seq_lens=torch.zeros(1, dtype=torch.int64))
+    none = replace(
+        batch,
+        cu_seqlens_q=torch.zeros(2, dtype=torch.int64),
+        seq_lens=torch.zeros(1, dtype=torch.int64),
+    )
     assert not ours.attend(randn(1, HEADS, D, seed=1), view, 0, ours.plan(none, 4), 0.3).any()
 
 
@@ -134,11 +153,25 @@ def test_what_it_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_with_windows_keeps_whole_blocks_triton(tmp_path: Path) -> None:
-    """Gemma's layers with and without a window take turns; the other kernels run in Triton's interpreter."""
+    """Gemma's layers with and without a window take turns; the other kernels run in Triton's
+    interpreter.
+    """
     pytest.importorskip("triton")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "vocab_size": 300}
-    options = {"model_path": str(tiny_model(tmp_path, "gemma3", **sizes, **layers)), "dtype": "float16"}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    layers = {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "vocab_size": 300,
+    }
+    options = {
+        "model_path": str(tiny_model(tmp_path, "gemma3", **sizes, **layers)),
+        "dtype": "float16",
+    }
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     results = []
     for own in ({"backend": "cuda", "attention": "flashinfer"}, {"backend": "reference"}):

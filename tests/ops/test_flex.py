@@ -1,4 +1,6 @@
-"""flex_attention over paged keys and values agrees with the explicit mask, in a handful of compilations."""
+"""flex_attention over paged keys and values agrees with the explicit mask, in a handful of
+compilations.
+"""
 
 import math
 import os
@@ -47,7 +49,9 @@ class Piece:
 
 
 class Paged:
-    """Sequences in one paged storage whose every slot starts as NaN. Sequences may share their first blocks."""
+    """Sequences in one paged storage whose every slot starts as NaN. Sequences may share their
+    first blocks.
+    """
 
     def __init__(
         self,
@@ -61,14 +65,21 @@ class Paged:
         seed: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.block_size, self.num_blocks, self.heads, self.dtype = block_size, num_blocks, heads, dtype
+        self.block_size, self.num_blocks, self.heads, self.dtype = (
+            block_size,
+            num_blocks,
+            heads,
+            dtype,
+        )
         self.storage = KVStorage(spec(heads), num_blocks, block_size, dtype, CPU)
         self.storage.keys.fill_(math.nan)
         self.storage.values.fill_(math.nan)
         order = torch.randperm(num_blocks, generator=generator).tolist()
         prefix = [order.pop() for _ in range(shared_blocks)]
         self.tables = [
-            (prefix + [order.pop() for _ in range(-(-length // block_size))])[: -(-length // block_size)]
+            (prefix + [order.pop() for _ in range(-(-length // block_size))])[
+                : -(-length // block_size)
+            ]
             for length in lengths
         ]
 
@@ -76,10 +87,15 @@ class Paged:
             shape = (max(lengths), num_heads, heads.head_dim)
             common = torch.randn(shape, generator=generator)[: shared_blocks * block_size]
             return [
-                torch.cat((common, torch.randn(shape, generator=generator)))[:length].to(dtype) for length in lengths
+                torch.cat((common, torch.randn(shape, generator=generator)))[:length].to(dtype)
+                for length in lengths
             ]
 
-        self.q, self.k, self.v = drawn(heads.num_heads), drawn(heads.num_kv_heads), drawn(heads.num_kv_heads)
+        self.q, self.k, self.v = (
+            drawn(heads.num_heads),
+            drawn(heads.num_kv_heads),
+            drawn(heads.num_kv_heads),
+        )
 
     def store(self, pieces: Sequence[Piece], layer: int = 1) -> ForwardBatch:
         """Write keys and values [0, end) of every piece; the batch of the pieces' rows."""
@@ -87,18 +103,29 @@ class Paged:
         view = self.storage.bind(batch.block_tables, batch.seq_lens)
         for piece in pieces:
             places = torch.arange(piece.end)
-            slots = torch.tensor(self.tables[piece.seq])[places // self.block_size] * self.block_size
-            view.write(layer, slots + places % self.block_size, *(x[piece.seq][: piece.end] for x in (self.k, self.v)))
+            slots = (
+                torch.tensor(self.tables[piece.seq])[places // self.block_size] * self.block_size
+            )
+            view.write(
+                layer,
+                slots + places % self.block_size,
+                *(x[piece.seq][: piece.end] for x in (self.k, self.v)),
+            )
         return batch
 
     def batch(self, pieces: Sequence[Piece]) -> ForwardBatch:
-        tables = torch.zeros((len(pieces), max(len(table) for table in self.tables)), dtype=torch.int64)
+        tables = torch.zeros(
+            (len(pieces), max(len(table) for table in self.tables)), dtype=torch.int64
+        )
         for row, piece in enumerate(pieces):  # blocks allocated ahead are in the table too
             tables[row, : len(self.tables[piece.seq])] = torch.tensor(self.tables[piece.seq])
         positions = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
         lengths = torch.tensor([piece.end - piece.start for piece in pieces])
         row_chunks = torch.arange(len(pieces)).repeat_interleave(lengths)
-        slots = tables[row_chunks, positions // self.block_size] * self.block_size + positions % self.block_size
+        slots = (
+            tables[row_chunks, positions // self.block_size] * self.block_size
+            + positions % self.block_size
+        )
         bounds = functional.pad(lengths.cumsum(0), (1, 0))
         none = torch.empty(0, dtype=torch.int64)
         return ForwardBatch(
@@ -146,7 +173,9 @@ class Paged:
         mask = (keys <= rows) & (keys > rows - window) if window else keys <= rows
         ratio = self.heads.num_heads // self.heads.num_kv_heads
         k, v = k.repeat_interleave(ratio, dim=0), v.repeat_interleave(ratio, dim=0)
-        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.heads.scale)
+        out = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=self.heads.scale
+        )
         return out.transpose(0, 1).flatten(1)
 
 
@@ -172,26 +201,33 @@ def spec(heads: HeadShape) -> ModelSpec:
     )
 
 
-def assert_agrees(paged: Paged, pieces: Sequence[Piece], window: int, tolerance: float = TOLERANCE) -> None:
+def assert_agrees(
+    paged: Paged, pieces: Sequence[Piece], window: int, tolerance: float = TOLERANCE
+) -> None:
     got = paged.attend(pieces, window)
     assert got.dtype == paged.dtype
     torch.testing.assert_close(got.double(), paged.exact(pieces, window), rtol=0, atol=tolerance)
     torch.testing.assert_close(got, paged.reference(pieces, window), rtol=0, atol=tolerance)
 
 
-# -- it computes the right thing -----------------------------------------------------------------------------
+# -- it computes the right thing -------------------------------------------------------------------
 
 
 @st.composite
 def workloads(draw: st.DrawFn) -> tuple[Paged, list[Piece], int]:
-    """Decode rows, short and long chunks side by side: up to 15 tiles of one row, up to 15 of 32."""
+    """Decode rows, short and long chunks side by side: up to 15 tiles of one row, up to 15 of
+    32.
+    """
     lengths = draw(st.lists(st.integers(1, 150), min_size=1, max_size=3))
     shared = draw(st.integers(0, min(lengths) // 16))
     paged = Paged(lengths, shared_blocks=shared, seed=draw(st.integers(0, 99)))
     pieces: list[Piece] = []
     for seq, length in enumerate(lengths):
-        end = draw(st.integers(max(1, 16 * shared), length))  # who writes to a block does not share it
-        pieces.append(Piece(seq, draw(st.sampled_from([end - 1, max(0, end - 5), max(0, end - 40), 0])), end))
+        # who writes to a block does not share it
+        end = draw(st.integers(max(1, 16 * shared), length))
+        pieces.append(
+            Piece(seq, draw(st.sampled_from([end - 1, max(0, end - 5), max(0, end - 40), 0])), end)
+        )
     return paged, pieces, draw(st.sampled_from([0, 1, 7, 16, 50, 1000]))
 
 
@@ -204,14 +240,22 @@ def test_agrees_with_the_explicit_mask(workload: tuple[Paged, list[Piece], int])
 @pytest.mark.parametrize("window", [0, 20])
 def test_shared_prefix_decode_rows_and_chunks_in_one_call(window: int) -> None:
     paged = Paged([70, 90, 33, 41, 64, 129], shared_blocks=2)
-    pieces = [Piece(0, 69, 70), Piece(1, 32, 90), Piece(2, 32, 33), Piece(3, 36, 41), Piece(4, 0, 64)]
+    pieces = [
+        Piece(0, 69, 70),
+        Piece(1, 32, 90),
+        Piece(2, 32, 33),
+        Piece(3, 36, 41),
+        Piece(4, 0, 64),
+    ]
     assert_agrees(paged, [*pieces, Piece(5, 100, 129)], window)
 
 
 def test_chunks_one_after_another_agree() -> None:
     paged = Paged([100])
     got = torch.cat([paged.attend([Piece(0, i, min(i + 37, 100))]) for i in range(0, 100, 37)])
-    torch.testing.assert_close(got.double(), paged.exact([Piece(0, 0, 100)]), rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(
+        got.double(), paged.exact([Piece(0, 0, 100)]), rtol=0, atol=TOLERANCE
+    )
 
 
 def test_scores_far_below_zero_are_not_lost() -> None:
@@ -221,7 +265,9 @@ def test_scores_far_below_zero_are_not_lost() -> None:
     paged.k = [-torch.ones_like(k) * 8 + k / 100 for k in paged.k]
     pieces = [Piece(0, 599, 600), Piece(1, 577, 578)]
     assert paged.exact(pieces).abs().max() > 0.01
-    torch.testing.assert_close(paged.attend(pieces).double(), paged.exact(pieces), rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        paged.attend(pieces).double(), paged.exact(pieces), rtol=0, atol=2e-5
+    )
 
 
 def test_nothing_outside_the_batch_is_changed() -> None:
@@ -233,7 +279,8 @@ def test_nothing_outside_the_batch_is_changed() -> None:
     untouched[[paged.tables[0][1], paged.tables[1][2]]] = False
     paged.storage.values[0].fill_(math.nan)
     nan = paged.storage.values[1].isnan().any(dim=(0, 2, 3))
-    assert nan[untouched].sum() == NUM_BLOCKS - 2 - 4  # all but the full blocks of the three sequences
+    # all but the full blocks of the three sequences
+    assert nan[untouched].sum() == NUM_BLOCKS - 2 - 4
     assert not nan[~untouched].any()
 
 
@@ -263,13 +310,16 @@ def test_block_sizes(block_size: int) -> None:
         assert_agrees(paged, [Piece(0, 69, 70), Piece(1, 20, 90), Piece(2, 0, 41)], window)
 
 
-# -- in few compilations -------------------------------------------------------------------------------------
+# -- in few compilations ---------------------------------------------------------------------------
 
 
-# Dynamo gives up after `recompile_limit` graphs of one function: each bucket has to be one of its own.
+# Dynamo gives up after `recompile_limit` graphs of one function: each bucket has to be one of its
+# own.
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_a_handful_of_kernels_serves_steps_of_every_size() -> None:
-    """Lengths, numbers of sequences, windows and chunk sizes change every step; kernels only with the bucket."""
+    """Lengths, numbers of sequences, windows and chunk sizes change every step; kernels only with
+    the bucket.
+    """
     flex._compiled.cache_clear()  # whatever other tests compiled
     paged = Paged([40 + 3 * i for i in range(16)])
 
@@ -287,13 +337,23 @@ def test_a_handful_of_kernels_serves_steps_of_every_size() -> None:
     assert graphs() - before == 3  # 16 tiles of one row
 
 
-# -- what it cannot do is said when the engine is built ------------------------------------------------------
+# -- what it cannot do is said when the engine is built --------------------------------------------
 
 
 def build(
-    heads: HeadShape = HEADS, *, block_size: int = 16, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    heads: HeadShape = HEADS,
+    *,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> Ops:
-    require_flex([heads], num_blocks=NUM_BLOCKS, block_size=block_size, dtype=dtype, device=torch.device(device))
+    require_flex(
+        [heads],
+        num_blocks=NUM_BLOCKS,
+        block_size=block_size,
+        dtype=dtype,
+        device=torch.device(device),
+    )
     return flex_ops(reference_ops(), NUM_BLOCKS)
 
 
@@ -319,10 +379,14 @@ def test_refuses_by_value(change: dict[str, object], named: str) -> None:
 
 
 def test_kernels_that_compute_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that sees a slot more than it should: torch's own for AVX2 and blocks of 8 slots is worse."""
+    """One that sees a slot more than it should: torch's own for AVX2 and blocks of 8 slots is
+    worse.
+    """
     attend = flex._attend
 
-    def sees_more(q: Tensor, keys: Tensor, values: Tensor, tiles: flex.Tiles, *others: Any) -> Tensor:
+    def sees_more(
+        q: Tensor, keys: Tensor, values: Tensor, tiles: flex.Tiles, *others: Any
+    ) -> Tensor:
         return attend(q, keys, values, replace(tiles, last=tiles.last + 1), *others)
 
     monkeypatch.setattr(flex, "_attend", sees_more)
@@ -342,9 +406,18 @@ def test_a_missing_compiler_is_named() -> None:
         "from nano_inference.errors import ConfigError\n"
         "try:\n    build()\nexcept ConfigError as error:\n    print('refused:', error)\n"
     )
-    environment = {**os.environ, "CXX": "no-such-compiler", "PYTHONPATH": os.pathsep.join(("src", "."))}
+    environment = {
+        **os.environ,
+        "CXX": "no-such-compiler",
+        "PYTHONPATH": os.pathsep.join(("src", ".")),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert "refused:" in done.stdout
     assert "C++ compiler" in done.stdout

@@ -1,4 +1,6 @@
-"""Layers of experts: the backends beside each other, rows alone and together, and experts spread over ranks."""
+"""Layers of experts: the backends beside each other, rows alone and together, and experts spread
+over ranks.
+"""
 
 import itertools
 import threading
@@ -75,7 +77,9 @@ def experts_of(
 
 def expected(x: Tensor, experts: Experts) -> Tensor:
     """In float64, one row and one expert after the other."""
-    router, gate_up, down = (each.double() for each in (experts.router, experts.gate_up, experts.down))
+    router, gate_up, down = (
+        each.double() for each in (experts.router, experts.gate_up, experts.down)
+    )
     gate_ups, downs = gate_up.chunk(len(router)), down.chunk(len(router))
     activations = {
         "silu": torch.nn.functional.silu,
@@ -117,7 +121,8 @@ def test_bfloat16_on_the_cpu_is_near_the_reference() -> None:
 def test_a_rows_bits_know_nothing_of_the_others(name: str, data: st.DataObject, count: int) -> None:
     """Any rows in any order: some experts get many of them, and some get none."""
     backend = BACKENDS[name]
-    float32 = name == "triton" or data.draw(st.booleans())  # the interpreter's product of bfloat16 is wrong
+    # the interpreter's product of bfloat16 is wrong
+    float32 = name == "triton" or data.draw(st.booleans())
     dtype = torch.float32 if float32 else torch.bfloat16
     x, experts = rows_of(20, dtype), experts_of(backend, dtype=dtype)
     whole = backend.run(x, experts, None)
@@ -205,12 +210,16 @@ def test_where_an_expert_is_changes_no_bit(name: str, size: int, shared: bool) -
 
 def test_what_a_config_says_of_experts() -> None:
     config = llama_config() | MORE_FAMILIES["qwen3-moe"]
-    moe = spec_from_config(config | {"num_hidden_layers": 6, "mlp_only_layers": [3], "decoder_sparse_step": 2}).moe
+    moe = spec_from_config(
+        config | {"num_hidden_layers": 6, "mlp_only_layers": [3], "decoder_sparse_step": 2}
+    ).moe
     assert moe is not None
     assert moe.layers == (False, True, False, False, False, True)
     assert not moe.renormalized
     assert spec_from_config(config | {"num_experts": 0}).moe is None
-    renamed = {name: value for name, value in config.items() if name != "num_experts"} | {"num_local_experts": 6}
+    renamed = {name: value for name, value in config.items() if name != "num_experts"} | {
+        "num_local_experts": 6
+    }
     assert spec_from_config(renamed).moe == spec_from_config(config).moe
     with pytest.raises(Exception, match="7 experts a token cannot be chosen of 6"):
         spec_from_config(config | {"num_experts_per_tok": 7})

@@ -1,4 +1,6 @@
-"""Attention in parts: whoever computes the segments of a row, merged in order they are the bits of the whole."""
+"""Attention in parts: whoever computes the segments of a row, merged in order they are the bits of
+the whole.
+"""
 
 import math
 from collections.abc import Callable
@@ -19,7 +21,9 @@ from nano_inference.ops.reference_attention import State, _merge
 from nano_inference.parallel.context import SEGMENT, SegmentRows
 from tests.ops.test_reference import Shape
 
-CALM = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+CALM = settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def backend(name: str, num_threads: int) -> Ops:
@@ -33,7 +37,9 @@ def backend(name: str, num_threads: int) -> Ops:
 
 
 def filled(shape: Shape, num_tokens: int, block_size: int) -> tuple[BoundKVStorage, list[int]]:
-    """A storage with keys and values of one sequence, all other slots NaN, and the sequence's blocks."""
+    """A storage with keys and values of one sequence, all other slots NaN, and the sequence's
+    blocks.
+    """
     num_blocks = -(-num_tokens // block_size)
     storage = KVStorage(shape.spec(), num_blocks + 1, block_size, shape.dtype, torch.device("cpu"))
     storage.keys.fill_(math.nan)
@@ -43,12 +49,16 @@ def filled(shape: Shape, num_tokens: int, block_size: int) -> tuple[BoundKVStora
     return view, blocks.tolist()
 
 
-def written(write: Callable[..., object], shape: Shape, blocks: Tensor, block_size: int, num_tokens: int) -> None:
+def written(
+    write: Callable[..., object], shape: Shape, blocks: Tensor, block_size: int, num_tokens: int
+) -> None:
     generator = torch.Generator().manual_seed(1)
     positions = torch.arange(num_tokens)
     slots = blocks[positions // block_size] * block_size + positions % block_size
     keys, values = (
-        torch.randn(num_tokens, shape.num_kv_heads, shape.head_dim, generator=generator).to(shape.dtype)
+        torch.randn(num_tokens, shape.num_kv_heads, shape.head_dim, generator=generator).to(
+            shape.dtype
+        )
         for _ in range(2)
     )
     write(slots, keys, values, positions)
@@ -59,35 +69,63 @@ def written(write: Callable[..., object], shape: Shape, blocks: Tensor, block_si
 @given(data=st.data())
 def test_states_of_segments_merge_to_the_bits_of_the_whole(name: str, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    heads = (data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 3])), data.draw(st.sampled_from([16, 48])))
+    heads = (
+        data.draw(st.integers(1, 2)),
+        data.draw(st.sampled_from([1, 3])),
+        data.draw(st.sampled_from([16, 48])),
+    )
     shape = Shape(*heads, dtype, data.draw(st.sampled_from([0, 0, 1, 60, 700])))
     block_size, threads = data.draw(st.sampled_from([16, 24, 512])), data.draw(st.integers(1, 2))
     ops = backend(name, threads)
     assert ops.partial is not None
     starts = data.draw(
-        st.lists(st.tuples(st.integers(0, 1700), st.sampled_from([1, 1, 2, 40])), min_size=1, max_size=4)
+        st.lists(
+            st.tuples(st.integers(0, 1700), st.sampled_from([1, 1, 2, 40])), min_size=1, max_size=4
+        )
     )
     num_tokens = max(start + count for start, count in starts)
     view, blocks = filled(shape, num_tokens, block_size)
 
     def write(slots: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        qkv = torch.cat([keys.new_zeros(len(keys), shape.num_heads, shape.head_dim), keys, values], dim=1).flatten(1)
-        still = torch.ones(num_tokens, shape.head_dim // 2), torch.zeros(num_tokens, shape.head_dim // 2)
-        ops.rope_and_store(qkv, *still, positions, view, 1, slots, shape.num_heads, shape.num_kv_heads, None)
+        qkv = torch.cat(
+            [keys.new_zeros(len(keys), shape.num_heads, shape.head_dim), keys, values], dim=1
+        ).flatten(1)
+        still = (
+            torch.ones(num_tokens, shape.head_dim // 2),
+            torch.zeros(num_tokens, shape.head_dim // 2),
+        )
+        ops.rope_and_store(
+            qkv, *still, positions, view, 1, slots, shape.num_heads, shape.num_kv_heads, None
+        )
 
     written(write, shape, torch.tensor(blocks), block_size, num_tokens)
     rows = [Rows([0] * n, start, blocks[: -(-(start + n) // block_size)]) for start, n in starts]
     batch = batch_of_rows(rows, block_size)
-    q = torch.randn(len(batch.positions), shape.num_heads, shape.head_dim, generator=torch.Generator().manual_seed(2))
+    q = torch.randn(
+        len(batch.positions),
+        shape.num_heads,
+        shape.head_dim,
+        generator=torch.Generator().manual_seed(2),
+    )
     q = q.to(dtype)
     whole = ops.attention(q, view, 1, ops.plan_attention(batch, block_size, shape.window), 0.3)
     assert torch.isfinite(whole).all()
 
     order = torch.tensor(data.draw(st.permutations(range(len(q)))))
-    begins = (batch.positions - shape.window + 1).clamp(min=0) if shape.window else torch.zeros_like(batch.positions)
-    parts = SegmentRows(batch.positions[order], begins[order], batch.row_chunks[order], batch.block_tables)
+    begins = (
+        (batch.positions - shape.window + 1).clamp(min=0)
+        if shape.window
+        else torch.zeros_like(batch.positions)
+    )
+    parts = SegmentRows(
+        batch.positions[order], begins[order], batch.row_chunks[order], batch.block_tables
+    )
     states = ops.partial.states(q[order], view, 1, ops.partial.plan(parts, block_size), 0.3)
-    assert states.shape == (int(parts.counts.sum()), shape.num_heads, ops.partial.width(shape.head_dim))
+    assert states.shape == (
+        int(parts.counts.sum()),
+        shape.num_heads,
+        ops.partial.width(shape.head_dim),
+    )
     assert torch.equal(ops.partial.merge(states, parts.counts, dtype), whole[order])
 
 

@@ -1,4 +1,6 @@
-"""The law of the reference backend, operation by operation: a row's bits do not know the rows beside it."""
+"""The law of the reference backend, operation by operation: a row's bits do not know the rows
+beside it.
+"""
 
 import itertools
 import math
@@ -30,7 +32,9 @@ THREADS = (1, 2, 3)
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Where a test does not say otherwise: most tensors here are small, and threads would only wait for each other."""
+    """Where a test does not say otherwise: most tensors here are small, and threads would only wait
+    for each other.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -41,8 +45,12 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_rows_stand_alone(op: Callable[[Tensor], Tensor], rows: Tensor, data: st.DataObject) -> None:
-    """Bitwise: each row alone, all together, in another order among fewer, under 1, 2 and 3 threads."""
+def assert_rows_stand_alone(
+    op: Callable[[Tensor], Tensor], rows: Tensor, data: st.DataObject
+) -> None:
+    """Bitwise: each row alone, all together, in another order among fewer, under 1, 2 and 3
+    threads.
+    """
     torch.set_num_threads(1)
     alone = torch.cat([op(rows[i : i + 1]) for i in range(len(rows))])
     order = data.draw(st.permutations(range(len(rows))))[: data.draw(st.integers(1, len(rows)))]
@@ -50,17 +58,26 @@ def assert_rows_stand_alone(op: Callable[[Tensor], Tensor], rows: Tensor, data: 
         torch.set_num_threads(threads)
         assert torch.equal(op(rows), alone), f"together, {threads} threads"
         assert torch.equal(op(rows[order]), alone[order]), f"moved, {threads} threads"
-        assert torch.equal(op(rows[order[0] : order[0] + 1]), alone[order[:1]]), f"alone, {threads} threads"
+        assert torch.equal(op(rows[order[0] : order[0] + 1]), alone[order[:1]]), (
+            f"alone, {threads} threads"
+        )
 
 
-# -- rows stand alone ----------------------------------------------------------------------------------------
+# -- rows stand alone ------------------------------------------------------------------------------
 
 
 @CALM
 @given(
-    num=st.integers(1, 40), size=SIZES, out=st.integers(1, 400), dtype=DTYPES, seed=st.integers(0, 99), data=st.data()
+    num=st.integers(1, 40),
+    size=SIZES,
+    out=st.integers(1, 400),
+    dtype=DTYPES,
+    seed=st.integers(0, 99),
+    data=st.data(),
 )
-def test_linear(num: int, size: int, out: int, dtype: torch.dtype, seed: int, data: st.DataObject) -> None:
+def test_linear(
+    num: int, size: int, out: int, dtype: torch.dtype, seed: int, data: st.DataObject
+) -> None:
     weight = randn(out, size, seed=seed, dtype=dtype)
     assert_rows_stand_alone(
         lambda x: reference.linear(x, weight), randn(num, size, seed=seed + 1000, dtype=dtype), data
@@ -71,7 +88,9 @@ def test_linear(num: int, size: int, out: int, dtype: torch.dtype, seed: int, da
 @given(num=st.integers(1, 40), size=SIZES, vocab=st.integers(1, 700), dtype=DTYPES, data=st.data())
 def test_logits(num: int, size: int, vocab: int, dtype: torch.dtype, data: st.DataObject) -> None:
     weight = randn(vocab, size, dtype=dtype)
-    assert_rows_stand_alone(lambda x: reference.logits(x, weight), randn(num, size, seed=1, dtype=dtype), data)
+    assert_rows_stand_alone(
+        lambda x: reference.logits(x, weight), randn(num, size, seed=1, dtype=dtype), data
+    )
 
 
 def test_logits_of_a_vocabulary_of_several_tiles() -> None:
@@ -83,7 +102,9 @@ def test_logits_of_a_vocabulary_of_several_tiles() -> None:
 
 @CALM
 @given(num=st.integers(1, 40), size=SIZES, dtype=DTYPES, first=st.booleans(), data=st.data())
-def test_rms_norm(num: int, size: int, dtype: torch.dtype, first: bool, data: st.DataObject) -> None:
+def test_rms_norm(
+    num: int, size: int, dtype: torch.dtype, first: bool, data: st.DataObject
+) -> None:
     weight = randn(size, dtype=dtype) + 1
 
     def op(rows: Tensor) -> Tensor:
@@ -114,13 +135,17 @@ def test_embed(num: int, size: int, dtype: torch.dtype, data: st.DataObject) -> 
 @CALM
 @given(num=st.integers(1, 40), vocab=st.integers(1, 3000), data=st.data())
 def test_logsumexp(num: int, vocab: int, data: st.DataObject) -> None:
-    assert_rows_stand_alone(lambda rows: torch.stack(logsumexp(rows), dim=1), randn(num, vocab) * 4, data)
+    assert_rows_stand_alone(
+        lambda rows: torch.stack(logsumexp(rows), dim=1), randn(num, vocab) * 4, data
+    )
 
 
 LARGE: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": lambda x: reference.linear(x, randn(3000, x.shape[1], dtype=x.dtype)),
     "logits": lambda x: reference.logits(x, randn(3000, x.shape[1], dtype=x.dtype)),
-    "rms_norm": lambda x: reference.rms_norm(x, x.float() + 1, Norm(randn(x.shape[1]), 1e-5, 1.0, x.dtype))[0],
+    "rms_norm": lambda x: reference.rms_norm(
+        x, x.float() + 1, Norm(randn(x.shape[1]), 1e-5, 1.0, x.dtype)
+    )[0],
     "gate": lambda x: reference.gate(4 * x),
     "logsumexp": lambda x: torch.stack(logsumexp(x.float()), dim=1),
 }
@@ -128,9 +153,16 @@ LARGE: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LARGE)
-def test_large_operations_are_independent_of_threads_and_neighbours(name: str, dtype: torch.dtype) -> None:
-    """Large enough that torch does use its threads, and odd: no thread's part ends where a row or a vector does."""
-    op, rows = LARGE[name], randn(21 if name in ("linear", "logits") else 67, 1106, seed=1, dtype=dtype)
+def test_large_operations_are_independent_of_threads_and_neighbours(
+    name: str, dtype: torch.dtype
+) -> None:
+    """Large enough that torch does use its threads, and odd: no thread's part ends where a row or a
+    vector does.
+    """
+    op, rows = (
+        LARGE[name],
+        randn(21 if name in ("linear", "logits") else 67, 1106, seed=1, dtype=dtype),
+    )
     torch.set_num_threads(1)
     alone = torch.cat([op(row[None]) for row in rows])
     for threads in THREADS:
@@ -150,7 +182,7 @@ def test_gate_does_not_round_differently_where_a_threads_part_ends() -> None:
             assert torch.equal(reference.gate(rows), one)
 
 
-# -- and compute the right thing -----------------------------------------------------------------------------
+# -- and compute the right thing -------------------------------------------------------------------
 
 
 def test_linear_and_logits_multiply() -> None:
@@ -164,7 +196,9 @@ def test_logits_of_bfloat16_are_not_rounded() -> None:
     x, weight = randn(3, 130, dtype=torch.bfloat16), randn(61, 130, seed=1, dtype=torch.bfloat16)
     logits = reference.logits(x, weight)
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, (x.double() @ weight.double().T).float(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        logits, (x.double() @ weight.double().T).float(), rtol=1e-5, atol=1e-4
+    )
 
 
 def test_no_rows_give_no_rows() -> None:
@@ -181,20 +215,26 @@ def test_rms_norm_adds_then_scales() -> None:
     exact = functional.rms_norm(added.double(), (30,), weight.double(), 1e-3).float()
     torch.testing.assert_close(normed, exact, rtol=1e-5, atol=1e-6)
     assert torch.equal(reference.rms_norm(None, residual, norm)[1], residual)
-    halves, added = reference.rms_norm(x.bfloat16(), residual, Norm(weight.bfloat16(), 1e-3, 0.0, torch.bfloat16))
+    halves, added = reference.rms_norm(
+        x.bfloat16(), residual, Norm(weight.bfloat16(), 1e-3, 0.0, torch.bfloat16)
+    )
     assert halves.dtype == torch.bfloat16
     assert torch.equal(added, residual + x.bfloat16().float()), "the residual stream was rounded"
 
 
 def test_gate_is_silu_times_up() -> None:
-    both = torch.cat((torch.tensor([[-100.0, -90.0, -1.0, 0.0, 1.0, 90.0, 1e4, -1e4]]), randn(1, 8)), dim=1)
+    both = torch.cat(
+        (torch.tensor([[-100.0, -90.0, -1.0, 0.0, 1.0, 90.0, 1e4, -1e4]]), randn(1, 8)), dim=1
+    )
     first, second = both.double().chunk(2, dim=1)
     gated = reference.gate(both)
-    torch.testing.assert_close(gated, (functional.silu(first) * second).float(), rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(
+        gated, (functional.silu(first) * second).float(), rtol=1e-5, atol=1e-30
+    )
     assert torch.isfinite(gated).all()
 
 
-# -- attention -----------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -246,11 +286,15 @@ class Story:
 def story(shape: Shape, length: int, seed: int) -> Story:
     q = randn(length, shape.num_heads, shape.head_dim, seed=seed, dtype=shape.dtype)
     k = randn(length, shape.num_kv_heads, shape.head_dim, seed=seed + 1, dtype=shape.dtype)
-    return Story(q, k, randn(length, shape.num_kv_heads, shape.head_dim, seed=seed + 2, dtype=shape.dtype))
+    return Story(
+        q, k, randn(length, shape.num_kv_heads, shape.head_dim, seed=seed + 2, dtype=shape.dtype)
+    )
 
 
 class Paged:
-    """Stories in one paged storage whose every slot starts as NaN: what nobody wrote must never be read."""
+    """Stories in one paged storage whose every slot starts as NaN: what nobody wrote must never be
+    read.
+    """
 
     def __init__(self, shape: Shape, stories: list[Story], block_size: int, seed: int = 0) -> None:
         self.shape, self.stories, self.block_size = shape, stories, block_size
@@ -259,23 +303,34 @@ class Paged:
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
         self.tables = [[order.pop() for _ in range(count)] for count in blocks]
         self.unused = order[0]
-        self.storage = KVStorage(shape.spec(), num_blocks, block_size, shape.dtype, torch.device("cpu"))
+        self.storage = KVStorage(
+            shape.spec(), num_blocks, block_size, shape.dtype, torch.device("cpu")
+        )
         self.storage.keys.fill_(math.nan)
         self.storage.values.fill_(math.nan)
 
     def step(self, chunks: list[tuple[int, int, int]]) -> list[Tensor]:
-        """Chunks (story, start, end) in one batch: keys and values written, then attention. Rows of each chunk."""
-        tables = torch.zeros((len(chunks), max(len(table) for table in self.tables)), dtype=torch.int64)
+        """Chunks (story, start, end) in one batch: keys and values written, then attention. Rows of
+        each chunk.
+        """
+        tables = torch.zeros(
+            (len(chunks), max(len(table) for table in self.tables)), dtype=torch.int64
+        )
         for row, (which, _, end) in enumerate(chunks):
             needed = self.tables[which][: -(-end // self.block_size)]
             tables[row, : len(needed)] = torch.tensor(needed)
             if self.shape.window:  # blocks that left the window may be anybody's by now
                 start = chunks[row][1]
-                tables[row, : max(0, start - self.shape.window + 1) // self.block_size] = self.unused
+                tables[row, : max(0, start - self.shape.window + 1) // self.block_size] = (
+                    self.unused
+                )
         positions = torch.cat([torch.arange(start, end) for _, start, end in chunks])
         lengths = torch.tensor([end - start for _, start, end in chunks])
         row_chunks = torch.arange(len(chunks)).repeat_interleave(lengths)
-        slots = tables[row_chunks, positions // self.block_size] * self.block_size + positions % self.block_size
+        slots = (
+            tables[row_chunks, positions // self.block_size] * self.block_size
+            + positions % self.block_size
+        )
         bounds = functional.pad(lengths.cumsum(0), (1, 0))
         empty = torch.empty(0, dtype=torch.int64)
         batch = ForwardBatch(
@@ -299,7 +354,9 @@ class Paged:
         view = self.storage.bind(batch.block_tables, batch.seq_lens)
 
         def rows(name: str) -> Tensor:
-            return torch.cat([getattr(self.stories[which], name)[start:end] for which, start, end in chunks])
+            return torch.cat(
+                [getattr(self.stories[which], name)[start:end] for which, start, end in chunks]
+            )
 
         view.write(1, slots, rows("k"), rows("v"))
         plan = plan_attention(batch, self.block_size, self.shape.window)
@@ -342,7 +399,9 @@ def cuts(data: st.DataObject, length: int) -> list[tuple[int, int]]:
 
 @CALM
 @given(shape=SHAPES, lengths=LENGTHS, block_size=BLOCK_SIZES, seed=st.integers(0, 99))
-def test_attention_agrees_with_float64(shape: Shape, lengths: list[int], block_size: int, seed: int) -> None:
+def test_attention_agrees_with_float64(
+    shape: Shape, lengths: list[int], block_size: int, seed: int
+) -> None:
     stories = [story(shape, length, 10 * i + seed) for i, length in enumerate(lengths)]
     for got, each in zip(Paged(shape, stories, block_size, seed).whole(), stories, strict=True):
         assert got.dtype == shape.dtype
@@ -385,7 +444,9 @@ def test_attention_is_the_same_for_every_block_size(shape: Shape, length: int) -
 
 @pytest.mark.parametrize("ratio", [1, 4, 7])
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
-def test_a_single_decode_row_equals_its_prefill_row_under_any_threads(num_kv_heads: int, ratio: int) -> None:
+def test_a_single_decode_row_equals_its_prefill_row_under_any_threads(
+    num_kv_heads: int, ratio: int
+) -> None:
     shape = Shape(num_kv_heads, ratio, 64)
     each = story(shape, 200, 0)
     torch.set_num_threads(1)
@@ -421,20 +482,26 @@ def test_large_scores_do_not_overflow() -> None:
     shape = Shape(1, 2, 16)
     each = story(shape, 130, 0)
     loud = Story(each.q * 200, each.k * 200, each.v)
-    torch.testing.assert_close(Paged(shape, [loud], 16).whole()[0].double(), exact(shape, loud), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(
+        Paged(shape, [loud], 16).whole()[0].double(), exact(shape, loud), rtol=2e-3, atol=2e-3
+    )
 
 
-# -- rope ----------------------------------------------------------------------------------------------------
+# -- rope ------------------------------------------------------------------------------------------
 
 
 @CALM
 @given(num=st.integers(1, 30), shape=SHAPES, data=st.data())
 def test_rope_and_store_row_by_row(num: int, shape: Shape, data: st.DataObject) -> None:
-    """Queries come back rotated, keys land rotated and values untouched in their slots; rows stand alone."""
+    """Queries come back rotated, keys land rotated and values untouched in their slots; rows stand
+    alone.
+    """
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     angles = randn(64, head_dim // 2, seed=5)
     cos, sin = angles.cos(), angles.sin()
-    places = torch.tensor(data.draw(st.lists(st.integers(0, 63), min_size=num, max_size=num, unique=True)))
+    places = torch.tensor(
+        data.draw(st.lists(st.integers(0, 63), min_size=num, max_size=num, unique=True))
+    )
     qkv = randn(num, (heads + 2 * kv_heads) * head_dim, dtype=shape.dtype)
 
     def op(rows: Tensor) -> Tensor:
@@ -453,12 +520,18 @@ def test_rope_and_store_row_by_row(num: int, shape: Shape, data: st.DataObject) 
     assert_rows_stand_alone(op, rows, data)
 
     turned = op(rows).view(num, heads + 2 * kv_heads, head_dim)
-    complex_in = torch.complex(*qkv.float().view(num, -1, head_dim)[:, : heads + kv_heads].double().chunk(2, dim=-1))
+    complex_in = torch.complex(
+        *qkv.float().view(num, -1, head_dim)[:, : heads + kv_heads].double().chunk(2, dim=-1)
+    )
     spun = complex_in * torch.complex(cos.double(), sin.double())[places][:, None]
     expected = torch.cat((spun.real, spun.imag), dim=-1)
     tolerance = 1e-5 if shape.dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(turned[:, : heads + kv_heads].double(), expected, rtol=tolerance, atol=tolerance)
-    assert torch.equal(turned[:, heads + kv_heads :], qkv.float().view(num, -1, head_dim)[:, heads + kv_heads :])
+    torch.testing.assert_close(
+        turned[:, : heads + kv_heads].double(), expected, rtol=tolerance, atol=tolerance
+    )
+    assert torch.equal(
+        turned[:, heads + kv_heads :], qkv.float().view(num, -1, head_dim)[:, heads + kv_heads :]
+    )
 
 
 def test_the_backend_is_complete_and_says_what_it_promises() -> None:

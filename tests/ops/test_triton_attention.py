@@ -1,4 +1,6 @@
-"""Paged attention in Triton agrees with the specification; under the law, a row's bits are its own."""
+"""Paged attention in Triton agrees with the specification; under the law, a row's bits are its
+own.
+"""
 
 from functools import cache
 from itertools import pairwise
@@ -11,7 +13,17 @@ from torch import Tensor
 
 from nano_inference.ops.cuda import attention
 from nano_inference.ops.cuda.attention import Attention
-from tests.ops.triton_attention import Heads, Memory, Piece, Rows3, attend, draw, padded, place, reference
+from tests.ops.triton_attention import (
+    Heads,
+    Memory,
+    Piece,
+    Rows3,
+    attend,
+    draw,
+    padded,
+    place,
+    reference,
+)
 
 pytest.importorskip("triton")
 
@@ -41,7 +53,11 @@ def small(*, batch_invariant: bool, shared_items: int = 6, row_parts: int = 40) 
         (Heads(group=1, dim=80), 0, Memory(block_size=24)),
         (Heads(group=3), 20, Memory(block_size=1)),
         (Heads(group=7, kv_heads=1, dtype=HALF), 0, Memory(block_size=24, units=True)),
-        (Heads(group=4, dim=64, kv_heads=1, dtype=HALF), 33, Memory(units=True, strided=True, padding=(3, 2))),
+        (
+            Heads(group=4, dim=64, kv_heads=1, dtype=HALF),
+            33,
+            Memory(units=True, strided=True, padding=(3, 2)),
+        ),
         (Heads(group=2, dtype=HALF), 1, Memory(strided=True)),
         (Heads(group=20, kv_heads=1), 0, Memory(padding=(4, 3))),
     ],
@@ -52,18 +68,31 @@ def test_a_mix_of_chunks_agrees_with_the_specification(
     seqs = draw(LENGTHS, heads)
     found = attend(small(batch_invariant=batch_invariant), seqs, MIX, heads, window, memory)
     torch.testing.assert_close(
-        found, reference(seqs, MIX, heads, window, memory), atol=TOLERANCE[heads.dtype], rtol=TOLERANCE[heads.dtype]
+        found,
+        reference(seqs, MIX, heads, window, memory),
+        atol=TOLERANCE[heads.dtype],
+        rtol=TOLERANCE[heads.dtype],
     )
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_decode_agrees_with_tiles_of_their_own_size(dtype: torch.dtype, batch_invariant: bool) -> None:
+def test_decode_agrees_with_tiles_of_their_own_size(
+    dtype: torch.dtype, batch_invariant: bool
+) -> None:
     heads = Heads(dtype=dtype, kv_heads=1)
     pieces = (Piece(0, 299, 300), Piece(1, 63, 64), Piece(2, 0, 1))
     seqs = draw([300, 64, 1], heads)
-    found = attend(Attention(batch_invariant=batch_invariant), seqs, pieces, heads, memory=Memory(padding=(2, 2)))
-    torch.testing.assert_close(found, reference(seqs, pieces, heads), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    found = attend(
+        Attention(batch_invariant=batch_invariant),
+        seqs,
+        pieces,
+        heads,
+        memory=Memory(padding=(2, 2)),
+    )
+    torch.testing.assert_close(
+        found, reference(seqs, pieces, heads), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -84,11 +113,17 @@ def test_layers_share_a_plan_and_its_workspace(batch_invariant: bool) -> None:
 
 @st.composite
 def schedules(draw_: st.DrawFn) -> tuple[list[list[Piece]], Memory, int, int]:
-    """Ways to compute three sequences in steps of chunks, where the blocks lie, and how much may be shared."""
+    """Ways to compute three sequences in steps of chunks, where the blocks lie, and how much may be
+    shared.
+    """
     lengths = (75, 40, 18)
     steps: list[list[Piece]] = []
     cuts = [
-        [0, *sorted(draw_(st.sets(st.integers(max(1, length - 12), length - 1), max_size=2))), length]
+        [
+            0,
+            *sorted(draw_(st.sets(st.integers(max(1, length - 12), length - 1), max_size=2))),
+            length,
+        ]
         for length in lengths
     ]
     pending = [[Piece(seq, *ends) for ends in pairwise(cut)] for seq, cut in enumerate(cuts)]
@@ -96,7 +131,9 @@ def schedules(draw_: st.DrawFn) -> tuple[list[list[Piece]], Memory, int, int]:
         candidates = [queue for queue in pending if queue]
         taken = draw_(st.lists(st.sampled_from(range(len(candidates))), min_size=1, unique=True))
         steps.append([candidates[index].pop(0) for index in taken])
-    memory = Memory(draw_(st.sampled_from([1, 16, 24])), draw_(st.booleans()), seed=draw_(st.integers(0, 9)))
+    memory = Memory(
+        draw_(st.sampled_from([1, 16, 24])), draw_(st.booleans()), seed=draw_(st.integers(0, 9))
+    )
     return steps, memory, draw_(st.sampled_from([1, 4, 40])), draw_(st.sampled_from([1, 12, 200]))
 
 
@@ -109,7 +146,9 @@ def _alone(heads: Heads, window: int) -> tuple[list[Rows3], list[Tensor]]:
     return seqs, [attend(attention, seqs, [piece], heads, window) for piece in pieces]
 
 
-@pytest.mark.parametrize(("heads", "window"), [(Heads(group=3, kv_heads=1), 0), (Heads(kv_heads=1, dtype=HALF), 21)])
+@pytest.mark.parametrize(
+    ("heads", "window"), [(Heads(group=3, kv_heads=1), 0), (Heads(kv_heads=1, dtype=HALF), 21)]
+)
 @settings(max_examples=6, deadline=None)
 @given(schedule=schedules())
 def test_a_rows_bits_are_its_own(
@@ -155,8 +194,13 @@ def test_wide_heads_have_fewer_buffers_on_a_small_card(
 ) -> None:
     """An RTX 3090 or 4090 has 99 KiB for a program: two buffers of heads of 256 would not fit."""
     monkeypatch.setattr(attention, "shared_memory", lambda _: memory)
-    kernels, device = Attention(batch_invariant=batch_invariant, architecture=80), torch.device("cpu")
+    kernels, device = (
+        Attention(batch_invariant=batch_invariant, architecture=80),
+        torch.device("cpu"),
+    )
     for head_dim, expected in ((256, buffers), (128, 2)):
-        tilings = kernels._tilings(4, head_dim, torch.bfloat16, device, indirect=False, single_rows=False)
+        tilings = kernels._tilings(
+            4, head_dim, torch.bfloat16, device, indirect=False, single_rows=False
+        )
         assert tilings[0].num_stages == 3 + 2 * (expected - 1)
         assert all(tiling.lanes <= 32 * expected for tiling in tilings)

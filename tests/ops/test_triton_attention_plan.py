@@ -1,4 +1,6 @@
-"""The plan of paged attention gives every row every key that it sees, once, and keeps within its bounds."""
+"""The plan of paged attention gives every row every key that it sees, once, and keeps within its
+bounds.
+"""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -42,7 +44,9 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     most = draw(st.sampled_from([1, 5, 40]))
-    chunks = draw(st.lists(st.tuples(st.integers(0, most), st.integers(0, 300)), min_size=1, max_size=6))
+    chunks = draw(
+        st.lists(st.tuples(st.integers(0, most), st.integers(0, 300)), min_size=1, max_size=6)
+    )
     chunks = [(rows, before if rows else 0) for rows, before in chunks]
     short = draw(st.integers(1, 4))
     return Case(
@@ -84,7 +88,9 @@ def test_every_row_has_every_key_once(case: Case) -> None:
             assert table == chunk * batch.block_tables.stride(0)
             assert len(case.tile_rows) == 1 or (rows_of_kind[chunk] > case.short) == kind
             assert 0 < rows <= case.tile_rows[kind]
-            assert batch.positions[row : row + rows].tolist() == list(range(position, position + rows))
+            assert batch.positions[row : row + rows].tolist() == list(
+                range(position, position + rows)
+            )
             for place_of in range(row, row + rows):
                 seen.setdefault(place_of, []).append((low, high))
             if taking == 1:
@@ -100,7 +106,9 @@ def test_every_row_has_every_key_once(case: Case) -> None:
             assert max(found) < case.bounds.row_parts
             places |= found
             assert (
-                items.items[:count, 9][(items.items[:count, 10] == counter) & (items.items[:count, 6] >= 0)]
+                items.items[:count, 9][
+                    (items.items[:count, 10] == counter) & (items.items[:count, 6] >= 0)
+                ]
                 .eq(taking)
                 .all()
             )

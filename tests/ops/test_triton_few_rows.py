@@ -1,6 +1,8 @@
-"""The trunk of a few rows in Triton's interpreter: every kernel, and trunks of every family, beside the plain ops.
+"""The trunk of a few rows in Triton's interpreter: every kernel, and trunks of every family, beside
+the plain ops.
 
-bfloat16 is left out: the interpreter's product of it is wrong. What the compiler makes of it is seen in tests/gpu.
+bfloat16 is left out: the interpreter's product of it is wrong. What the compiler makes of it is
+seen in tests/gpu.
 """
 
 from collections import Counter
@@ -49,7 +51,9 @@ def small_tiles() -> Iterator[None]:
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert found.dtype == expected.dtype
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+    torch.testing.assert_close(
+        found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
+    )
 
 
 def norms(width: int, dtype: torch.dtype) -> dict[str, Norm | None]:
@@ -114,32 +118,44 @@ def test_a_weight_is_cut_for_the_whole_card() -> None:
     assert all(shape[0] / columns >= 256 for shape, columns in cut.items() if shape != (64, 32))
 
 
-# -- trunks -----------------------------------------------------------------------------------------------------------
+# -- trunks ----------------------------------------------------------------------------------------
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 60}
-LAYERS = {"gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}}
+LAYERS = {
+    "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+}
 BLOCK_SIZE, MAX_BLOCKS = 4, 16
 CONTEXTS = (9, 1, 30)  # with the row that is computed
 
 
 def model_of(family: str, ops: Ops, dtype: torch.dtype) -> Decoder:
     kv_heads = 1 if family in ("gemma3", "qwen3") else 2
-    own = LAYERS.get(family, {"num_hidden_layers": 2 if family in ("llama", "qwen2", "qwen3") else 1})
+    own = LAYERS.get(
+        family, {"num_hidden_layers": 2 if family in ("llama", "qwen2", "qwen3") else 1}
+    )
     config = llama_config() | FAMILIES[family] | SIZES | {"num_key_value_heads": kv_heads} | own
     spec = spec_from_config({name: value for name, value in config.items() if value is not None})
     params = allocate(param_table(spec), dtype, torch.device("cpu"), ops.allocate)
     for seed, param in enumerate(params.values()):
         values = drawn(*param.shape, seed=seed)
-        param.copy_(values * param.shape[1] ** -0.5 if param.dim() == 2 else 1 + 0.1 * values - spec.norm_offset)
+        param.copy_(
+            values * param.shape[1] ** -0.5
+            if param.dim() == 2
+            else 1 + 0.1 * values - spec.norm_offset
+        )
     return Decoder(spec, params, ops, 64)
 
 
 def trunk(model: Decoder, rows: int, size: int, *, few: bool) -> tuple[Tensor, Tensor]:
-    """Hidden rows, and all keys and values, after a step as a captured graph computes it: `size - rows` are padding."""
+    """Hidden rows, and all keys and values, after a step as a captured graph computes it: `size -
+    rows` are padding.
+    """
     storage = KVStorage(model.spec, 32, BLOCK_SIZE, model.dtype, model.device)
     for seed, part in enumerate((storage.keys, storage.values)):
         part.copy_(drawn(*part.shape, seed=seed))
-    chunks = [Rows([7 + row], CONTEXTS[row] - 1, range(8 * row, 8 * row + 8)) for row in range(rows)]
+    chunks = [
+        Rows([7 + row], CONTEXTS[row] - 1, range(8 * row, 8 * row + 8)) for row in range(rows)
+    ]
     words = torch.zeros(DecodeInputs.num_words(size, MAX_BLOCKS), dtype=torch.int64)
     inputs = DecodeInputs(words, size, MAX_BLOCKS)
     inputs.clear()
@@ -169,7 +185,9 @@ def test_a_trunk_of_every_family(family: str) -> None:
 
 
 def test_a_layer_is_six_kernels() -> None:
-    """Fused: four products. Plain: rotary and attention; beside layers the embedding and the last norm."""
+    """Fused: four products. Plain: rotary and attention; beside layers the embedding and the last
+    norm.
+    """
     called: Counter[str] = Counter()
 
     def counted(name: str, own: Any) -> Any:
@@ -203,7 +221,9 @@ def test_more_rows_than_few_go_the_plain_way() -> None:
     with patch.object(few_rows_kernels, "_launch", side_effect=AssertionError):
         product = fused.linear(fused.rms_norm(None, x, norm)[0], weight)
         assert torch.equal(fused.gate(product), reference_ops().gate(x @ weight.t(), "silu"))
-        assert torch.equal(fused.rms_norm(product, residual, norm, 2.0)[1], residual + 2 * (x @ weight.t()))
+        assert torch.equal(
+            fused.rms_norm(product, residual, norm, 2.0)[1], residual + 2 * (x @ weight.t())
+        )
 
 
 def test_only_the_default_mode_has_it() -> None:

@@ -1,4 +1,6 @@
-"""top_k, top_p and min_p of the CUDA backend, in Triton's interpreter: what they keep, and what is drawn of it."""
+"""top_k, top_p and min_p of the CUDA backend, in Triton's interpreter: what they keep, and what is
+drawn of it.
+"""
 
 import math
 import random
@@ -47,7 +49,7 @@ def draw_kept(logits: Tensor, **params: float) -> tuple[Draw, list[int]]:
     return drawn, drawn.kept[0].nonzero()[:, 0].tolist()
 
 
-# -- against the reference ---------------------------------------------------------------------------------------------
+# -- against the reference -------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=5)
@@ -57,7 +59,9 @@ def draw_kept(logits: Tensor, **params: float) -> tuple[Draw, list[int]]:
     scale=st.sampled_from([0.1, 2.0, 20.0]),
     capacity=st.sampled_from([16, 4096]),
 )
-def test_the_same_draws_and_masks_as_the_reference(seed: int, vocab: int, scale: float, capacity: int) -> None:
+def test_the_same_draws_and_masks_as_the_reference(
+    seed: int, vocab: int, scale: float, capacity: int
+) -> None:
     """top_k and min_p to the token; top_p where no prefix is within rounding of it."""
     batch = masked(random_requests(random.Random(seed), 6, 3, vocab, top_logprobs=min(3, vocab)))
     logits = rows(3, vocab, seed, scale)
@@ -74,7 +78,9 @@ def test_the_same_draws_and_masks_as_the_reference(seed: int, vocab: int, scale:
     assert torch.equal(drawn.token_ids[same], expected.token_ids[same])
     assert torch.equal(drawn.top_ids[same], expected.top_ids[same])
     for name in PARTS:
-        torch.testing.assert_close(getattr(drawn, name)[same], getattr(expected, name)[same], rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(
+            getattr(drawn, name)[same], getattr(expected, name)[same], rtol=1e-5, atol=2e-5
+        )
 
 
 @CALM
@@ -90,7 +96,14 @@ def test_the_same_draws_and_masks_as_the_reference(seed: int, vocab: int, scale:
 )
 @example(3, 40, 0.1, 21, 1.0, 0.0, 0.0, 4096)  # -0 and +0 are equal
 def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
-    seed: int, vocab: int, scale: float, top_k: int, top_p: float, min_p: float, dead: float, capacity: int
+    seed: int,
+    vocab: int,
+    scale: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    dead: float,
+    capacity: int,
 ) -> None:
     """Logits are multiples of 1/4, so that many are equal, and at every threshold."""
     generator = torch.Generator().manual_seed(seed)
@@ -120,10 +133,12 @@ def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
     assert float(drawn.log_kept_mass[0]) <= 0
     assert int(drawn.token_ids[0]) in kept
     token = logits[0, drawn.token_ids[0]].double() - logits.max().double()
-    assert float(drawn.logprobs[0]) == pytest.approx(float(token - odds[:num].sum().log()), abs=1e-5)
+    assert float(drawn.logprobs[0]) == pytest.approx(
+        float(token - odds[:num].sum().log()), abs=1e-5
+    )
 
 
-# -- cases that are exact ----------------------------------------------------------------------------------------------
+# -- cases that are exact --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -141,7 +156,9 @@ def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
         ({"top_k": 3, "min_p": 0.5}, 3),
     ],
 )
-def test_of_equal_tokens_the_lowest_ids_stay(capacity: int, params: dict[str, float], num: int) -> None:
+def test_of_equal_tokens_the_lowest_ids_stay(
+    capacity: int, params: dict[str, float], num: int
+) -> None:
     drawn, kept = draw_kept(torch.full((1, 40), -3.5), **params)
     assert kept == list(range(num))
     assert drawn.log_kept_mass.tolist() == pytest.approx([math.log(num / 40)], abs=1e-6)
@@ -163,7 +180,11 @@ def test_ties_cross_the_blocks_of_the_vocabulary(capacity: int) -> None:
     logits = torch.full((1, vocab), 1.0)
     logits[0, [BLOCK - 1, 2 * BLOCK + 3]] = 4.0
     logits[0, 5] = -math.inf
-    order = [BLOCK - 1, 2 * BLOCK + 3, *[i for i in range(vocab) if i not in (5, BLOCK - 1, 2 * BLOCK + 3)]]
+    order = [
+        BLOCK - 1,
+        2 * BLOCK + 3,
+        *[i for i in range(vocab) if i not in (5, BLOCK - 1, 2 * BLOCK + 3)],
+    ]
     for top_k in (7, BLOCK + 9):
         assert draw_kept(logits, top_k=top_k)[1] == sorted(order[:top_k])
 
@@ -171,7 +192,9 @@ def test_ties_cross_the_blocks_of_the_vocabulary(capacity: int) -> None:
 def test_masks_of_samples_without_filters() -> None:
     logits = rows(1, 50)
     logits[0, 7] = -math.inf
-    requests = [DrawRequest(SamplingParams(temperature=t)) for t in (0.0, 1.0)] + [DrawRequest(SamplingParams(top_k=2))]
+    requests = [DrawRequest(SamplingParams(temperature=t)) for t in (0.0, 1.0)] + [
+        DrawRequest(SamplingParams(top_k=2))
+    ]
     drawn, expected = (draw(logits, masked(requests)) for draw in (sampling.draw, reference.sample))
     assert drawn.kept is not None
     assert expected.kept is not None
@@ -179,25 +202,35 @@ def test_masks_of_samples_without_filters() -> None:
     assert drawn.kept.sum(dim=-1).tolist() == [50, 49, 2]
 
 
-# -- the same bits -----------------------------------------------------------------------------------------------------
+# -- the same bits ---------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=3)
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from([37, 300, BLOCK + 1]), data=st.data())
-def test_a_sample_is_the_same_alone_and_in_any_batch(seed: int, vocab: int, data: st.DataObject) -> None:
+def test_a_sample_is_the_same_alone_and_in_any_batch(
+    seed: int, vocab: int, data: st.DataObject
+) -> None:
     requests = random_requests(random.Random(seed), 5, 2, vocab, top_logprobs=2)
     logits = rows(2, vocab, seed)
     together = sampling.draw(logits, masked(requests))
     order = data.draw(st.permutations(range(5)))
-    assert same_bits(together, sampling.draw(logits, masked([requests[i] for i in order])), list(order))
+    assert same_bits(
+        together, sampling.draw(logits, masked([requests[i] for i in order])), list(order)
+    )
     alone = sampling.draw(logits[requests[2].row :][:1], masked([requests[2]._replace(row=0)]))
     assert same_bits(together, alone, [2])
 
 
 def test_samples_without_filters_do_not_see_those_of_others() -> None:
     logits = rows(2, BLOCK + 100)
-    plain = [DrawRequest(SamplingParams(temperature=t), i % 2, (1, i, 0)) for i, t in enumerate((1.0, 0.0, 0.7))]
-    filtered = [DrawRequest(SamplingParams(top_k=3), 1, (2, 0, 0)), DrawRequest(SamplingParams(min_p=0.1))]
+    plain = [
+        DrawRequest(SamplingParams(temperature=t), i % 2, (1, i, 0))
+        for i, t in enumerate((1.0, 0.0, 0.7))
+    ]
+    filtered = [
+        DrawRequest(SamplingParams(top_k=3), 1, (2, 0, 0)),
+        DrawRequest(SamplingParams(min_p=0.1)),
+    ]
     apart = sampling.draw(logits, replace(sampling_batch(plain), any_raw=True))
     together = sampling.draw(logits, replace(sampling_batch([*plain, *filtered]), any_raw=True))
     assert same_bits(together, apart, [0, 1, 2])
@@ -213,9 +246,13 @@ def test_gathered_or_not_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_top_p_counts_what_top_k_leaves() -> None:
-    """The first token has 0.885 of the mass of 20 and 0.875 of all: 0.9 is reached by two, however near it seems."""
+    """The first token has 0.885 of the mass of 20 and 0.875 of all: 0.9 is reached by two, however
+    near it seems.
+    """
     logits = rows(3, 300, seed=1)[1:2]
-    batch = sampling_batch([DrawRequest(SamplingParams(temperature=0.7, top_k=20, top_p=0.9), key=(1, 0, 7))])
+    batch = sampling_batch(
+        [DrawRequest(SamplingParams(temperature=0.7, top_k=20, top_p=0.9), key=(1, 0, 7))]
+    )
     got, expected = sampling.draw(logits, batch), reference.sample(logits, batch)
     assert got.token_ids.tolist() == expected.token_ids.tolist()
     torch.testing.assert_close(got.log_kept_mass, expected.log_kept_mass, atol=1e-5, rtol=0)

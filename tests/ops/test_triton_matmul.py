@@ -1,6 +1,8 @@
-"""The product whose rows do not depend on each other, in Triton's interpreter: same bits whatever the rows beside one.
+"""The product whose rows do not depend on each other, in Triton's interpreter: same bits whatever
+the rows beside one.
 
-bfloat16 is left out: the interpreter's product of it is wrong. What the compiler makes of it is seen in tests/gpu.
+bfloat16 is left out: the interpreter's product of it is wrong. What the compiler makes of it is
+seen in tests/gpu.
 """
 
 from collections.abc import Iterator
@@ -15,7 +17,8 @@ from torch import Tensor
 
 from nano_inference.ops.cuda import matmul
 
-# Rows and columns of a weight: one segment, several, whole tiles and ragged ones, a last segment that is shorter.
+# Rows and columns of a weight: one segment, several, whole tiles and ragged ones, a last segment
+# that is shorter.
 SHAPES = [(100, 96), (128, 1024), (70, 1030), (130, 900)]
 PATHS = {"one after another": 0, "in programs of their own": 10**6}
 
@@ -51,7 +54,9 @@ def test_it_is_the_product(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-4)
     with_bias = matmul.invariant_product(x, weight, bias, dtype)
-    assert torch.equal(with_bias, (got + bias.float()).to(dtype)), "the bias is added before the one rounding"
+    assert torch.equal(with_bias, (got + bias.float()).to(dtype)), (
+        "the bias is added before the one rounding"
+    )
 
 
 @cache
@@ -82,7 +87,10 @@ def test_a_row_has_the_same_bits_beside_any_others(
 
 
 def test_other_rows_may_hold_anything() -> None:
-    weight, x = drawn(128, 512, seed=1, dtype=torch.float32), drawn(20, 512, seed=3, dtype=torch.float32)
+    weight, x = (
+        drawn(128, 512, seed=1, dtype=torch.float32),
+        drawn(20, 512, seed=3, dtype=torch.float32),
+    )
     expected = matmul.invariant_product(x, weight, None, torch.float32)
     x[1::2] = torch.nan
     got = matmul.invariant_product(x, weight, None, torch.float32)
@@ -103,20 +111,29 @@ def test_segments_cover_the_weight(num_columns: int, depth: int, dtype: torch.dt
 
 
 def test_rows_of_another_kind() -> None:
-    """No rows, rows that are not side by side, rows of another dtype, a weight that is part of another."""
+    """No rows, rows that are not side by side, rows of another dtype, a weight that is part of
+    another.
+    """
     weight = drawn(40, 64, seed=1, dtype=torch.float32)
     x = drawn(64, 6, seed=3, dtype=torch.float32).t()
     assert matmul.invariant_product(x[:0], weight, None, torch.float32).shape == (0, 40)
     assert matmul.invariant_product(x, weight[:0], None, torch.float32).shape == (6, 0)
     got = matmul.invariant_product(x[:, :32].double(), weight[:, :32], None, torch.float32)
-    expected = matmul.invariant_product(x[:, :32].contiguous(), weight[:, :32].contiguous(), None, torch.float32)
+    expected = matmul.invariant_product(
+        x[:, :32].contiguous(), weight[:, :32].contiguous(), None, torch.float32
+    )
     assert torch.equal(got, expected)
 
 
 def test_float32_products_are_exact_whatever_the_process_allows() -> None:
-    """The vendor's library is not asked where it may round inputs to TF32; here there is no such device to ask."""
+    """The vendor's library is not asked where it may round inputs to TF32; here there is no such
+    device to ask.
+    """
     on_cuda = patch.object(Tensor, "is_cuda", new=True)
-    weight, x = drawn(40, 64, seed=1, dtype=torch.float32), drawn(6, 64, seed=3, dtype=torch.float32)
+    weight, x = (
+        drawn(40, 64, seed=1, dtype=torch.float32),
+        drawn(6, 64, seed=3, dtype=torch.float32),
+    )
     own = matmul.invariant_product(x, weight, None, torch.float32)
     before = torch.backends.cuda.matmul.fp32_precision
     with on_cuda, patch.object(matmul, "invariant_product", return_value=own) as called:

@@ -1,4 +1,6 @@
-"""Rotation, norms of heads and storing against the reference backend, in Triton's interpreter where there is no GPU."""
+"""Rotation, norms of heads and storing against the reference backend, in Triton's interpreter where
+there is no GPU.
+"""
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -38,7 +40,8 @@ class Case:
     head_dim: int = 16
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype = torch.float32
-    norm: str = "none"  # "head" (Qwen 3), "full" (OLMo 2), "offset" (Gemma 3: 1 + w in float32), "rounded"
+    # "head" (Qwen 3), "full" (OLMo 2), "offset" (Gemma 3: 1 + w in float32), "rounded"
+    norm: str = "none"
     norm_dtype: torch.dtype | None = None
     units: bool = False
     seed: int = 0
@@ -47,24 +50,34 @@ class Case:
         if self.norm == "none":
             return None
         widths = (
-            [self.head_dim] * 2 if self.norm != "full" else [self.heads * self.head_dim, self.kv_heads * self.head_dim]
+            [self.head_dim] * 2
+            if self.norm != "full"
+            else [self.heads * self.head_dim, self.kv_heads * self.head_dim]
         )
         weights = [None, None]
         if self.norm != "rounded":
             dtype = torch.float32 if self.norm == "offset" else self.dtype
-            weights = [randn(width, seed=self.seed + i, dtype=dtype) + 1 for i, width in enumerate(widths)]
+            weights = [
+                randn(width, seed=self.seed + i, dtype=dtype) + 1 for i, width in enumerate(widths)
+            ]
         offset = float(self.norm == "offset")
         norm_dtype = self.norm_dtype or self.dtype
-        return Norm(weights[0], 1e-6, offset, norm_dtype), Norm(weights[1], 1e-4, offset, norm_dtype)
+        return Norm(weights[0], 1e-6, offset, norm_dtype), Norm(
+            weights[1], 1e-4, offset, norm_dtype
+        )
 
     def view(self) -> BoundKVStorage:
         """A cache full of NaN; with units, behind blocks in another order, three units a block."""
         windows = (4, 0, 4, 4) if self.units else (0,) * LAYERS
-        spec = SimpleNamespace(num_layers=LAYERS, num_kv_heads=self.kv_heads, head_dim=self.head_dim, windows=windows)
+        spec = SimpleNamespace(
+            num_layers=LAYERS, num_kv_heads=self.kv_heads, head_dim=self.head_dim, windows=windows
+        )
         units = None
         if self.units:
             pool = UnitPool(4 * NUM_BLOCKS + 1, NUM_BLOCKS, BlockLayout(1, 3, 4))
-            order = torch.randperm(pool.num_units, generator=torch.Generator().manual_seed(self.seed)).tolist()
+            order = torch.randperm(
+                pool.num_units, generator=torch.Generator().manual_seed(self.seed)
+            ).tolist()
             for place in range(len(pool.unit_of)):
                 pool.unit_of[place] = order[place]
             units = UnitMap(pool, DEVICE)
@@ -76,16 +89,36 @@ class Case:
     def rows(self, num: int) -> tuple[Tensor, Tensor, Tensor]:
         """(qkv, positions, slots) of rows."""
         generator = torch.Generator().manual_seed(self.seed)
-        qkv = randn(num, (self.heads + 2 * self.kv_heads) * self.head_dim, seed=self.seed + 5, dtype=self.dtype)
+        qkv = randn(
+            num,
+            (self.heads + 2 * self.kv_heads) * self.head_dim,
+            seed=self.seed + 5,
+            dtype=self.dtype,
+        )
         positions = torch.randint(0, POSITIONS, (num,), generator=generator)
-        return qkv, positions.to(DEVICE), torch.randperm(NUM_BLOCKS * BLOCK_SIZE, generator=generator)[:num].to(DEVICE)
+        return (
+            qkv,
+            positions.to(DEVICE),
+            torch.randperm(NUM_BLOCKS * BLOCK_SIZE, generator=generator)[:num].to(DEVICE),
+        )
 
 
 def called(case: Case, operation, qkv: Tensor, positions: Tensor, slots: Tensor, layer: int = 2):
     """(queries, keys, values): what the operation returns, and all of its cache."""
     angles = randn(POSITIONS, case.head_dim // 2, seed=99)
     view, norms = case.view(), case.norms()
-    q = operation(qkv, angles.cos(), angles.sin(), positions, view, layer, slots, case.heads, case.kv_heads, norms)
+    q = operation(
+        qkv,
+        angles.cos(),
+        angles.sin(),
+        positions,
+        view,
+        layer,
+        slots,
+        case.heads,
+        case.kv_heads,
+        norms,
+    )
     return q, view.storage.keys, view.storage.values
 
 
@@ -101,7 +134,13 @@ CASES = st.builds(
 
 
 @settings(deadline=None, max_examples=30)
-@given(case=CASES, ratio=st.sampled_from([1, 2, 3]), num=st.integers(0, 3), layer=st.integers(0, 3), data=st.data())
+@given(
+    case=CASES,
+    ratio=st.sampled_from([1, 2, 3]),
+    num=st.integers(0, 3),
+    layer=st.integers(0, 3),
+    data=st.data(),
+)
 def test_rope_and_store(case, ratio, num, layer, data):
     """Also with rows of padding among the others, of which nothing is stored anywhere."""
     case = replace(case, heads=case.kv_heads * ratio)
@@ -114,7 +153,9 @@ def test_rope_and_store(case, ratio, num, layer, data):
         assert keys.isnan().all()
         assert values.isnan().all()
         return
-    expected = called(case, reference.rope_and_store, qkv[stored], positions[stored], slots[stored], layer)
+    expected = called(
+        case, reference.rope_and_store, qkv[stored], positions[stored], slots[stored], layer
+    )
     torch.testing.assert_close(q[stored], expected[0], rtol=1e-6, atol=1e-6)
     eps = 1e-6 if case.cache_dtype == torch.float32 else 1e-3
     torch.testing.assert_close(keys, expected[1], rtol=eps, atol=eps, equal_nan=True)
@@ -141,9 +182,14 @@ def test_without_a_norm_every_number_is_rounded_once(case, dtype, cache, num):
 @pytest.mark.parametrize("norm", ["head", "full", "offset", "rounded"])
 @pytest.mark.parametrize("norm_dtype", [torch.float16, torch.float32])
 def test_normed_heads_are_rounded_before_they_turn(norm, norm_dtype):
-    """float16, which the interpreter rounds as a GPU does. A factor's last bit may move few numbers, by a step."""
+    """float16, which the interpreter rounds as a GPU does. A factor's last bit may move few
+    numbers, by a step.
+    """
     case = Case(4, 2, 80, torch.float16, torch.float16, norm, norm_dtype)
-    got, wanted = (called(case, operation, *case.rows(3)) for operation in (rope_and_store, reference.rope_and_store))
+    got, wanted = (
+        called(case, operation, *case.rows(3))
+        for operation in (rope_and_store, reference.rope_and_store)
+    )
     for ours, theirs in zip(got, wanted, strict=True):
         same = ours.nan_to_num(7) == theirs.nan_to_num(7)
         assert same.float().mean() > 0.99
@@ -160,7 +206,9 @@ def test_rows_know_nothing_of_each_other(norm, dtype):
 
     def op(rows: list[int]) -> Tensor:
         q, keys, values = called(case, rope_and_store, qkv[rows], positions[rows], slots[rows])
-        stored = [cache[2].flatten(1, 2)[:, slots[rows]].transpose(0, 1) for cache in (keys, values)]
+        stored = [
+            cache[2].flatten(1, 2)[:, slots[rows]].transpose(0, 1) for cache in (keys, values)
+        ]
         return torch.cat((q, *stored), dim=1)
 
     together = op([0, 1, 2, 3])

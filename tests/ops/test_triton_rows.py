@@ -1,4 +1,6 @@
-"""The kernels row by row against the reference backend, in Triton's interpreter where there is no GPU."""
+"""The kernels row by row against the reference backend, in Triton's interpreter where there is no
+GPU.
+"""
 
 import numpy as np
 import pytest
@@ -47,7 +49,9 @@ def test_rms_norm(num, width, dtype, added, weighted, out, offset, scale, seed):
         if added is None
         else randn(num, width, seed=seed + 1, dtype=torch.float32 if added == "float32" else dtype)
     )
-    norm = Norm(randn(width, seed=seed + 2, dtype=dtype) if weighted else None, 1e-5, offset, out or dtype)
+    norm = Norm(
+        randn(width, seed=seed + 2, dtype=dtype) if weighted else None, 1e-5, offset, out or dtype
+    )
     before = residual.clone()
     normed, new = kernels.rms_norm(x, residual, norm, scale)
     expected, residual_expected = reference.rms_norm(x, residual, norm, scale)
@@ -68,9 +72,14 @@ def test_rms_norm_of_what_is_not_the_residual_stream(width, dtype, seed):
 
 def test_rms_norm_of_the_widest_rows():
     residual, norm = randn(2, 16_384, seed=1), Norm(randn(16_384, seed=2), 1e-6, 0.0, torch.float32)
-    assert_close(kernels.rms_norm(residual, residual, norm)[0], reference.rms_norm(residual, residual, norm)[0])
+    assert_close(
+        kernels.rms_norm(residual, residual, norm)[0],
+        reference.rms_norm(residual, residual, norm)[0],
+    )
     with pytest.raises(ValueError, match="65,537"):
-        kernels.rms_norm(None, torch.zeros(1, 65_537, device=DEVICE), Norm(None, 0.0, 0.0, torch.float32))
+        kernels.rms_norm(
+            None, torch.zeros(1, 65_537, device=DEVICE), Norm(None, 0.0, 0.0, torch.float32)
+        )
 
 
 def test_rows_that_pad_a_batch_hold_anything():
@@ -100,7 +109,13 @@ def test_gate_of_several_blocks_and_of_extremes():
 
 
 @CALM
-@given(num=st.integers(0, 4), width=WIDTHS, dtype=DTYPES, scale=st.sampled_from([1.0, 33.75]), seed=SEEDS)
+@given(
+    num=st.integers(0, 4),
+    width=WIDTHS,
+    dtype=DTYPES,
+    scale=st.sampled_from([1.0, 33.75]),
+    seed=SEEDS,
+)
 def test_embed(num, width, dtype, scale, seed):
     weight, ids = randn(7, width, seed=seed, dtype=dtype), torch.arange(num, device=DEVICE) * 5 % 7
     assert torch.equal(kernels.embed(ids, weight, scale), reference.embed(ids, weight, scale))
@@ -110,9 +125,13 @@ def operations(width: int, dtype: torch.dtype):
     """Operations of float32 rows [N, width]."""
     norm = Norm(randn(width, seed=7, dtype=dtype), 1e-6, 0.0, dtype)
     return {
-        "rms_norm": lambda rows: torch.cat([t.float() for t in kernels.rms_norm(rows.to(dtype), rows, norm)], dim=1),
+        "rms_norm": lambda rows: torch.cat(
+            [t.float() for t in kernels.rms_norm(rows.to(dtype), rows, norm)], dim=1
+        ),
         "rms_norm alone": lambda rows: kernels.rms_norm(None, rows, norm)[0],
-        "rms_norm without weight": lambda rows: kernels.rms_norm(None, rows, norm._replace(weight=None))[0],
+        "rms_norm without weight": lambda rows: kernels.rms_norm(
+            None, rows, norm._replace(weight=None)
+        )[0],
         "gate": lambda rows: kernels.gate(torch.cat((rows, rows), dim=1).to(dtype)),
         "embed": lambda rows: kernels.embed(torch.arange(len(rows), device=DEVICE), rows),
     }

@@ -1,4 +1,6 @@
-"""The draw of the CUDA backend in Triton's interpreter: against torch's reference, and against itself, bit by bit."""
+"""The draw of the CUDA backend in Triton's interpreter: against torch's reference, and against
+itself, bit by bit.
+"""
 
 import math
 import random
@@ -16,7 +18,12 @@ from nano_inference import SamplingParams
 from nano_inference.sampling import sample as reference
 from nano_inference.sampling.noise import exponential_noise
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, greedy_batch, sampling_batch
+from nano_inference.sampling.sampling_batch import (
+    DrawRequest,
+    SamplingBatch,
+    greedy_batch,
+    sampling_batch,
+)
 from tests.ops.test_cpu_head import random_requests, same_bits
 
 pytest.importorskip("triton")
@@ -45,13 +52,15 @@ def assert_agree(drawn: Draw, expected: Draw) -> None:
     assert torch.equal(drawn.token_ids, expected.token_ids)
     assert torch.equal(drawn.top_ids, expected.top_ids)
     for name in PARTS:
-        torch.testing.assert_close(getattr(drawn, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            getattr(drawn, name), getattr(expected, name), rtol=1e-5, atol=1e-5
+        )
     assert (drawn.kept is None) == (expected.kept is None)
     if drawn.kept is not None and expected.kept is not None:
         assert torch.equal(drawn.kept, expected.kept)
 
 
-# -- the noise ---------------------------------------------------------------------------------------------------------
+# -- the noise -------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -76,7 +85,9 @@ def test_the_noise_is_the_references() -> None:
     keys[:4] = torch.tensor([[0, 0], [2**32 - 1, 2**31], [2**31 - 1, 2**32 - 1], [1, 0]])
     bits, drawn = torch.empty(40, size, dtype=torch.int64), torch.empty(40, size)
     _noise_kernel[40,](keys, bits, drawn, SIZE=size)
-    assert bits.tolist() == [[mixed(mixed(mixed(i) ^ low) ^ high) for i in range(size)] for low, high in keys.tolist()]
+    assert bits.tolist() == [
+        [mixed(mixed(mixed(i) ^ low) ^ high) for i in range(size)] for low, high in keys.tolist()
+    ]
     expected = exponential_noise(keys, size)
     small = expected < 2.0**-6
     assert bool(small.any())
@@ -92,14 +103,16 @@ def test_of_equal_tokens_the_smallest_noise_wins() -> None:
     assert drawn.logprobs.tolist() == pytest.approx([-math.log(vocab)] * num, abs=1e-6)
 
 
-# -- against the reference ---------------------------------------------------------------------------------------------
+# -- against the reference -------------------------------------------------------------------------
 
 
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES))
 def test_the_same_draws_as_the_reference(seed: int, vocab: int) -> None:
     """Temperatures, bias, allowed tokens, penalties, raw logprobs, best tokens."""
-    requests = random_requests(random.Random(seed), 8, 3, vocab, top_logprobs=min(4, vocab), **PLAIN)
+    requests = random_requests(
+        random.Random(seed), 8, 3, vocab, top_logprobs=min(4, vocab), **PLAIN
+    )
     logits = rows(3, vocab, seed)
     assert_agree(sampling.draw(logits, raw(requests)), reference.sample(logits, raw(requests)))
 
@@ -108,14 +121,23 @@ def test_samples_share_rows_and_blocks_are_weighed() -> None:
     """Plain draws over two blocks, of which the second is as improbable as it is in the logits."""
     logits = rows(3, BLOCK + 700, scale=1.0)
     logits[:, BLOCK:] -= 3
-    requests = [DrawRequest(SamplingParams(temperature=(1.0, 0.5)[i % 2]), i % 3, (9, i, 4)) for i in range(12)]
+    requests = [
+        DrawRequest(SamplingParams(temperature=(1.0, 0.5)[i % 2]), i % 3, (9, i, 4))
+        for i in range(12)
+    ]
     assert_agree(sampling.draw(logits, raw(requests)), reference.sample(logits, raw(requests)))
 
 
 def test_penalties_tell_the_prompt_from_the_completion() -> None:
     """What only the prompt holds is repeated, but not present."""
-    options: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 2.0, "frequency_penalty": 0.5}
-    requests = [DrawRequest(SamplingParams(**options), 0, (3, i, 0), [0, 1, 2], [2, 3, 3]) for i in range(4)]
+    options: dict[str, Any] = {
+        "repetition_penalty": 1.5,
+        "presence_penalty": 2.0,
+        "frequency_penalty": 0.5,
+    }
+    requests = [
+        DrawRequest(SamplingParams(**options), 0, (3, i, 0), [0, 1, 2], [2, 3, 3]) for i in range(4)
+    ]
     logits = rows(1, 6)
     assert_agree(sampling.draw(logits, raw(requests)), reference.sample(logits, raw(requests)))
 
@@ -132,44 +154,59 @@ def test_greedy_is_the_lowest_of_equals(vocab: int) -> None:
 def test_best_tokens_of_equals_are_the_lowest_ids_and_both_zeros_are_equal() -> None:
     logits = torch.tensor([[-1.0, 0.0, -0.0, 0.0, -0.0, 2.0, -math.inf, -math.inf, -1.0]])
     for temperature in (0.0, 1.0, 0.7):
-        batch = sampling_batch([DrawRequest(SamplingParams(temperature=temperature, top_logprobs=9))])
+        batch = sampling_batch(
+            [DrawRequest(SamplingParams(temperature=temperature, top_logprobs=9))]
+        )
         drawn = sampling.draw(logits, batch)
         assert drawn.top_ids.tolist() == [[5, 1, 2, 3, 4, 0, 8, 6, 7]]
         assert_agree(drawn, reference.sample(logits, batch))
 
 
 def test_more_samples_than_are_ranked_at_once() -> None:
-    requests = [DrawRequest(SamplingParams(top_logprobs=2, temperature=i % 2), i % 5, (1, i, 0)) for i in range(19)]
+    requests = [
+        DrawRequest(SamplingParams(top_logprobs=2, temperature=i % 2), i % 5, (1, i, 0))
+        for i in range(19)
+    ]
     logits = rows(5, 50)
     assert_agree(sampling.draw(logits, raw(requests)), reference.sample(logits, raw(requests)))
 
 
 @pytest.mark.parametrize("temperature", [0.02, 0.7, 1.0])
 @pytest.mark.parametrize("options", [{}, {"top_k": 1}])
-def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(temperature: float, options: dict[str, Any]) -> None:
+def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(
+    temperature: float, options: dict[str, Any]
+) -> None:
     logits = rows(1, 900)
     allowed = [3, 100, 831]
     logits[0, allowed] = torch.tensor([-300.0, -301.0, -299.5])
-    params = SamplingParams(temperature=temperature, allowed_token_ids=frozenset(allowed), **options)
+    params = SamplingParams(
+        temperature=temperature, allowed_token_ids=frozenset(allowed), **options
+    )
     batch = sampling_batch([DrawRequest(params, 0, (1, 0, i), banned=[100]) for i in range(8)])
     drawn = sampling.draw(logits, batch)
     full = torch.log_softmax(logits[0].double() / temperature, dim=-1)[drawn.token_ids]
-    torch.testing.assert_close((drawn.logprobs + drawn.log_kept_mass).double(), full, rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(
+        (drawn.logprobs + drawn.log_kept_mass).double(), full, rtol=1e-6, atol=1e-4
+    )
     logits[0, 5] = math.nan  # what cannot be right is reported, although nobody could draw it
     assert bool(sampling.draw(logits, batch).logprobs.isnan().all())
 
 
-# -- the same bits -----------------------------------------------------------------------------------------------------
+# -- the same bits ---------------------------------------------------------------------------------
 
 
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES), data=st.data())
-def test_a_sample_is_the_same_alone_and_in_any_batch(seed: int, vocab: int, data: st.DataObject) -> None:
+def test_a_sample_is_the_same_alone_and_in_any_batch(
+    seed: int, vocab: int, data: st.DataObject
+) -> None:
     requests = random_requests(random.Random(seed), 6, 3, vocab)
     logits = rows(3, vocab, seed)
     together = sampling.draw(logits, raw(requests))
     order = data.draw(st.permutations(range(6)))
-    assert same_bits(together, sampling.draw(logits, raw([requests[i] for i in order])), list(order))
+    assert same_bits(
+        together, sampling.draw(logits, raw([requests[i] for i in order])), list(order)
+    )
     for i in (0, 3):
         own = logits[requests[i].row : requests[i].row + 1]
         assert same_bits(together, sampling.draw(own, raw([requests[i]._replace(row=0)])), [i])
@@ -180,23 +217,40 @@ def test_a_sample_is_the_same_alone_and_in_any_batch(seed: int, vocab: int, data
 def test_every_logprob_of_a_row_agrees_to_the_bit(seed: int, vocab: int) -> None:
     """Plain at temperature 1, greedy, raw beside any other option, best tokens, score."""
     logits = rows(1, vocab, seed)
-    others = [{"temperature": 0.0}, {"temperature": 0.4}, {"top_k": 3}, {"logit_bias": {0: 2.0}}, {"top_p": 0.5}]
+    others = [
+        {"temperature": 0.0},
+        {"temperature": 0.4},
+        {"top_k": 3},
+        {"logit_bias": {0: 2.0}},
+        {"top_p": 0.5},
+    ]
     requests = [DrawRequest(SamplingParams(), 0, (seed, 0, i)) for i in range(5)]
-    requests += [DrawRequest(SamplingParams(**other), 0, (seed, 1, i)) for i, other in enumerate(others)]
+    requests += [
+        DrawRequest(SamplingParams(**other), 0, (seed, 1, i)) for i, other in enumerate(others)
+    ]
     drawn = sampling.draw(logits, raw(requests))
     assert torch.equal(drawn.logprobs[:6], drawn.raw_logprobs[:6])
     ones = torch.ones(len(requests), dtype=torch.float64)
-    assert torch.equal(sampling.score(logits.expand(len(requests), -1), drawn.token_ids, ones), drawn.raw_logprobs)
-    best = [DrawRequest(SamplingParams(top_logprobs=min(vocab, 6), temperature=float(t)), 0) for t in (0, 1)]
+    assert torch.equal(
+        sampling.score(logits.expand(len(requests), -1), drawn.token_ids, ones), drawn.raw_logprobs
+    )
+    best = [
+        DrawRequest(SamplingParams(top_logprobs=min(vocab, 6), temperature=float(t)), 0)
+        for t in (0, 1)
+    ]
     shown = sampling.draw(logits, sampling_batch(best))
     for ids, logprobs in zip(shown.top_ids, shown.top_logprobs, strict=True):
-        assert torch.equal(sampling.score(logits.expand(len(ids), -1), ids, torch.ones(len(ids))), logprobs)
+        assert torch.equal(
+            sampling.score(logits.expand(len(ids), -1), ids, torch.ones(len(ids))), logprobs
+        )
 
 
 def test_a_score_at_a_temperature_is_the_plain_logprob_there() -> None:
     temperatures = [0.6, 1.0, 1e-3, 0.6, 1e-45, 1e30, 1e300, 2.5]
     logits = rows(len(temperatures), 700)
-    requests = [DrawRequest(SamplingParams(temperature=t), i, (1, 2, i)) for i, t in enumerate(temperatures)]
+    requests = [
+        DrawRequest(SamplingParams(temperature=t), i, (1, 2, i)) for i, t in enumerate(temperatures)
+    ]
     drawn = sampling.draw(logits, sampling_batch(requests))
     wanted = torch.tensor(temperatures, dtype=torch.float64)
     assert torch.equal(sampling.score(logits, drawn.token_ids, wanted), drawn.logprobs)
@@ -216,11 +270,13 @@ def test_rows_at_any_address_and_stride_give_the_same_bits() -> None:
     assert same_bits(drawn, sampling.draw(wide[:, :vocab], batch))
 
 
-# -- nothing waits for the device --------------------------------------------------------------------------------------
+# -- nothing waits for the device ------------------------------------------------------------------
 
 
 class NoHostReads(TorchDispatchMode):
-    """Raises where an operation needs a value, which on a GPU would be waited for and cannot be captured."""
+    """Raises where an operation needs a value, which on a GPU would be waited for and cannot be
+    captured.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
@@ -238,14 +294,18 @@ def test_nothing_waits_for_the_device() -> None:
         reference.sample(logits, batch)
 
 
-# -- extremes ----------------------------------------------------------------------------------------------------------
+# -- extremes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"logit_bias": {3: 1.0}}])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"logit_bias": {3: 1.0}}]
+)
 def test_a_broken_row_says_so_and_spares_the_others(poison: float, options: dict[str, Any]) -> None:
     logits = rows(3, 200)
-    batch = raw([DrawRequest(SamplingParams(top_logprobs=2, **options), i, (1, 1, i)) for i in range(3)])
+    batch = raw(
+        [DrawRequest(SamplingParams(top_logprobs=2, **options), i, (1, 1, i)) for i in range(3)]
+    )
     clean = sampling.draw(logits, batch)
     for place in (0, 199):
         broken = logits.clone()
@@ -254,14 +314,18 @@ def test_a_broken_row_says_so_and_spares_the_others(poison: float, options: dict
         assert drawn.token_ids[1] == 0
         assert drawn.logprobs[1].isnan()
         assert not drawn.top_logprobs[1].isfinite().any()
-        assert same_bits(clean, replace(drawn, **{f: getattr(drawn, f)[[0, 2]] for f in FIELDS}), [0, 2])
+        assert same_bits(
+            clean, replace(drawn, **{f: getattr(drawn, f)[[0, 2]] for f in FIELDS}), [0, 2]
+        )
 
 
 FIELDS = ("token_ids", "logprobs", "raw_logprobs", "log_kept_mass", "top_ids", "top_logprobs")
 
 
 @pytest.mark.parametrize("whole", [math.nan, -math.inf])
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.0}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}]
+)
 def test_a_row_of_nothing_is_reported(whole: float, options: dict[str, Any]) -> None:
     drawn = sampling.draw(torch.full((1, 50), whole), raw([DrawRequest(SamplingParams(**options))]))
     assert drawn.token_ids.tolist() == [0]
@@ -270,10 +334,14 @@ def test_a_row_of_nothing_is_reported(whole: float, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-3, 1.0, 1e30, 1e300])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 2, "top_p": 0.5, "min_p": 0.1}])
-def test_the_only_token_left_is_drawn_with_certainty(temperature: float, filters: dict[str, Any]) -> None:
+def test_the_only_token_left_is_drawn_with_certainty(
+    temperature: float, filters: dict[str, Any]
+) -> None:
     logits = torch.full((1, 900), -math.inf)
     logits[0, 777] = -3e5
-    batch = sampling_batch([DrawRequest(SamplingParams(temperature=temperature, **filters), 0, (2, 2, 2))])
+    batch = sampling_batch(
+        [DrawRequest(SamplingParams(temperature=temperature, **filters), 0, (2, 2, 2))]
+    )
     drawn = sampling.draw(logits, batch)
     assert drawn.token_ids.tolist() == [777]
     assert drawn.logprobs.tolist() == drawn.log_kept_mass.tolist() == [0.0]
@@ -281,7 +349,9 @@ def test_the_only_token_left_is_drawn_with_certainty(temperature: float, filters
 
 def test_a_low_temperature_neither_overflows_nor_loses_digits() -> None:
     logits = torch.tensor([[1000.0, 1000.0 + 2**-13, 3e38, -3e38, 3e38]])
-    batch = sampling_batch([DrawRequest(SamplingParams(temperature=t), 0, (1, 1, 1)) for t in (1e-30, 1.0, 1e37)])
+    batch = sampling_batch(
+        [DrawRequest(SamplingParams(temperature=t), 0, (1, 1, 1)) for t in (1e-30, 1.0, 1e37)]
+    )
     drawn = sampling.draw(logits, batch)
     assert_agree(drawn, reference.sample(logits, batch))
     assert bool(drawn.logprobs.isfinite().all())
@@ -292,7 +362,9 @@ def test_no_samples_are_no_work() -> None:
         drawn = sampling.draw(torch.empty(0, 100), replace(sampling_batch([]), **options))
         assert drawn.token_ids.shape == drawn.logprobs.shape == (0,)
         assert drawn.kept is None or drawn.kept.shape == (0, 100)
-    assert sampling.score(torch.empty(0, 100), torch.empty(0, dtype=torch.int64), torch.empty(0)).shape == (0,)
+    assert sampling.score(
+        torch.empty(0, 100), torch.empty(0, dtype=torch.int64), torch.empty(0)
+    ).shape == (0,)
 
 
 def test_logits_must_be_float32_and_a_score_outside_the_vocabulary_is_none() -> None:

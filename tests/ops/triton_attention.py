@@ -1,4 +1,6 @@
-"""Sequences in paged memory that is NaN wherever attention has no business, and batches of their rows."""
+"""Sequences in paged memory that is NaN wherever attention has no business, and batches of their
+rows.
+"""
 
 import math
 from collections.abc import Sequence
@@ -63,7 +65,12 @@ def draw(lengths: Sequence[int], heads: Heads, seed: int = 0) -> list[Rows3]:
     generator = torch.Generator().manual_seed(seed)
     numbers = (heads.kv_heads * heads.group, heads.kv_heads, heads.kv_heads)
     return [
-        Rows3(*(torch.randn(n, many, heads.dim, generator=generator).to(DEVICE, heads.dtype) for many in numbers))
+        Rows3(
+            *(
+                torch.randn(n, many, heads.dim, generator=generator).to(DEVICE, heads.dtype)
+                for many in numbers
+            )
+        )
         for n in lengths
     ]
 
@@ -74,11 +81,15 @@ def place(
     """The rows' queries, their batch, and storage that holds what they may see."""
     generator = torch.Generator().manual_seed(memory.seed)
     size = memory.block_size
-    needed = [-(-max(p.end for p in pieces if p.seq == seq) // size) for seq in sorted({p.seq for p in pieces})]
+    needed = [
+        -(-max(p.end for p in pieces if p.seq == seq) // size)
+        for seq in sorted({p.seq for p in pieces})
+    ]
     num_blocks = sum(needed) + 3
     free = torch.randperm(num_blocks, generator=generator).tolist()
     tables = {
-        seq: [free.pop() for _ in range(n)] for seq, n in zip(sorted({p.seq for p in pieces}), needed, strict=True)
+        seq: [free.pop() for _ in range(n)]
+        for seq, n in zip(sorted({p.seq for p in pieces}), needed, strict=True)
     }
     units = None
     num_units = num_blocks
@@ -93,16 +104,26 @@ def place(
         places=[(0, 0), (1, 0) if memory.units else (0, 1)],
         unit_map=None if units is None else SimpleNamespace(units=lambda: units),
     )
-    batch = batch_of_rows([Rows([0] * (p.end - p.start), p.start, tables[p.seq]) for p in pieces], size)
+    batch = batch_of_rows(
+        [Rows([0] * (p.end - p.start), p.start, tables[p.seq]) for p in pieces], size
+    )
     view = BoundKVStorage(storage, batch.block_tables, batch.seq_lens)  # type: ignore[arg-type]
     for piece in pieces:
         first = max(0, piece.start - window + 1) if window else 0
         seen = torch.arange(first, piece.end)
         slots = (torch.tensor(tables[piece.seq])[seen // size] * size + seen % size).to(DEVICE)
-        view.write(LAYER, slots, seqs[piece.seq].k[first : piece.end], seqs[piece.seq].v[first : piece.end])
+        view.write(
+            LAYER, slots, seqs[piece.seq].k[first : piece.end], seqs[piece.seq].v[first : piece.end]
+        )
     q = torch.cat([seqs[p.seq].q[p.start : p.end] for p in pieces])
-    tensors = {name: getattr(batch, name).to(DEVICE) for name in ("positions", "slot_mapping", "row_chunks")}
-    tensors |= {name: getattr(batch, name).to(DEVICE) for name in ("block_tables", "cu_seqlens_q", "seq_lens")}
+    tensors = {
+        name: getattr(batch, name).to(DEVICE)
+        for name in ("positions", "slot_mapping", "row_chunks")
+    }
+    tensors |= {
+        name: getattr(batch, name).to(DEVICE)
+        for name in ("block_tables", "cu_seqlens_q", "seq_lens")
+    }
     return q, replace(batch, **tensors), view
 
 
@@ -114,7 +135,9 @@ def padded(q: Tensor, batch: ForwardBatch, memory: Memory) -> tuple[Tensor, Forw
         positions=torch.nn.functional.pad(batch.positions, (0, rows)),
         slot_mapping=torch.nn.functional.pad(batch.slot_mapping, (0, rows), value=-1),
         row_chunks=torch.nn.functional.pad(batch.row_chunks, (0, rows)),
-        cu_seqlens_q=torch.nn.functional.pad(batch.cu_seqlens_q, (0, chunks), value=int(batch.cu_seqlens_q[-1])),
+        cu_seqlens_q=torch.nn.functional.pad(
+            batch.cu_seqlens_q, (0, chunks), value=int(batch.cu_seqlens_q[-1])
+        ),
         seq_lens=torch.nn.functional.pad(batch.seq_lens, (0, chunks)),
         block_tables=torch.nn.functional.pad(batch.block_tables, (0, 0, 0, chunks)),
     )
@@ -124,7 +147,9 @@ def padded(q: Tensor, batch: ForwardBatch, memory: Memory) -> tuple[Tensor, Forw
         wide = torch.full((lines, columns + 5), -1_000_000_000, device=DEVICE)
         wide[:, :columns] = batch.block_tables
         stride = torch.tensor([columns + 5], device=DEVICE)
-        batch = replace(batch, block_tables=wide.flatten()[:lines].view(lines, 1), table_stride=stride)
+        batch = replace(
+            batch, block_tables=wide.flatten()[:lines].view(lines, 1), table_stride=stride
+        )
     return q, batch
 
 
@@ -139,7 +164,9 @@ def attend(
     """Attention of the pieces' rows [N, heads * D]."""
     q, batch, view = place(seqs, pieces, heads, window, memory)
     wider, batch = padded(q, batch, memory)
-    found = attention.attend(wider, view, LAYER, attention.plan(batch, memory.block_size, window), heads.scale)
+    found = attention.attend(
+        wider, view, LAYER, attention.plan(batch, memory.block_size, window), heads.scale
+    )
     assert found.shape == (len(wider), q.shape[1] * q.shape[2])
     assert found.dtype == q.dtype
     return found[: len(q)]

@@ -1,4 +1,6 @@
-"""Context parallel: ranks that share a sequence's keys and values agree with one rank to the bit."""
+"""Context parallel: ranks that share a sequence's keys and values agree with one rank to the
+bit.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +31,12 @@ from tests.models.tiny import tiny_llama, tiny_model
 TOKEN = 2 * 2 * 16  # keys and values, layers, head_dim of the tiny model
 DTYPES = {"float32": 4, "bfloat16": 2}
 STEM = tuple((i * 7919) % 290 + 3 for i in range(2600))
-TINY: dict[str, Any] = {"num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+TINY: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "head_dim": 16,
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +56,29 @@ def work() -> list[Request]:
     """Long and short ones, some with a common beginning, groups, scores of prompts, filters."""
     return [
         Request(STEM[:1300], SamplingParams(max_tokens=6, seed=1, temperature=0.8), num_samples=2),
-        Request((*STEM[:1100], 5), SamplingParams(max_tokens=3, seed=2, top_p=0.8, raw_logprobs=True), arrives=5),
+        Request(
+            (*STEM[:1100], 5),
+            SamplingParams(max_tokens=3, seed=2, top_p=0.8, raw_logprobs=True),
+            arrives=5,
+        ),
         Request(
             (9, *STEM[:530]),
-            SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=True, prompt_top_logprobs=3, top_logprobs=2),
+            SamplingParams(
+                max_tokens=4,
+                temperature=0,
+                prompt_logprobs=True,
+                prompt_top_logprobs=3,
+                top_logprobs=2,
+            ),
         ),
         Request((4, 5, 6), SamplingParams(max_tokens=8, seed=3, repetition_penalty=1.3), arrives=3),
     ]
 
 
 @cache
-def alone(model: Path, dtype: str, request: Request, backend: Backend) -> dict[tuple[int, int], TrainingSample]:
+def alone(
+    model: Path, dtype: str, request: Request, backend: Backend
+) -> dict[tuple[int, int], TrainingSample]:
     lonely = Request(request.prompt, request.params, request.num_samples)
     samples, _ = run(model, dtype, [lonely], Schedule(backend=backend), TOKEN * DTYPES[dtype])
     assert all(sample.finish_reason != "abort" for sample in samples.values())
@@ -98,7 +117,11 @@ class WatchedContext(SharedContext):
 
 def poison(engine: InferenceEngine) -> None:
     """Fill what nobody holds and nobody can match with NaN, on every rank."""
-    free = [block.block_id for block in engine.cache.blocks if block.ref_count == 0 and block.hash == NO_PREFIX]
+    free = [
+        block.block_id
+        for block in engine.cache.blocks
+        if block.ref_count == 0 and block.hash == NO_PREFIX
+    ]
     if engine.cache.units is not None:
         free = list(engine.cache.units.free)
     for storage in WatchedStorage.made:
@@ -106,7 +129,9 @@ def poison(engine: InferenceEngine) -> None:
         storage.values[:, :, free] = torch.nan
 
 
-def shared(model: Path, requests: list[Request], schedule: Schedule, mesh: Mesh, dtype: str = "float32") -> Shared:
+def shared(
+    model: Path, requests: list[Request], schedule: Schedule, mesh: Mesh, dtype: str = "float32"
+) -> Shared:
     """The requests on the ranks of a mesh, each of them a thread."""
     made: list[InferenceEngine] = []
     kv_bytes: list[int] = []
@@ -114,7 +139,8 @@ def shared(model: Path, requests: list[Request], schedule: Schedule, mesh: Mesh,
     @contextmanager
     def make(config: EngineConfig) -> Iterator[InferenceEngine]:
         assert config.kv_cache_memory is not None
-        memory = config.kv_cache_memory // mesh.context // mesh.pipeline  # as many blocks as one rank would have
+        # as many blocks as one rank would have
+        memory = config.kv_cache_memory // mesh.context // mesh.pipeline
         sizes = {
             "tensor_parallel": mesh.tensor,
             "pipeline_parallel": mesh.pipeline,
@@ -124,23 +150,34 @@ def shared(model: Path, requests: list[Request], schedule: Schedule, mesh: Mesh,
         config = replace(config, **sizes, kv_cache_memory=memory, lookahead=lookahead)
         with InferenceEngine(config, ThreadLauncher()) as engine:
             made.append(engine)
-            kv_bytes.extend(storage.keys.nbytes + storage.values.nbytes for storage in WatchedStorage.made)
+            kv_bytes.extend(
+                storage.keys.nbytes + storage.values.nbytes for storage in WatchedStorage.made
+            )
             yield engine
 
     WatchedStorage.made.clear()
     WatchedContext.made.clear()
-    with patch.object(assembly, "KVStorage", WatchedStorage), patch.object(decoder, "SharedContext", WatchedContext):
-        samples, preemptions = run(model, dtype, requests, schedule, TOKEN * DTYPES[dtype], make, poison)
+    with (
+        patch.object(assembly, "KVStorage", WatchedStorage),
+        patch.object(decoder, "SharedContext", WatchedContext),
+    ):
+        samples, preemptions = run(
+            model, dtype, requests, schedule, TOKEN * DTYPES[dtype], make, poison
+        )
     rows = sorted((context.rows_computed for context in WatchedContext.made), reverse=True)
     return Shared(samples, preemptions, made[0].loop.num_cached_tokens, rows, kv_bytes)
 
 
-def check(model: Path, requests: list[Request], schedule: Schedule, mesh: Mesh, dtype: str = "float32") -> Shared:
+def check(
+    model: Path, requests: list[Request], schedule: Schedule, mesh: Mesh, dtype: str = "float32"
+) -> Shared:
     """On so many ranks each request has the bits that it has alone on one."""
     together = shared(model, requests, schedule, mesh, dtype)
     for place, request in enumerate(requests):
         for (_, index), expected in alone(model, dtype, request, schedule.backend).items():
-            assert same_bits(together.samples[place, index], expected), f"request {place}, sample {index}: other bits"
+            assert same_bits(together.samples[place, index], expected), (
+                f"request {place}, sample {index}: other bits"
+            )
     return together
 
 
@@ -166,7 +203,8 @@ def test_ranks_agree_with_one_to_the_bit(model: Path, backend: Backend, size: in
     )
     dtype = "bfloat16" if backend == "cpu" and size == 4 else "float32"
     together = check(model, work(), schedule, Mesh(context=size), dtype)
-    assert (together.num_cached_tokens > 0) == (size == 2)  # a block of 1,024 is found, one of 2,048 is not
+    # a block of 1,024 is found, one of 2,048 is not
+    assert (together.num_cached_tokens > 0) == (size == 2)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -181,7 +219,8 @@ def test_a_long_prompt_is_computed_by_all_ranks(model: Path, backend: Backend) -
 
 def test_preempted_sequences_come_back_to_their_bits(model: Path) -> None:
     requests = [
-        Request((i + 3, *STEM[: 1020 + i]), SamplingParams(max_tokens=6, seed=i), num_samples=1) for i in range(3)
+        Request((i + 3, *STEM[: 1020 + i]), SamplingParams(max_tokens=6, seed=i), num_samples=1)
+        for i in range(3)
     ]
     tight = Schedule(block_size=1024, num_blocks=4, max_chunk_tokens=600, backend="reference")
     assert check(model, requests, tight, Mesh(context=2)).num_preemptions > 0
@@ -210,17 +249,29 @@ def test_layers_with_windows_share_their_keys_too(windowed: Path, backend: Backe
 
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2, context=2), Mesh(pipeline=2, context=2)])
 def test_it_can_be_combined(model: Path, mesh: Mesh) -> None:
-    check(model, [work()[0], work()[2]], Schedule(block_size=1024, max_chunk_tokens=700, num_threads=1), mesh)
+    check(
+        model,
+        [work()[0], work()[2]],
+        Schedule(block_size=1024, max_chunk_tokens=700, num_threads=1),
+        mesh,
+    )
 
 
 def test_processes_share_a_sequence(model: Path) -> None:
     """Through the option: the engine starts its other rank."""
     prompts = [list(STEM[:1600]), [5, 6, 7]]
     params = SamplingParams(max_tokens=5, seed=3, prompt_logprobs=True)
-    options: dict[str, Any] = {"block_size": 1024, "max_chunk_tokens": 700, "num_threads": 1, "device": "cpu"}
+    options: dict[str, Any] = {
+        "block_size": 1024,
+        "max_chunk_tokens": 700,
+        "num_threads": 1,
+        "device": "cpu",
+    }
     found: list[list[TrainingSample]] = []
     for size in (1, 2):
-        config = EngineConfig(model_path=str(model), context_parallel=size, kv_cache_memory=2**21, **options)
+        config = EngineConfig(
+            model_path=str(model), context_parallel=size, kv_cache_memory=2**21, **options
+        )
         with threads_restored(), InferenceEngine(config) as engine:
             found.append(engine.generate(prompts, params, 2))
             assert engine.memory_budget.bytes_per_token == TOKEN * DTYPES["float32"] // size

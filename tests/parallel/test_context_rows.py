@@ -1,4 +1,6 @@
-"""Which rank stores, computes and asks what: pure functions of a batch, against the plainest way to say it."""
+"""Which rank stores, computes and asks what: pure functions of a batch, against the plainest way to
+say it.
+"""
 
 from itertools import pairwise
 
@@ -29,7 +31,9 @@ def batches(draw: st.DrawFn, split: ContextSplit) -> ForwardBatch:
     ends = torch.tensor([len(chunk.token_ids) for chunk in chunks]).cumsum(0).tolist()
     rows = st.lists(st.integers(0, ends[-1] - 1), unique=True, max_size=9).map(sorted)
     scores = [(row, row % 7) for row in draw(rows)]
-    return batch_of_rows(chunks, split.block_size, draws=[end - 1 for end in ends], scores=scores, num_best=2)
+    return batch_of_rows(
+        chunks, split.block_size, draws=[end - 1 for end in ends], scores=scores, num_best=2
+    )
 
 
 def brought_together(parts: list[torch.Tensor], order: torch.Tensor) -> list[int]:
@@ -43,7 +47,9 @@ def test_every_row_is_computed_and_stored_once(data: st.DataObject) -> None:
     batch = data.draw(batches(split))
     parts = [own_rows(batch, split, rank) for rank in range(split.size)]
     steps: list[ContextStep] = [part.context for part in parts]
-    assert sorted(torch.cat([step.rows for step in steps]).tolist()) == list(range(len(batch.input_ids)))
+    assert sorted(torch.cat([step.rows for step in steps]).tolist()) == list(
+        range(len(batch.input_ids))
+    )
     stored: dict[tuple[int, int], int] = {}  # (rank, slot) -> slot of whole blocks
     for rank, (part, step) in enumerate(zip(parts, steps, strict=True)):
         assert torch.equal(part.input_ids, batch.input_ids[step.rows])
@@ -54,22 +60,39 @@ def test_every_row_is_computed_and_stored_once(data: st.DataObject) -> None:
             table = batch.block_tables[batch.row_chunks[row]]
             assert slot == int(table[block]) * split.run + offset - rank * split.run
             assert 0 <= offset - rank * split.run < split.run
-            assert stored.setdefault((rank, slot), int(batch.slot_mapping[row])) == int(batch.slot_mapping[row])
+            assert stored.setdefault((rank, slot), int(batch.slot_mapping[row])) == int(
+                batch.slot_mapping[row]
+            )
         assert part.cu_seqlens_q[-1] == len(part.input_ids)
         for chunk, (first, last) in enumerate(pairwise(part.cu_seqlens_q.tolist())):
             assert (part.row_chunks[first:last] == chunk).all()
-    for wanted, rejoining in (("logits_indices", "logits"), ("score_rows", "scores"), ("best_rows", "best")):
+    for wanted, rejoining in (
+        ("logits_indices", "logits"),
+        ("score_rows", "scores"),
+        ("best_rows", "best"),
+    ):
         own = [step.rows[getattr(step, rejoining).own] for step in steps]
         for step in steps:
-            assert brought_together(own, getattr(step, rejoining).order) == getattr(batch, wanted).tolist()
-        assert [getattr(part, wanted).tolist() for part in parts] == [getattr(s, rejoining).own.tolist() for s in steps]
+            assert (
+                brought_together(own, getattr(step, rejoining).order)
+                == getattr(batch, wanted).tolist()
+            )
+        assert [getattr(part, wanted).tolist() for part in parts] == [
+            getattr(s, rejoining).own.tolist() for s in steps
+        ]
     targets = [part.score_targets for part in parts]
     assert brought_together(targets, steps[0].scores.order) == batch.score_targets.tolist()
 
 
 @settings(max_examples=40, deadline=None)
-@given(data=st.data(), window=st.sampled_from([0, 0, 1, 100, 512, 1700]), most=st.sampled_from([20, 400, 10**6]))
-def test_every_row_merges_all_of_its_segments_in_order(data: st.DataObject, window: int, most: int) -> None:
+@given(
+    data=st.data(),
+    window=st.sampled_from([0, 0, 1, 100, 512, 1700]),
+    most=st.sampled_from([20, 400, 10**6]),
+)
+def test_every_row_merges_all_of_its_segments_in_order(
+    data: st.DataObject, window: int, most: int
+) -> None:
     split = data.draw(splits())
     batch = data.draw(batches(split))
     parts = [own_rows(batch, split, rank, [window], most) for rank in range(split.size)]
@@ -79,11 +102,16 @@ def test_every_row_merges_all_of_its_segments_in_order(data: st.DataObject, wind
         rows = [step.rows for step in steps]
         states: list[list[torch.Tensor]] = []  # by rank: what it answers each
         for rank, piece in enumerate(pieces):
-            asked = torch.cat([own[each.queries[rank]] for own, each in zip(rows, pieces, strict=True)])[piece.arrived]
+            asked = torch.cat(
+                [own[each.queries[rank]] for own, each in zip(rows, pieces, strict=True)]
+            )[piece.arrived]
             assert asked.tolist() == sorted(asked.tolist())  # in the order of the batch
             found: list[tuple[int, int]] = []
             for row, begin, last in zip(
-                asked.tolist(), piece.rows.begins.tolist(), piece.rows.positions.tolist(), strict=True
+                asked.tolist(),
+                piece.rows.begins.tolist(),
+                piece.rows.positions.tolist(),
+                strict=True,
             ):
                 for local in range(begin // SEGMENT, last // SEGMENT + 1):
                     found.append((row, int(split.segments(torch.tensor(local), rank))))
@@ -114,10 +142,21 @@ def test_what_a_rank_stores_is_counted(split: ContextSplit, positions: list[int]
 
 
 def test_blocks_that_cannot_be_shared_out_are_refused_with_a_size_that_can() -> None:
-    with pytest.raises(ConfigError, match="block_size=16 must be a multiple of 1024; use block_size=1024"):
+    with pytest.raises(
+        ConfigError, match="block_size=16 must be a multiple of 1024; use block_size=1024"
+    ):
         EngineConfig(model_path="smollm2-135m", context_parallel=2)
-    with pytest.raises(ConfigError, match="block_size=4097 must be a multiple of 2048; use block_size=6144"):
+    with pytest.raises(
+        ConfigError, match="block_size=4097 must be a multiple of 2048; use block_size=6144"
+    ):
         EngineConfig(model_path="smollm2-135m", context_parallel=4, block_size=4097)
-    with pytest.raises(ConfigError, match="context_parallel=2 is not possible with attention='flex'"):
-        EngineConfig(model_path="smollm2-135m", context_parallel=2, block_size=1024, attention="flex")
-    assert EngineConfig(model_path="smollm2-135m", context_parallel=4, block_size=2048).block_size == 2048
+    with pytest.raises(
+        ConfigError, match="context_parallel=2 is not possible with attention='flex'"
+    ):
+        EngineConfig(
+            model_path="smollm2-135m", context_parallel=2, block_size=1024, attention="flex"
+        )
+    assert (
+        EngineConfig(model_path="smollm2-135m", context_parallel=4, block_size=2048).block_size
+        == 2048
+    )

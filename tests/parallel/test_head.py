@@ -1,4 +1,6 @@
-"""The end of a step over ranks with a part of the vocabulary each: the bits of one rank, whatever is asked for."""
+"""The end of a step over ranks with a part of the vocabulary each: the bits of one rank, whatever
+is asked for.
+"""
 
 import math
 import random
@@ -73,7 +75,10 @@ def bounds_of(vocab: int, ranks: int) -> tuple[int, ...]:
 
 def random_head(vocab: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    hidden, weight = torch.randn(ROWS, HIDDEN, generator=generator), torch.randn(vocab, HIDDEN, generator=generator)
+    hidden, weight = (
+        torch.randn(ROWS, HIDDEN, generator=generator),
+        torch.randn(vocab, HIDDEN, generator=generator),
+    )
     return hidden.to(dtype), (weight * (3 / math.sqrt(HIDDEN))).to(dtype)
 
 
@@ -106,20 +111,32 @@ def test_ranks_draw_and_score_as_one(
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("bounds", [(0, 100, 200, 300, 301), (0, 0, 512, 513), (0, 384, 700), (0, 512, 700)], ids=str)
+@pytest.mark.parametrize(
+    "bounds", [(0, 100, 200, 300, 301), (0, 0, 512, 513), (0, 384, 700), (0, 512, 700)], ids=str
+)
 def test_parts_that_are_not_of_blocks(name: str, bounds: tuple[int, ...]) -> None:
     hidden, weight = random_head(bounds[-1], torch.float32, 3)
     ranked = Ranks(backend(name), weight, bounds)
     for kind in KINDS.values():
-        ranked.check(draw(hidden, sampling_batch(random_requests(random.Random(5), 12, ROWS, bounds[-1], **kind))))
-    targets, temperatures = torch.tensor([0, 99, 100, 299, 300]), torch.full((ROWS,), 0.8, dtype=torch.float64)
+        ranked.check(
+            draw(
+                hidden,
+                sampling_batch(random_requests(random.Random(5), 12, ROWS, bounds[-1], **kind)),
+            )
+        )
+    targets, temperatures = (
+        torch.tensor([0, 99, 100, 299, 300]),
+        torch.full((ROWS,), 0.8, dtype=torch.float64),
+    )
     ranked.check(lambda head, own: head.gather_logprobs(hidden, own, 1.0, targets, temperatures))
     ranked.check(lambda head, own: head.logits(hidden, own, 3.0))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_of_equal_logits_the_lower_id_wins(name: str) -> None:
-    """The two halves of the vocabulary are the same, so that every token has a twin on the other rank."""
+    """The two halves of the vocabulary are the same, so that every token has a twin on the other
+    rank.
+    """
     hidden, half = random_head(UNIT, torch.float32, 1)
     ranked = Ranks(backend(name), torch.cat([half, half]), (0, UNIT, 2 * UNIT))
     batch = sampling_batch([DrawRequest(SamplingParams(temperature=0), row) for row in range(ROWS)])
@@ -134,14 +151,22 @@ def test_a_row_that_is_not_finite(name: str, value: float) -> None:
     hidden[1] = 0
     hidden[1, 0], hidden[3, 0] = 1.0, value
     weight[UNIT + 5, 0] = value
-    params = [SamplingParams(), SamplingParams(temperature=0), SamplingParams(raw_logprobs=True, temperature=0.5)]
-    batch = sampling_batch([DrawRequest(each, row, (1, row, 2)) for row in range(ROWS) for each in params])
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=0),
+        SamplingParams(raw_logprobs=True, temperature=0.5),
+    ]
+    batch = sampling_batch(
+        [DrawRequest(each, row, (1, row, 2)) for row in range(ROWS) for each in params]
+    )
     Ranks(backend(name), weight, (0, UNIT, 2 * UNIT)).check(draw(hidden, batch))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_what_travels(name: str) -> None:
-    """Of a plain draw maxima, sums and the best tokens; the logits only of rows that must be looked at as a whole."""
+    """Of a plain draw maxima, sums and the best tokens; the logits only of rows that must be looked
+    at as a whole.
+    """
     vocab, hidden = 8 * UNIT, random_head(8, torch.float32, 0)[0]
     ranked = Ranks(backend(name), random_head(vocab, torch.float32, 0)[1], bounds_of(vocab, 8))
     plain = [DrawRequest(SamplingParams(), row, (1, row, 2)) for row in range(ROWS)]

@@ -1,4 +1,6 @@
-"""Whole engines over processes, in every mesh, against one rank: the same tokens and logprobs, to the bit."""
+"""Whole engines over processes, in every mesh, against one rank: the same tokens and logprobs, to
+the bit.
+"""
 
 from collections.abc import Sequence
 from math import prod
@@ -26,7 +28,8 @@ MESHES: dict[str, dict[str, int]] = {
 FAMILIES = {"llama": {}, "qwen3-moe": {}}
 TIGHT_BLOCKS = 7
 KV_HEADS = 2  # of the tiny models
-TOKEN_BYTES = 4 * 2 * 2 * 16  # keys and values of a token of the tiny models, in bytes of one number
+# keys and values of a token of the tiny models, in bytes of one number
+TOKEN_BYTES = 4 * 2 * 2 * 16
 SHARED = [7, 3, 11, 5] * 12
 
 
@@ -38,11 +41,21 @@ def prompts(long: bool) -> list[list[int]]:
 
 def outcome(sample: TrainingSample) -> tuple[Any, ...]:
     """What must not depend on the mesh."""
-    return sample.prompt_tokens, sample.completion_tokens, sample.logprobs, sample.finish_reason, sample.seed
+    return (
+        sample.prompt_tokens,
+        sample.completion_tokens,
+        sample.logprobs,
+        sample.finish_reason,
+        sample.seed,
+    )
 
 
-def life(engine: InferenceEngine, new: dict[str, torch.Tensor], policy: KvPolicy, long: bool) -> Sequence[Any]:
-    """Requests, an update of the weights while they run, and more requests. By request and sample."""
+def life(
+    engine: InferenceEngine, new: dict[str, torch.Tensor], policy: KvPolicy, long: bool
+) -> Sequence[Any]:
+    """Requests, an update of the weights while they run, and more requests. By request and
+    sample.
+    """
     found: list[TrainingSample] = []
 
     def params(i: int) -> SamplingParams:
@@ -74,8 +87,16 @@ def life(engine: InferenceEngine, new: dict[str, torch.Tensor], policy: KvPolicy
 
 
 def config(model: str, **options: Any) -> EngineConfig:
-    """Chunks, several steps, and a cache so small that sequences are preempted where `blocks` says so."""
-    defaults = {"max_chunk_tokens": 23, "max_tokens_per_batch": 64, "device": "cpu", "num_threads": 1, "seed": 5}
+    """Chunks, several steps, and a cache so small that sequences are preempted where `blocks` says
+    so.
+    """
+    defaults = {
+        "max_chunk_tokens": 23,
+        "max_tokens_per_batch": 64,
+        "device": "cpu",
+        "num_threads": 1,
+        "seed": 5,
+    }
     return EngineConfig(model_path=model, **(defaults | options))
 
 
@@ -83,16 +104,25 @@ def changed(model: str) -> dict[str, torch.Tensor]:
     """Other weights for it."""
     generator = torch.Generator().manual_seed(8)
     return {
-        name: (tensor.float() + 0.01 * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
+        name: (tensor.float() + 0.01 * torch.randn(tensor.shape, generator=generator)).to(
+            tensor.dtype
+        )
         for name, tensor in read_tensors(resolve_model(model))
         if "norm" not in name
     }
 
 
 def both(
-    model: str, mesh: dict[str, int], policy: KvPolicy = "wait", *, preempted: bool = False, **options: Any
+    model: str,
+    mesh: dict[str, int],
+    policy: KvPolicy = "wait",
+    *,
+    preempted: bool = False,
+    **options: Any,
 ) -> None:
-    """One rank and a mesh of them live the same life, with `preempted` in a cache that is too small for all."""
+    """One rank and a mesh of them live the same life, with `preempted` in a cache that is too small
+    for all.
+    """
     new, long = changed(model), "context_parallel" in mesh
     if long:
         options |= {"block_size": 1024, "max_chunk_tokens": 391, "max_tokens_per_batch": 700}
@@ -107,7 +137,9 @@ def both(
     )
     token = TOKEN_BYTES * (4 if options["dtype"] == "float32" else 2)
     tight = {"kv_cache_memory": TIGHT_BLOCKS * options.get("block_size", 16) * token // ranks}
-    with InferenceEngine(config(model, **options, **mesh, **(tight if preempted else {}))) as engine:
+    with InferenceEngine(
+        config(model, **options, **mesh, **(tight if preempted else {}))
+    ) as engine:
         together = life(engine, new, policy, long)
         assert bool(engine.loop.num_preemptions) == preempted
     for one, other in zip(alone, together, strict=True):
@@ -118,7 +150,9 @@ def both(
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_mesh_changes_no_bit(tmp_path: Path, mesh: str, family: str, cache_type: CacheType) -> None:
+def test_a_mesh_changes_no_bit(
+    tmp_path: Path, mesh: str, family: str, cache_type: CacheType
+) -> None:
     if mesh == "ep2" and family == "llama":
         pytest.skip("a dense model has no experts")
     model = str(

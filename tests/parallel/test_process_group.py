@@ -17,7 +17,9 @@ CPU = torch.device("cpu")
 
 def of_processes(size: int, patience: float = 10.0) -> list[Callable[[], Group]]:
     store = dist.HashStore()
-    return [lambda rank=rank: ProcessGroup(store, rank, size, CPU, patience) for rank in range(size)]
+    return [
+        lambda rank=rank: ProcessGroup(store, rank, size, CPU, patience) for rank in range(size)
+    ]
 
 
 def of_threads(size: int, patience: float = 10.0) -> list[Callable[[], Group]]:
@@ -46,7 +48,9 @@ def together(makers: list[Callable[[], Group]], run: Callable[[Group], Any]) -> 
 @pytest.mark.parametrize("make", [of_threads, of_processes])
 @pytest.mark.parametrize("size", [2, 4])
 def test_collectives(make: Callable[[int], list[Callable[[], Group]]], size: int) -> None:
-    own = [torch.randn((3, 5), generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+    own = [
+        torch.randn((3, 5), generator=torch.Generator().manual_seed(rank)) for rank in range(size)
+    ]
 
     def run(group: Group) -> Any:
         mine = own[group.rank]
@@ -64,7 +68,10 @@ def test_collectives(make: Callable[[int], list[Callable[[], Group]]], size: int
     found = together(make(size), run)
     assert not [each for each in found if isinstance(each, Exception)]
     for rank, (gathered, total, turned, before) in enumerate(found):
-        assert all(torch.equal(each, one.to(torch.bfloat16)) for each, one in zip(gathered, own, strict=True))
+        assert all(
+            torch.equal(each, one.to(torch.bfloat16))
+            for each, one in zip(gathered, own, strict=True)
+        )
         pairs = [own[place] + own[place + 1] for place in range(0, size, 2)]
         assert torch.equal(total, pairs[0] if size == 2 else pairs[0] + pairs[1])
         for peer, part in enumerate(turned):

@@ -1,4 +1,6 @@
-"""Sums in eight segments: bounds, the tree, products by both backends, and embeddings of a part of the vocabulary."""
+"""Sums in eight segments: bounds, the tree, products by both backends, and embeddings of a part of
+the vocabulary.
+"""
 
 import math
 from itertools import pairwise
@@ -34,7 +36,10 @@ def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
 @st.composite
 def bounds(draw: st.DrawFn) -> tuple[int, ...]:
     """Of 1, 2, 4 or 8 segments, some of them empty; they begin at even columns."""
-    columns, count = draw(st.sampled_from([1, 7, 16, 48, 100, 257, 576])), draw(st.sampled_from([1, 2, 4, 8]))
+    columns, count = (
+        draw(st.sampled_from([1, 7, 16, 48, 100, 257, 576])),
+        draw(st.sampled_from([1, 2, 4, 8])),
+    )
     inner = sorted(2 * draw(st.integers(0, columns // 2)) for _ in range(count - 1))
     return (0, *inner, columns)
 
@@ -51,7 +56,9 @@ def test_segments_cover_all_columns(columns: int, unit: int) -> None:
     assert sum(sizes) == units
 
 
-@pytest.mark.parametrize("wrong", [(0, 4), (1, 8), (0, 5, 4, 6, 8), (0, 2, 4, 8), (0,), (), tuple(range(17))])
+@pytest.mark.parametrize(
+    "wrong", [(0, 4), (1, 8), (0, 5, 4, 6, 8), (0, 2, 4, 8), (0,), (), tuple(range(17))]
+)
 def test_bounds_that_are_none_are_refused(wrong: tuple[int, ...]) -> None:
     x = numbers(1, 2, 8)
     with pytest.raises(ValueError, match="not the bounds"):
@@ -81,8 +88,13 @@ def test_ranks_add_up_as_the_tree_does(ranks: int, shape: tuple[int, ...]) -> No
 
 @FEW
 @given(heights, widths, bounds(), dtypes, st.booleans(), st.integers(0, 9))
-def test_the_reference(m: int, n: int, segments: tuple[int, ...], dtype: Any, with_bias: bool, seed: int) -> None:
-    x, weight = numbers(seed, m, segments[-1], dtype=dtype), numbers(seed + 1, n, segments[-1], dtype=dtype)
+def test_the_reference(
+    m: int, n: int, segments: tuple[int, ...], dtype: Any, with_bias: bool, seed: int
+) -> None:
+    x, weight = (
+        numbers(seed, m, segments[-1], dtype=dtype),
+        numbers(seed + 1, n, segments[-1], dtype=dtype),
+    )
     bias = numbers(seed + 2, n, dtype=dtype) if with_bias else None
     got = reference.linear(x, weight, bias, segments)
     require_near(got, x, weight, bias)
@@ -92,7 +104,9 @@ def test_the_reference(m: int, n: int, segments: tuple[int, ...], dtype: Any, wi
         cut = segments[half]
         parts = [
             reference.linear(x[:, :cut], weight[:, :cut].clone(), None, segments[: half + 1]),
-            reference.linear(x[:, cut:], weight[:, cut:].clone(), None, tuple(b - cut for b in segments[half:])),
+            reference.linear(
+                x[:, cut:], weight[:, cut:].clone(), None, tuple(b - cut for b in segments[half:])
+            ),
         ]
         whole = tree_sum(parts)
         assert torch.equal(whole if bias is None else whole + bias.float(), got)
@@ -101,9 +115,16 @@ def test_the_reference(m: int, n: int, segments: tuple[int, ...], dtype: Any, wi
 @NEEDS_COMPILER
 @FEW
 @given(heights, widths, bounds(), dtypes, st.booleans(), st.integers(0, 9))
-def test_the_kernels(m: int, n: int, segments: tuple[int, ...], dtype: Any, with_bias: bool, seed: int) -> None:
-    """Each segment has the bits of a product of its own; all instruction sets and numbers of threads agree."""
-    x, weight = numbers(seed, m, segments[-1], dtype=dtype), numbers(seed + 1, n, segments[-1], dtype=dtype)
+def test_the_kernels(
+    m: int, n: int, segments: tuple[int, ...], dtype: Any, with_bias: bool, seed: int
+) -> None:
+    """Each segment has the bits of a product of its own; all instruction sets and numbers of
+    threads agree.
+    """
+    x, weight = (
+        numbers(seed, m, segments[-1], dtype=dtype),
+        numbers(seed + 1, n, segments[-1], dtype=dtype),
+    )
     bias = numbers(seed + 2, n, dtype=dtype) if with_bias else None
     packed, best = as_packed(weight), CpuOps(2)
     got = best.linear(x, packed, bias, segments)
@@ -137,7 +158,9 @@ def test_embeddings_of_parts_add_up(dtype: torch.dtype) -> None:
     ids = torch.tensor([7, 0, 40, 49, 16, 15])
     for embed in (reference.embed, CpuOps(1).embed):
         expected = embed(ids, weight, 3.0)
-        parts = [embed(ids, weight[first:end], 3.0, (first, 50)) for first, end in ((0, 16), (16, 50))]
+        parts = [
+            embed(ids, weight[first:end], 3.0, (first, 50)) for first, end in ((0, 16), (16, 50))
+        ]
         assert torch.equal(tree_sum(parts).view(torch.int32), expected.view(torch.int32))
         assert expected[0, 3].signbit()
     for wrong in (-1, 50):

@@ -28,15 +28,26 @@ def settled(model: Path, **options: Any) -> EngineConfig:
     """Small chunks, and a cache in which not all of the sequences fit at once."""
     return EngineConfig(
         str(model),
-        **{"device": "cpu", "num_threads": 1, "seed": 0, "max_chunk_tokens": 13, "rank_timeout": TIMEOUT} | options,
+        **{
+            "device": "cpu",
+            "num_threads": 1,
+            "seed": 0,
+            "max_chunk_tokens": 13,
+            "rank_timeout": TIMEOUT,
+        }
+        | options,
     )
 
 
 def life(engine: InferenceEngine, new: dict[str, torch.Tensor]) -> list[Any]:
-    """Requests, new weights while they run, a sleep, and more requests: what must not depend on the stages."""
+    """Requests, new weights while they run, a sleep, and more requests: what must not depend on the
+    stages.
+    """
     params = [
         SamplingParams(max_tokens=14, seed=1, ignore_eos=True, raw_logprobs=True, top_logprobs=2),
-        SamplingParams(max_tokens=9, seed=2, temperature=0.0, prompt_logprobs=True, prompt_top_logprobs=3),
+        SamplingParams(
+            max_tokens=9, seed=2, temperature=0.0, prompt_logprobs=True, prompt_top_logprobs=3
+        ),
         SamplingParams(max_tokens=12, seed=3, top_p=0.8, sampling_mask=True, presence_penalty=0.5),
     ]
     prompts = [[5, 6, 7, 8] * 9, [1, 2, 3], [5, 6, 7, 8] * 8 + [9, 9], [11] * 40, [4]]
@@ -53,7 +64,14 @@ def life(engine: InferenceEngine, new: dict[str, torch.Tensor]) -> list[Any]:
     engine.sleep(weights=True)
     engine.wake()
     samples += engine.generate([[3, 1, 4], [1, 5]], params[2])
-    names = ("completion_tokens", "logprobs", "raw_logprobs", "top_logprobs", "sampling_mask", "prompt_top_logprobs")
+    names = (
+        "completion_tokens",
+        "logprobs",
+        "raw_logprobs",
+        "top_logprobs",
+        "sampling_mask",
+        "prompt_top_logprobs",
+    )
     samples.sort(key=lambda sample: (sample.request_id, sample.sample_index))
     found = [[getattr(sample, name) for name in names] for sample in samples]
     return [found, [(s.prompt_logprobs or ())[1:] for s in samples], engine.weights_checksum()]
@@ -65,8 +83,11 @@ def test_two_stages_live_as_one_rank_until_one_is_killed(tmp_path: Path) -> None
     threads = torch.get_num_threads()
     with InferenceEngine(settled(model, backend="cpu", kv_cache_memory=2**18)) as engine:
         alone = life(engine, new)
-    # A stage has half of the layers, so the same bytes hold more blocks: fewer bytes, so that memory is short here too.
-    config = settled(model, backend="cpu", kv_cache_memory=2**15, pipeline_parallel=2, cache_type="radix")
+    # A stage has half of the layers, so the same bytes hold more blocks: fewer bytes, so that
+    # memory is short here too.
+    config = settled(
+        model, backend="cpu", kv_cache_memory=2**15, pipeline_parallel=2, cache_type="radix"
+    )
     with InferenceEngine(config) as engine:
         together = life(engine, new)
         assert together == alone
@@ -76,10 +97,16 @@ def test_two_stages_live_as_one_rank_until_one_is_killed(tmp_path: Path) -> None
         request = engine.add_request([5] * 30, SamplingParams(max_tokens=150, ignore_eos=True))
         while len(engine.loop.in_flight) == 0 or engine.loop.num_steps % 20:
             engine.step()
-        [stage] = [child for child in psutil.Process().children() if "engine.ranks.worker" in " ".join(child.cmdline())]
+        [stage] = [
+            child
+            for child in psutil.Process().children()
+            if "engine.ranks.worker" in " ".join(child.cmdline())
+        ]
         began = time.monotonic()
         stage.kill()
-        with pytest.raises(EngineDead, match=rf"rank 1 .*killed by signal 9.*requests lost: {request}"):
+        with pytest.raises(
+            EngineDead, match=rf"rank 1 .*killed by signal 9.*requests lost: {request}"
+        ):
             engine.generate([[1]], SamplingParams(max_tokens=2))
         assert time.monotonic() - began < TIMEOUT
         assert not stage.is_running() or stage.status() == psutil.STATUS_ZOMBIE
@@ -89,12 +116,20 @@ def test_two_stages_live_as_one_rank_until_one_is_killed(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_stage_that_hangs_is_named_though_others_end_before_it(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "llama", num_hidden_layers=4)
-    options: dict[str, Any] = {"tensor_parallel": 2, "pipeline_parallel": 2, "rank_timeout": TIMEOUT}
+    options: dict[str, Any] = {
+        "tensor_parallel": 2,
+        "pipeline_parallel": 2,
+        "rank_timeout": TIMEOUT,
+    }
     with InferenceEngine(settled(model, **options)) as engine:
         engine.add_request([5] * 30, SamplingParams(max_tokens=150, ignore_eos=True))
         for _ in range(20):
             engine.step()
-        workers = [child for child in psutil.Process().children() if "engine.ranks.worker" in " ".join(child.cmdline())]
+        workers = [
+            child
+            for child in psutil.Process().children()
+            if "engine.ranks.worker" in " ".join(child.cmdline())
+        ]
         workers[-1].suspend()  # its neighbour waits for it too, and gives up
         with pytest.raises(EngineDead, match=r"rank 3 .*does not go on"):
             engine.generate([[1]], SamplingParams(max_tokens=2))

@@ -11,7 +11,13 @@ import torch
 
 pytest.importorskip("msgspec")
 
-from nano_inference import ConfigError, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import (
+    ConfigError,
+    EngineConfig,
+    InferenceEngine,
+    SamplingParams,
+    TrainingSample,
+)
 from nano_inference.config import Backend, CacheType
 from nano_inference.engine.ranks.step_diff import MirroredUnits
 from nano_inference.engine.storage import KVStorage, UnitMap, common_layout
@@ -25,7 +31,8 @@ from tests.models.tiny import tiny_model
 from tests.parallel.threads import mesh_engine, poison
 
 LAYERS = 4
-TOKEN_BYTES = {"float32": LAYERS * 2 * 2 * 16 * 4, "bfloat16": LAYERS * 2 * 2 * 16 * 2}  # of all layers, K and V
+# of all layers, K and V
+TOKEN_BYTES = {"float32": LAYERS * 2 * 2 * 16 * 4, "bfloat16": LAYERS * 2 * 2 * 16 * 2}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +41,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def make(family: str) -> Path:
         if family not in made:
-            made[family] = tiny_model(tmp_path_factory.mktemp(family) / "model", family, num_hidden_layers=LAYERS)
+            made[family] = tiny_model(
+                tmp_path_factory.mktemp(family) / "model", family, num_hidden_layers=LAYERS
+            )
         return made[family]
 
     return make
@@ -45,11 +54,18 @@ def work() -> list[Request]:
     stem = tuple(3 + i * 7 % 200 for i in range(50))
     penalties = {"presence_penalty": 0.6, "repetition_penalty": 1.2}
     return [
-        Request((*stem, 9), SamplingParams(max_tokens=9, seed=1, raw_logprobs=True, top_logprobs=3), 3),
+        Request(
+            (*stem, 9), SamplingParams(max_tokens=9, seed=1, raw_logprobs=True, top_logprobs=3), 3
+        ),
         Request((*stem, 8, 7), SamplingParams(max_tokens=7, seed=2, temperature=0.0)),
         Request((5, 6), SamplingParams(max_tokens=12, seed=3, top_p=0.8, **penalties), 2),
-        Request(stem[:33], SamplingParams(max_tokens=5, seed=4, prompt_logprobs=True, prompt_top_logprobs=2)),
-        Request((*stem, 9), SamplingParams(max_tokens=9, seed=5, top_k=5, min_p=0.02), 2, arrives=3),
+        Request(
+            stem[:33],
+            SamplingParams(max_tokens=5, seed=4, prompt_logprobs=True, prompt_top_logprobs=2),
+        ),
+        Request(
+            (*stem, 9), SamplingParams(max_tokens=9, seed=5, top_k=5, min_p=0.02), 2, arrives=3
+        ),
         Request((11,) * 40, SamplingParams(max_tokens=9, seed=6), 2, arrives=2, aborted=9),
     ]
 
@@ -60,9 +76,17 @@ def through(mesh: Mesh, config: EngineConfig) -> AbstractContextManager[Inferenc
 
 def check(model: Path, dtype: str, schedule: Schedule, mesh: Mesh) -> int:
     """Run the work on one rank and on many; returns how often a sequence was preempted."""
-    alone, _ = run(model, dtype, work(), Schedule(backend=schedule.backend, num_threads=1), TOKEN_BYTES[dtype])
+    alone, _ = run(
+        model, dtype, work(), Schedule(backend=schedule.backend, num_threads=1), TOKEN_BYTES[dtype]
+    )
     together, preemptions = run(
-        model, dtype, work(), schedule, TOKEN_BYTES[dtype], make=partial(through, mesh), poison=poison
+        model,
+        dtype,
+        work(),
+        schedule,
+        TOKEN_BYTES[dtype],
+        make=partial(through, mesh),
+        poison=poison,
     )
     assert together.keys() == alone.keys()
     for key, sample in together.items():
@@ -73,19 +97,35 @@ def check(model: Path, dtype: str, schedule: Schedule, mesh: Mesh) -> int:
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-@pytest.mark.parametrize(("stages", "backend", "dtype"), [(2, "reference", "float32"), (4, "cpu", "bfloat16")])
-def test_stages_change_no_bit(models: Any, stages: int, backend: Backend, dtype: str, cache_type: CacheType) -> None:
+@pytest.mark.parametrize(
+    ("stages", "backend", "dtype"), [(2, "reference", "float32"), (4, "cpu", "bfloat16")]
+)
+def test_stages_change_no_bit(
+    models: Any, stages: int, backend: Backend, dtype: str, cache_type: CacheType
+) -> None:
     """With a cache so small that sequences are preempted, and prompts in chunks."""
     tight = Schedule(
-        block_size=4, max_chunk_tokens=11, num_blocks=19, cache_type=cache_type, backend=backend, num_threads=1
+        block_size=4,
+        max_chunk_tokens=11,
+        num_blocks=19,
+        cache_type=cache_type,
+        backend=backend,
+        num_threads=1,
     )
     assert check(models("llama"), dtype, tight, Mesh(pipeline=stages)) > 0
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("reference", "float32"), ("cpu", "bfloat16")])
-def test_two_tensor_ranks_in_two_stages_change_no_bit(models: Any, backend: Backend, dtype: str) -> None:
+def test_two_tensor_ranks_in_two_stages_change_no_bit(
+    models: Any, backend: Backend, dtype: str
+) -> None:
     schedule = Schedule(
-        block_size=4, max_chunk_tokens=19, num_blocks=19, cache_type="radix", backend=backend, num_threads=1
+        block_size=4,
+        max_chunk_tokens=19,
+        num_blocks=19,
+        cache_type="radix",
+        backend=backend,
+        num_threads=1,
     )
     assert check(models("llama"), dtype, schedule, Mesh(tensor=2, pipeline=2)) > 0
 
@@ -93,7 +133,9 @@ def test_two_tensor_ranks_in_two_stages_change_no_bit(models: Any, backend: Back
 @pytest.mark.parametrize("family", ["gemma3", "granite", "olmo2", "qwen3-moe"])
 def test_families_change_no_bit(models: Any, family: str) -> None:
     """Windows, scaled additions, norms after the blocks, experts."""
-    schedule = Schedule(block_size=8, num_blocks=60, max_chunk_tokens=17, max_tokens_per_batch=40, num_threads=1)
+    schedule = Schedule(
+        block_size=8, num_blocks=60, max_chunk_tokens=17, max_tokens_per_batch=40, num_threads=1
+    )
     check(models(family), "bfloat16", schedule, Mesh(pipeline=2))
 
 
@@ -104,7 +146,9 @@ def test_more_groups_than_stages_change_no_bit(models: Any) -> None:
     def make(config: EngineConfig) -> AbstractContextManager[InferenceEngine]:
         return mesh_engine(config, Mesh(pipeline=2), groups=3)
 
-    together, _ = run(models("llama"), "float32", work(), schedule, TOKEN_BYTES["float32"], make, poison)
+    together, _ = run(
+        models("llama"), "float32", work(), schedule, TOKEN_BYTES["float32"], make, poison
+    )
     assert all(same_bits(together[key], alone[key]) for key in alone)
 
 
@@ -113,7 +157,13 @@ def other_weights(model: Path, change: float) -> dict[str, torch.Tensor]:
 
 
 def config_of(model: Path, **options: Any) -> EngineConfig:
-    settled = {"kv_cache_memory": 2**22, "num_threads": 1, "seed": 0, "max_chunk_tokens": 13, "backend": "reference"}
+    settled = {
+        "kv_cache_memory": 2**22,
+        "num_threads": 1,
+        "seed": 0,
+        "max_chunk_tokens": 13,
+        "backend": "reference",
+    }
     return EngineConfig(str(model), **(settled | options))
 
 
@@ -124,7 +174,9 @@ def drained(engine: InferenceEngine) -> list[TrainingSample]:
     return samples
 
 
-def life(engine: InferenceEngine, model: Path, policy: KvPolicy) -> dict[tuple[int, int], TrainingSample]:
+def life(
+    engine: InferenceEngine, model: Path, policy: KvPolicy
+) -> dict[tuple[int, int], TrainingSample]:
     """Requests, a weight update while they run, and more requests."""
     params = [SamplingParams(max_tokens=10, seed=i, ignore_eos=True) for i in range(8)]
     for i in range(4):
@@ -132,7 +184,9 @@ def life(engine: InferenceEngine, model: Path, policy: KvPolicy) -> dict[tuple[i
     samples: list[TrainingSample] = []
     for _ in range(9):
         samples += engine.step()
-    assert all(seq.num_completion_tokens for seq in engine.loop.sequences.by_id.values()), "all have begun"
+    assert all(seq.num_completion_tokens for seq in engine.loop.sequences.by_id.values()), (
+        "all have begun"
+    )
     assert engine.loop.in_flight or engine.config.pipeline_parallel == 1
     update = engine.update_weights(other_weights(model, 0.1), kv_policy=policy)
     for i in range(4, 8):
@@ -144,7 +198,9 @@ def life(engine: InferenceEngine, model: Path, policy: KvPolicy) -> dict[tuple[i
 
 @pytest.mark.parametrize("policy", ["wait", "finish_old"])
 def test_who_began_ends_on_the_old_weights(models: Any, policy: KvPolicy) -> None:
-    """With `finish_old` two batches, of the old and the new weights, go through the stages in one step."""
+    """With `finish_old` two batches, of the old and the new weights, go through the stages in one
+    step.
+    """
     model = models("llama")
     with InferenceEngine(config_of(model)) as engine:
         alone = life(engine, model, policy)
@@ -157,7 +213,9 @@ def test_who_began_ends_on_the_old_weights(models: Any, policy: KvPolicy) -> Non
 
 
 def test_an_update_in_the_middle_is_exact(models: Any) -> None:
-    """Each sample is the old weights' up to some token, and from there on what the new weights make of it alone."""
+    """Each sample is the old weights' up to some token, and from there on what the new weights make
+    of it alone.
+    """
     model = models("llama")
     with mesh_engine(config_of(model), Mesh(pipeline=4)) as engine:
         samples = life(engine, model, "recompute")
@@ -221,7 +279,9 @@ def test_a_stage_holds_its_layers_alone(models: Any, family: str, stages: int) -
         for (unit, _), window in zip(storage.places, part.spec.windows, strict=True):
             assert (unit >= layout.num_full) == (0 < window < 500)
         if stages > 1:
-            assert num_bytes(param_table(spec, part), torch.float32) < num_bytes(param_table(spec), torch.float32)
+            assert num_bytes(param_table(spec, part), torch.float32) < num_bytes(
+                param_table(spec), torch.float32
+            )
     whole = KVStorage(spec, 1, 8, torch.float32, device).keys.numel()
     assert whole <= held <= (whole if family == "llama" else 3 * whole), (
         "of all stages together; some units are not full where stages are unlike"
@@ -237,5 +297,7 @@ def test_layers_are_spread_by_weight(models: Any) -> None:
     assert [len(layers) for layers in split_layers(deep, 30)] == [1] * 30
     wide = replace(deep, vocab_size=10**7)
     assert [len(layers) for layers in split_layers(wide, 3)] == [1, 28, 1]
-    with pytest.raises(ConfigError, match="pipeline_parallel=31 is more than the model's 30 layers"):
+    with pytest.raises(
+        ConfigError, match="pipeline_parallel=31 is more than the model's 30 layers"
+    ):
         split_layers(deep, 31)

@@ -1,4 +1,6 @@
-"""1, 2, 4 and 8 ranks that share the layers of a model: the same bits, in hidden rows, draws and scores."""
+"""1, 2, 4 and 8 ranks that share the layers of a model: the same bits, in hidden rows, draws and
+scores.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +54,9 @@ class Found(NamedTuple):
 
 
 def on_ranks(size: int, run: Callable[[int], T]) -> list[T]:
-    """What each rank's thread gives. An exception of one is raised; the others end at their group's deadline."""
+    """What each rank's thread gives. An exception of one is raised; the others end at their group's
+    deadline.
+    """
     with ThreadPoolExecutor(size) as pool:
         return [future.result() for future in [pool.submit(run, rank) for rank in range(size)]]
 
@@ -73,7 +77,9 @@ def batches(vocab: int) -> list[ForwardBatch]:
     for chunks in STEPS:
         rows = [
             Rows(
-                [(7 + 37 * at + 1009 * seq) % vocab for at in range(start, end)], start, [*range(6 * seq, 6 * seq + 6)]
+                [(7 + 37 * at + 1009 * seq) % vocab for at in range(start, end)],
+                start,
+                [*range(6 * seq, 6 * seq + 6)],
             )
             for seq, start, end in chunks
         ]
@@ -95,13 +101,20 @@ def requests(kind: str, vocab: int) -> list[DrawRequest]:
     plain = [
         SamplingParams(temperature=0),
         SamplingParams(raw_logprobs=True),
-        SamplingParams(temperature=0.7, logit_bias={1: 2.0, vocab - 1: 3.0}, repetition_penalty=1.3),
+        SamplingParams(
+            temperature=0.7, logit_bias={1: 2.0, vocab - 1: 3.0}, repetition_penalty=1.3
+        ),
         SamplingParams(temperature=1.3, allowed_token_ids=frozenset({2, vocab // 2, vocab - 2})),
     ]
-    cut = [SamplingParams(top_k=5, temperature=0.9), SamplingParams(top_p=0.6), SamplingParams(min_p=0.1)]
+    cut = [
+        SamplingParams(top_k=5, temperature=0.9),
+        SamplingParams(top_p=0.6),
+        SamplingParams(min_p=0.1),
+    ]
     params = {"plain": plain, "mixed": plain + cut}[kind]
     return [
-        DrawRequest(each, i % 2, (11, i, 40 + i), [3, vocab - 1], [vocab // 2]) for i, each in enumerate(params * 2)
+        DrawRequest(each, i % 2, (11, i, 40 + i), [3, vocab - 1], [vocab // 2])
+        for i, each in enumerate(params * 2)
     ]
 
 
@@ -120,7 +133,10 @@ def run(model: Decoder) -> Found:
         scores.append(result.scores)
         for kind in ("plain", "mixed"):
             asked = sampling_batch(requests(kind, vocab))
-            draws += [model.draw(result.hidden, asked), model.draw(result.hidden, replace(asked, most_top=4))]
+            draws += [
+                model.draw(result.hidden, asked),
+                model.draw(result.hidden, replace(asked, most_top=4)),
+            ]
     return Found(torch.cat(hidden), torch.cat(scores), draws)
 
 
@@ -128,7 +144,9 @@ def require_same(one: Any, other: Any) -> None:
     """To the bit, signs of zeros as well; NaN is NaN."""
     if isinstance(one, Tensor):
         assert one.dtype == other.dtype
-        plain = [each.nan_to_num(9e9) if each.is_floating_point() else each for each in (one, other)]
+        plain = [
+            each.nan_to_num(9e9) if each.is_floating_point() else each for each in (one, other)
+        ]
         assert torch.equal(*plain)
         assert torch.equal(*(each.signbit() for each in plain))
     elif isinstance(one, Draw):
@@ -162,7 +180,9 @@ def check(folder: Path, ops: Ops, dtype: torch.dtype, sizes: tuple[int, ...]) ->
     ],
     ids=["wide", "nine-heads", "one-kv-head", "gemma3", "experts", "fused"],
 )
-def test_ranks_agree_to_the_bit(tmp_path: Path, family: str, changes: Any, sizes: tuple[int, ...]) -> None:
+def test_ranks_agree_to_the_bit(
+    tmp_path: Path, family: str, changes: Any, sizes: tuple[int, ...]
+) -> None:
     check(tiny_model(tmp_path, family, **changes), reference_ops(), torch.float32, sizes)
 
 

@@ -1,7 +1,9 @@
-"""Engines over ranks that are threads of this process: the real loop, a `ModelRunner` a rank, steps as diffs.
+"""Engines over ranks that are threads of this process: the real loop, a `ModelRunner` a rank, steps
+as diffs.
 
-`mesh_engine` gives an `InferenceEngine` whose runner is `ThreadRanks`. Every rank has its part of the weights, its own
-KV tensors (filled with NaN) and a thread that runs steps in the order in which they come, so stages do overlap.
+`mesh_engine` gives an `InferenceEngine` whose runner is `ThreadRanks`. Every rank has its part of
+the weights, its own KV tensors (filled with NaN) and a thread that runs steps in the order in which
+they come, so stages do overlap.
 """
 
 import queue
@@ -20,7 +22,13 @@ from nano_inference.batch import ForwardBatch
 from nano_inference.engine import engine as engine_module
 from nano_inference.engine.assembly import Parts, assemble
 from nano_inference.engine.backends import choose_ops
-from nano_inference.engine.ranks.step_diff import Draw, Forward, MirroredUnits, StepDecoder, StepEncoder
+from nano_inference.engine.ranks.step_diff import (
+    Draw,
+    Forward,
+    MirroredUnits,
+    StepDecoder,
+    StepEncoder,
+)
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.storage import KVStorage, UnitMap, common_layout, storage_key
 from nano_inference.kv_cache.paged import PagedKVCache
@@ -55,14 +63,18 @@ class OnTheirWay:
 class Rank:
     """One rank: its thread, and what it mirrors."""
 
-    def __init__(self, part: ModelPart, runner: ModelRunner, block_size: int, units: MirroredUnits | None) -> None:
+    def __init__(
+        self, part: ModelPart, runner: ModelRunner, block_size: int, units: MirroredUnits | None
+    ) -> None:
         self.part, self.runner, self.units = part, runner, units
         self.decoder = StepDecoder(block_size)
         self.commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.failed: BaseException | None = None
         self._result: Any = None
         self._newest: Any = None
-        self._thread = threading.Thread(target=self._run, name=f"rank {part.place.rank}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"rank {part.place.rank}", daemon=True
+        )
         self._thread.start()
 
     def forward(self, frame: bytes) -> None:
@@ -98,11 +110,14 @@ class Rank:
 
 
 class ThreadRanks(ModelRunner):
-    """The loop's `Runner` over ranks. `whole` has all weights: updates are written there, and spread before a step."""
+    """The loop's `Runner` over ranks. `whole` has all weights: updates are written there, and
+    spread before a step.
+    """
 
     def __init__(self, config: EngineConfig, mesh: Mesh, parts: Parts) -> None:
         self.whole, self.mesh = parts.runner, mesh
-        self.models, self.storages = self.whole.models, self.whole.storages  # of the whole model; they run nothing
+        # of the whole model; they run nothing
+        self.models, self.storages = self.whole.models, self.whole.storages
         self.device, self.lockstep = self.whole.device, None
         self.version_of: Callable[[], int] = lambda: 0
         self._version = 0
@@ -116,7 +131,11 @@ class ThreadRanks(ModelRunner):
         self.joints: dict[tuple[int, str], Joints] = {}
         self.ranks: list[Rank] = []
         for index in range(mesh.world_size):
-            groups = {"tensor": tensor.get(index), "pipeline": pipeline.get(index), "context": context.get(index)}
+            groups = {
+                "tensor": tensor.get(index),
+                "pipeline": pipeline.get(index),
+                "context": context.get(index),
+            }
             self.ranks.append(self._rank(config, Place(mesh, index), parts, groups))
         self._teller = mesh.rank(mesh.pipeline - 1, 0, 0)
 
@@ -136,7 +155,10 @@ class ThreadRanks(ModelRunner):
         return [(rank.runner.clock.busy, rank.runner.clock.waiting) for rank in self.ranks]
 
     def forward(
-        self, batches: tuple[ForwardBatch, ...], block_copies: tuple[tuple[int, int], ...], previous: Any
+        self,
+        batches: tuple[ForwardBatch, ...],
+        block_copies: tuple[tuple[int, int], ...],
+        previous: Any,
     ) -> Any:
         if self.version_of() != self._version:
             self._version = self.version_of()
@@ -167,8 +189,8 @@ class ThreadRanks(ModelRunner):
             rank.commands.put(lambda rank=rank: rank.runner.drop(weight_set))
 
     def poison(self, free: list[int]) -> None:
-        """Fill units (blocks, where there are none) that nobody may read any more with NaN, once the steps before are
-        done.
+        """Fill units (blocks, where there are none) that nobody may read any more with NaN, once
+        the steps before are done.
         """
         for rank in self.ranks:
             rank.commands.put(lambda rank=rank: _poison(rank.runner, free))
@@ -190,7 +212,13 @@ class ThreadRanks(ModelRunner):
                 found |= dict(zip(every, members, strict=True))
         return found
 
-    def _rank(self, config: EngineConfig, place: Place, parts: Parts, groups: dict[str, ThreadGroup | None]) -> Rank:
+    def _rank(
+        self,
+        config: EngineConfig,
+        place: Place,
+        parts: Parts,
+        groups: dict[str, ThreadGroup | None],
+    ) -> Rank:
         models: dict[str, Decoder] = {}
         clock = RankClock()
         storages: dict[str, KVStorage] = {}
@@ -203,14 +231,20 @@ class ThreadRanks(ModelRunner):
             if name == PREVIOUS:
                 continue
             part = part_of(model.spec, place)
-            ops = choose_ops(config, {name: model.spec}, model.dtype, self.device)(budget.num_blocks)
+            ops = choose_ops(config, {name: model.spec}, model.dtype, self.device)(
+                budget.num_blocks
+            )
             params = allocate(param_table(model.spec, part), model.dtype, self.device, ops.allocate)
             _load(params, part, model)
-            models[name] = Decoder(part.spec, params, ops, budget.max_model_len, Joints(part, **groups, clock=clock))
+            models[name] = Decoder(
+                part.spec, params, ops, budget.max_model_len, Joints(part, **groups, clock=clock)
+            )
             key = storage_key(part.spec, budget.layout)
             if key not in by_key:
                 size = config.block_size // place.mesh.context
-                by_key[key] = KVStorage(part.spec, budget.num_blocks, size, model.dtype, self.device, unit_map)
+                by_key[key] = KVStorage(
+                    part.spec, budget.num_blocks, size, model.dtype, self.device, unit_map
+                )
                 by_key[key].keys.fill_(torch.nan)
                 by_key[key].values.fill_(torch.nan)
             storages[name] = by_key[key]
@@ -220,7 +254,9 @@ class ThreadRanks(ModelRunner):
         """Bring an update of the whole model to every rank. Nothing is in flight."""
         for rank in self.ranks:
             model = rank.runner.models[POLICY]
-            rank.commands.put(lambda model=model: _load(model.params, model.part, self.models[POLICY]))
+            rank.commands.put(
+                lambda model=model: _load(model.params, model.part, self.models[POLICY])
+            )
         self._settle()
 
     def _settle(self) -> None:
@@ -246,8 +282,11 @@ class ThreadRanks(ModelRunner):
 
 
 @contextmanager
-def mesh_engine(config: EngineConfig, mesh: Mesh, groups: int | None = None) -> Iterator[InferenceEngine]:
-    """An engine whose ranks are threads. `config` is that of one rank; its memory is given as blocks of one rank.
+def mesh_engine(
+    config: EngineConfig, mesh: Mesh, groups: int | None = None
+) -> Iterator[InferenceEngine]:
+    """An engine whose ranks are threads. `config` is that of one rank; its memory is given as
+    blocks of one rank.
 
     Args:
         config: of the engine, without parallel options.

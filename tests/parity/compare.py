@@ -15,7 +15,8 @@ from nano_inference.text.chat import encode_chat
 
 TOLERANCE = 1e-4  # on a logprob, in float32
 MODEL = "smollm2-135m"
-MOST_FORCED = 12  # preemptions: without an end to them a sequence that computes token by token would never end
+# preemptions: without an end to them a sequence that computes token by token would never end
+MOST_FORCED = 12
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,11 @@ def prompts(engine: InferenceEngine) -> list[list[int]]:
 
 
 def complete(
-    engine: InferenceEngine, token_ids: list[list[int]], params: SamplingParams, num_samples: int, preempted: bool
+    engine: InferenceEngine,
+    token_ids: list[list[int]],
+    params: SamplingParams,
+    num_samples: int,
+    preempted: bool,
 ) -> tuple[list[TrainingSample], int]:
     """Samples of all prompts in order, and how often a sequence was preempted by force."""
     ids = [engine.add_request(prompt, params, num_samples) for prompt in token_ids]
@@ -122,13 +127,23 @@ def compare_rows(
             got, forced = complete(engine, token_ids, params, row.num_samples, row.preempted)
         expected = [s for s in default if s.sample_index < row.num_samples]
         equal = [_bits(one) == _bits(other) for one, other in zip(got, expected, strict=True)]
-        results.append({**vars(row), "dtype": dtype, "forced": forced, "samples": len(equal), "equal": sum(equal)})
+        results.append(
+            {
+                **vars(row),
+                "dtype": dtype,
+                "forced": forced,
+                "samples": len(equal),
+                "equal": sum(equal),
+            }
+        )
         report(f"{dtype} {row}: {sum(equal)} of {len(equal)} equal, {forced} preemptions forced")
     return results
 
 
 def agreement(oracle: Any, samples: list[TrainingSample]) -> Agreement:
-    """One forward of the oracle over each prompt and our tokens; argmax and logprob at each position."""
+    """One forward of the oracle over each prompt and our tokens; argmax and logprob at each
+    position.
+    """
     differences: list[float] = []
     equal = 0
     for sample in samples:
@@ -140,7 +155,11 @@ def agreement(oracle: Any, samples: list[TrainingSample]) -> Agreement:
         theirs = rows.gather(1, torch.tensor(sample.completion_tokens)[:, None])[:, 0]
         differences += (theirs - torch.tensor(sample.logprobs)).abs().tolist()
     return Agreement(
-        len(samples), len(differences), equal, max(differences), sum(differences) / max(1, len(differences))
+        len(samples),
+        len(differences),
+        equal,
+        max(differences),
+        sum(differences) / max(1, len(differences)),
     )
 
 
@@ -160,7 +179,9 @@ def smollm2_oracle() -> Any:
     from nano_inference.models.embedded import find_embedded
 
     file = find_embedded(MODEL)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
     return model.eval()
 
 

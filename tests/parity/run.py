@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from tests.parity.compare import MODEL, TOLERANCE, agreement, compare_rows, complete, oracle_of, prompts
+from tests.parity.compare import (
+    MODEL,
+    TOLERANCE,
+    agreement,
+    compare_rows,
+    complete,
+    oracle_of,
+    prompts,
+)
 
 COMMON: dict[str, Any] = {"device": "cpu", "max_model_len": 1024, "kv_cache_memory": 2**30}
 
@@ -33,7 +41,9 @@ def main() -> None:
     rows = [
         row
         for dtype in ("float32", "bfloat16")
-        for row in compare_rows(model, dtype, [*token_ids[:7], token_ids[-1][:700]], 16, report=print, **COMMON)
+        for row in compare_rows(
+            model, dtype, [*token_ids[:7], token_ids[-1][:700]], 16, report=print, **COMMON
+        )
     ]
     summary = {
         "model": model,

@@ -1,4 +1,6 @@
-"""Qwen3-MoE, whose layers may or may not have experts: parity, bits, and weights by either of their names."""
+"""Qwen3-MoE, whose layers may or may not have experts: parity, bits, and weights by either of their
+names.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,16 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 def engine_of(folder: Path, **options: Any) -> InferenceEngine:
-    return InferenceEngine(EngineConfig(model_path=str(folder), **{"dtype": "float32", **TINY, **options}))
+    return InferenceEngine(
+        EngineConfig(model_path=str(folder), **{"dtype": "float32", **TINY, **options})
+    )
 
 
 @pytest.mark.parametrize("renormalized", [False, True])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_qwen3_moe_agrees_with_transformers(tmp_path: Path, backend: Backend, renormalized: bool) -> None:
+def test_qwen3_moe_agrees_with_transformers(
+    tmp_path: Path, backend: Backend, renormalized: bool
+) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = tiny_model(tmp_path, "qwen3-moe", norm_topk_prob=renormalized)
@@ -55,7 +61,10 @@ def test_an_update_may_name_experts_as_transformers_holds_them(tmp_path: Path, f
     fused = AutoModelForCausalLM.from_pretrained(new).state_dict()
     assert fused["model.layers.0.mlp.experts.gate_up_proj"].dim() == 3
     with engine_of(new) as engine:
-        expected, checksum = complete(engine, PROMPTS, GREEDY, 1, preempted=False)[0], engine.weights_checksum()
+        expected, checksum = (
+            complete(engine, PROMPTS, GREEDY, 1, preempted=False)[0],
+            engine.weights_checksum(),
+        )
     with engine_of(old) as engine:
         assert engine.weights_checksum() != checksum
         engine.update_weights(fused, blocking=True, complete=True)
@@ -66,6 +75,10 @@ def test_an_update_may_name_experts_as_transformers_holds_them(tmp_path: Path, f
         with pytest.raises(WeightUpdateError, match=r"has shape \(\d, \d+, \d+\), expected"):
             engine.update_weights({one: fused[one][1:]}, blocking=True)
         expert = next(name for name in checksum if ".experts.1." in name)
-        engine.update_weights({expert: torch.zeros(engine.weight_sync.shapes[expert])}, blocking=True)
-        changed = {name for name, digest in engine.weights_checksum().items() if digest != checksum[name]}
+        engine.update_weights(
+            {expert: torch.zeros(engine.weight_sync.shapes[expert])}, blocking=True
+        )
+        changed = {
+            name for name, digest in engine.weights_checksum().items() if digest != checksum[name]
+        }
         assert changed == {expert}

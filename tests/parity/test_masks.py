@@ -1,4 +1,6 @@
-"""What masks cut, by transformers: `logprobs` under its processors; with `log_kept_mass`, of the whole vocabulary."""
+"""What masks cut, by transformers: `logprobs` under its processors; with `log_kept_mass`, of the
+whole vocabulary.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,16 @@ MASKS: dict[str, dict[str, Any]] = {
     "allowed": {"allowed_token_ids": ALLOWED},
     "few allowed, cold": {"allowed_token_ids": frozenset({7, 8}), "temperature": 0.1},
     "min_tokens": {"min_tokens": 6, "stop_token_ids": STOPS},
-    "min_tokens for a while": {"min_tokens": 3, "stop_token_ids": frozenset({2, 3}), "temperature": 1.4},
-    "both": {"min_tokens": 6, "stop_token_ids": frozenset(range(40, 58)), "allowed_token_ids": ALLOWED},
+    "min_tokens for a while": {
+        "min_tokens": 3,
+        "stop_token_ids": frozenset({2, 3}),
+        "temperature": 1.4,
+    },
+    "both": {
+        "min_tokens": 6,
+        "stop_token_ids": frozenset(range(40, 58)),
+        "allowed_token_ids": ALLOWED,
+    },
     "with a filter": {"allowed_token_ids": ALLOWED, "top_k": 3, "temperature": 0.7},
 }
 
@@ -29,18 +39,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("masks"))
 
 
-def by_transformers(folder: Path, sample: TrainingSample, params: SamplingParams) -> tuple[list[float], list[float]]:
-    """Logprobs of a sample's tokens at its temperature: under the masks, and of the whole vocabulary."""
-    from transformers import AutoModelForCausalLM, MinNewTokensLengthLogitsProcessor, PrefixConstrainedLogitsProcessor
+def by_transformers(
+    folder: Path, sample: TrainingSample, params: SamplingParams
+) -> tuple[list[float], list[float]]:
+    """Logprobs of a sample's tokens at its temperature: under the masks, and of the whole
+    vocabulary.
+    """
+    from transformers import (
+        AutoModelForCausalLM,
+        MinNewTokensLengthLogitsProcessor,
+        PrefixConstrainedLogitsProcessor,
+    )
 
     model, known = AutoModelForCausalLM.from_pretrained(folder).eval(), len(sample.prompt_tokens)
     processors: list[Any] = []
     if params.min_tokens:
         stops = [*params.stop_token_ids, model.config.eos_token_id]
-        processors.append(MinNewTokensLengthLogitsProcessor(known, params.min_tokens, stops, device="cpu"))
+        processors.append(
+            MinNewTokensLengthLogitsProcessor(known, params.min_tokens, stops, device="cpu")
+        )
     if params.allowed_token_ids is not None:
         allowed = sorted(params.allowed_token_ids)
-        processors.append(PrefixConstrainedLogitsProcessor(lambda _batch, _ids: allowed, num_beams=1))
+        processors.append(
+            PrefixConstrainedLogitsProcessor(lambda _batch, _ids: allowed, num_beams=1)
+        )
     ids = torch.tensor([sample.prompt_tokens + sample.completion_tokens])
     with torch.no_grad():
         logits = model(ids).logits[0].double()
@@ -55,8 +77,16 @@ def by_transformers(folder: Path, sample: TrainingSample, params: SamplingParams
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_logprobs_and_kept_mass_are_those_of_the_whole_vocabulary(folder: Path, backend: Backend) -> None:
-    config = EngineConfig(model_path=str(folder), dtype="float32", backend=backend, device="cpu", kv_cache_memory=2**24)
+def test_logprobs_and_kept_mass_are_those_of_the_whole_vocabulary(
+    folder: Path, backend: Backend
+) -> None:
+    config = EngineConfig(
+        model_path=str(folder),
+        dtype="float32",
+        backend=backend,
+        device="cpu",
+        kv_cache_memory=2**24,
+    )
     with InferenceEngine(config) as engine:
         for name, options in MASKS.items():
             params = SamplingParams(max_tokens=6, seed=3, **options)
@@ -71,7 +101,11 @@ def test_logprobs_and_kept_mass_are_those_of_the_whole_vocabulary(folder: Path, 
             told = [delta.log_kept_mass for delta in engine.generate(PROMPT, params, stream=True)]
             assert sum((each or () for each in told), ()) == mass, name
             assert replay(engine, sample).log_kept_mass == mass, name
-        greedy = SamplingParams(max_tokens=3, temperature=0, raw_logprobs=True, allowed_token_ids=ALLOWED)
+        greedy = SamplingParams(
+            max_tokens=3, temperature=0, raw_logprobs=True, allowed_token_ids=ALLOWED
+        )
         (sample,) = engine.generate(PROMPT, greedy)
-        assert sample.log_kept_mass == (0.0,) * 3, "logprobs are the raw ones, of which nothing is missing"
+        assert sample.log_kept_mass == (0.0,) * 3, (
+            "logprobs are the raw ones, of which nothing is missing"
+        )
         assert sample.logprobs == sample.raw_logprobs

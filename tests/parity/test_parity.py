@@ -1,4 +1,6 @@
-"""The short form of `python -m tests.parity.run`, and the same for tiny models of every rope scaling."""
+"""The short form of `python -m tests.parity.run`, and the same for tiny models of every rope
+scaling.
+"""
 
 import itertools
 from pathlib import Path
@@ -9,7 +11,16 @@ import pytest
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.config import Backend, CacheType
 from tests.models.tiny import FAMILIES, Rope, tiny_llama, tiny_model
-from tests.parity.compare import MODEL, ROWS, TOLERANCE, agreement, compare_rows, complete, prompts, smollm2_oracle
+from tests.parity.compare import (
+    MODEL,
+    ROWS,
+    TOLERANCE,
+    agreement,
+    compare_rows,
+    complete,
+    prompts,
+    smollm2_oracle,
+)
 
 COMMON: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kv_cache_memory": 2**29}
 TINY: dict[str, Any] = {"device": "cpu", "kv_cache_memory": 2**24}
@@ -25,7 +36,9 @@ def test_rows_cover_every_pair() -> None:
 def test_smollm2_agrees_with_transformers() -> None:
     with InferenceEngine(EngineConfig(model_path=MODEL, dtype="float32", **COMMON)) as engine:
         token_ids = prompts(engine)[:4]
-        samples, _ = complete(engine, token_ids, SamplingParams(temperature=0, max_tokens=16), 1, preempted=False)
+        samples, _ = complete(
+            engine, token_ids, SamplingParams(temperature=0, max_tokens=16), 1, preempted=False
+        )
     found = agreement(smollm2_oracle(), samples)
     assert found.tokens_equal == found.tokens
     assert found.largest_difference <= TOLERANCE
@@ -42,27 +55,36 @@ def test_smollm2_has_the_same_bits_in_other_configurations(dtype: str) -> None:
 
 @pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
 @pytest.mark.parametrize(("tie", "backend"), [(False, "cpu"), (True, "cpu"), (True, "reference")])
-def test_tiny_models_agree_with_transformers(tmp_path: Path, rope: str, tie: bool, backend: Backend) -> None:
+def test_tiny_models_agree_with_transformers(
+    tmp_path: Path, rope: str, tie: bool, backend: Backend
+) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = tiny_llama(tmp_path, rope=rope, tie=tie)
     oracle = AutoModelForCausalLM.from_pretrained(folder).eval()
     token_ids = [list(range(3, 3 + length)) for length in (1, 5, 40, 200)]
-    with InferenceEngine(EngineConfig(model_path=str(folder), dtype="float32", backend=backend, **TINY)) as engine:
-        samples, _ = complete(engine, token_ids, SamplingParams(temperature=0, max_tokens=64), 1, preempted=False)
+    with InferenceEngine(
+        EngineConfig(model_path=str(folder), dtype="float32", backend=backend, **TINY)
+    ) as engine:
+        samples, _ = complete(
+            engine, token_ids, SamplingParams(temperature=0, max_tokens=64), 1, preempted=False
+        )
     found = agreement(oracle, samples)
     assert found.tokens_equal == found.tokens
     assert found.largest_difference <= TOLERANCE
 
 
 @pytest.mark.parametrize(
-    ("cache_type", "backend"), [("paged", "cpu"), ("radix", "cpu"), ("paged", "reference"), ("radix", "reference")]
+    ("cache_type", "backend"),
+    [("paged", "cpu"), ("radix", "cpu"), ("paged", "reference"), ("radix", "reference")],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_agrees_with_transformers(
     tmp_path: Path, family: str, cache_type: CacheType, backend: Backend
 ) -> None:
-    """Windows are shorter than the prompts, and the last prompt finds the one before it in the cache."""
+    """Windows are shorter than the prompts, and the last prompt finds the one before it in the
+    cache.
+    """
     from transformers import AutoModelForCausalLM
 
     folder = tiny_model(tmp_path, family)
@@ -83,7 +105,8 @@ def test_every_family_agrees_with_transformers(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "backend"), [("float32", "cpu"), ("bfloat16", "cpu"), ("bfloat16", "reference"), ("float16", "reference")]
+    ("dtype", "backend"),
+    [("float32", "cpu"), ("bfloat16", "cpu"), ("bfloat16", "reference"), ("float16", "reference")],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_same_bits_in_other_configurations(
@@ -99,7 +122,9 @@ def test_every_family_has_the_same_bits_in_other_configurations(
 @pytest.mark.parametrize(
     ("rope", "dtype", "backend"),
     [
-        *itertools.product(["default", "linear", "llama3", "yarn"], ["float32", "bfloat16"], ["cpu"]),
+        *itertools.product(
+            ["default", "linear", "llama3", "yarn"], ["float32", "bfloat16"], ["cpu"]
+        ),
         ("default", "float32", "reference"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Every family on the CUDA backend, its kernels in Triton's interpreter, beside the reference backend in float32."""
+"""Every family on the CUDA backend, its kernels in Triton's interpreter, beside the reference
+backend in float32.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,19 +17,23 @@ pytest.importorskip("triton")
 # Windows (17 to 33 tokens) are shorter than the second prompt.
 PROMPTS = [[5, 9], [(11 * i) % 290 + 3 for i in range(34)]]
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 300}
-OFTEN = ("qwen3", "gemma3", "olmo2", "granite")  # what no other has: norms of three kinds, GELU, windows, factors
+# what no other has: norms of three kinds, GELU, windows, factors
+OFTEN = ("qwen3", "gemma3", "olmo2", "granite")
 GEMMA = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 PARAMS = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=True, ignore_eos=True)
 
 
 def complete(folder: Path, **options: Any) -> list[TrainingSample]:
-    config = EngineConfig(model_path=str(folder), dtype="float32", device="cpu", kv_cache_memory=2**20, **options)
+    config = EngineConfig(
+        model_path=str(folder), dtype="float32", device="cpu", kv_cache_memory=2**20, **options
+    )
     with InferenceEngine(config) as engine:
         return engine.generate(PROMPTS, PARAMS)
 
 
 @pytest.mark.parametrize(
-    "family", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "family",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
 def test_every_family_agrees_with_the_reference(tmp_path: Path, family: str) -> None:
     kv_heads = 1 if family in ("gemma3", "qwen3") else 2  # several query heads a key head, and one
@@ -42,4 +48,6 @@ def test_every_family_agrees_with_the_reference(tmp_path: Path, family: str) -> 
             assert sample.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
             assert sample.prompt_logprobs is not None
             assert other.prompt_logprobs is not None
-            assert sample.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=TOLERANCE)
+            assert sample.prompt_logprobs[1:] == pytest.approx(
+                other.prompt_logprobs[1:], abs=TOLERANCE
+            )

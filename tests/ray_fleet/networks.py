@@ -1,4 +1,6 @@
-"""Two networks on one Linux machine, with a router between them that can stop to pass anything on. Needs root."""
+"""Two networks on one Linux machine, with a router between them that can stop to pass anything on.
+Needs root.
+"""
 
 import os
 import shutil
@@ -26,7 +28,19 @@ class Networks:
         for name, address in ((self.near, NEAR), (self.far, FAR)):
             gateway = address.rpartition(".")[0] + ".1"
             _ip("netns", "add", name)
-            _ip("link", "add", "cable", "netns", name, "type", "veth", "peer", name, "netns", self._middle)
+            _ip(
+                "link",
+                "add",
+                "cable",
+                "netns",
+                name,
+                "type",
+                "veth",
+                "peer",
+                name,
+                "netns",
+                self._middle,
+            )
             for where, device, its in ((name, "cable", address), (self._middle, name, gateway)):
                 _ip("-n", where, "addr", "add", f"{its}/24", "dev", device)
                 _ip("-n", where, "link", "set", device, "up")
@@ -52,7 +66,14 @@ class Networks:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def _pass_on(self, word: str) -> None:
-        _ip("netns", "exec", self._middle, "sh", "-c", f"echo {word} > /proc/sys/net/ipv4/ip_forward")
+        _ip(
+            "netns",
+            "exec",
+            self._middle,
+            "sh",
+            "-c",
+            f"echo {word} > /proc/sys/net/ipv4/ip_forward",
+        )
 
 
 def inside(namespace: str, command: Sequence[str]) -> list[str]:

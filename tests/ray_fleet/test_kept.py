@@ -11,7 +11,10 @@ NAMES = "abcde"
 
 
 def bucket(names: frozenset[str], content: object = None) -> Bucket:
-    return Bucket(json.dumps({"buckets": [[[name, "float32", [1], None] for name in names]]}).encode(), content)
+    return Bucket(
+        json.dumps({"buckets": [[[name, "float32", [1], None] for name in names]]}).encode(),
+        content,
+    )
 
 
 def test_nothing_is_version_0() -> None:
@@ -25,8 +28,14 @@ def test_a_whole_update_replaces_all_before() -> None:
 
 
 def test_what_a_part_leaves_is_kept() -> None:
-    kept = KeptWeights().after(1, [bucket(frozenset("ab")), bucket(frozenset("c"))]).after(2, [bucket(frozenset("bc"))])
-    assert [(update.version, [each.names for each in update.buckets]) for update in kept.updates] == [
+    kept = (
+        KeptWeights()
+        .after(1, [bucket(frozenset("ab")), bucket(frozenset("c"))])
+        .after(2, [bucket(frozenset("bc"))])
+    )
+    assert [
+        (update.version, [each.names for each in update.buckets]) for update in kept.updates
+    ] == [
         (1, [frozenset("ab")]),
         (2, [frozenset("bc")]),
     ]

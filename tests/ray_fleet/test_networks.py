@@ -1,4 +1,6 @@
-"""Two machines, as far as the network can tell, and nothing gets through between them for a while."""
+"""Two machines, as far as the network can tell, and nothing gets through between them for a
+while.
+"""
 
 import json
 import os
@@ -16,12 +18,18 @@ from tests.docs.test_docs import ROOT
 from tests.ray_fleet.networks import FAR, NEAR, Networks, inside, two_networks
 from tests.ray_fleet.test_ray import HERE, PYTHON, models
 
-HEALTH = {"health_check_period_ms": 2000, "health_check_timeout_ms": 5000, "health_check_failure_threshold": 3}
+HEALTH = {
+    "health_check_period_ms": 2000,
+    "health_check_timeout_ms": 5000,
+    "health_check_failure_threshold": 3,
+}
 PORT = 6379
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it"),
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it"
+    ),
 ]
 
 
@@ -38,7 +46,9 @@ def networks() -> Iterator[Networks]:
 def test_ray_goes_on_where_a_network_is_cut(networks: Networks, tmp_path: Path) -> None:
     models(tmp_path)
     with ExitStack() as stack:
-        short = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True))
+        short = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True)
+        )
         paths = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
         # A token of this cluster's own, whatever this machine has for others.
         secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -53,13 +63,25 @@ def test_ray_goes_on_where_a_network_is_cut(networks: Networks, tmp_path: Path) 
             return process
 
         def node(namespace: str, address: str, *words: str) -> None:
-            command = ("-m", "ray.scripts.scripts", "start", f"--node-ip-address={address}", "--num-cpus=1", "--block")
+            command = (
+                "-m",
+                "ray.scripts.scripts",
+                "start",
+                f"--node-ip-address={address}",
+                "--num-cpus=1",
+                "--block",
+            )
             start(namespace, *command, *words, stdout=log)
 
         def far_node() -> None:
             node(networks.far, FAR, f"--address={NEAR}:{PORT}")
 
-        head = ("--head", f"--port={PORT}", "--include-dashboard=false", f"--system-config={json.dumps(HEALTH)}")
+        head = (
+            "--head",
+            f"--port={PORT}",
+            "--include-dashboard=false",
+            f"--system-config={json.dumps(HEALTH)}",
+        )
         node(networks.near, NEAR, *head)
         far_node()
         script = HERE / "with_two_networks.py"

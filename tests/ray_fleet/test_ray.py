@@ -20,7 +20,9 @@ HERE = Path(__file__).parent
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it"),
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it"
+    ),
 ]
 
 
@@ -35,7 +37,8 @@ def models(folder: Path) -> None:
 
 def run(*told: object) -> str:
     """What Ray's Python says, at the end."""
-    # Ray's sockets have long names below this folder, and no name of a socket may be longer than 107 letters.
+    # Ray's sockets have long names below this folder, and no name of a socket may be longer than
+    # 107 letters.
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as short:
         paths = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
         environment = os.environ | {"RAY_TMPDIR": short, "PYTHONPATH": paths}
@@ -112,7 +115,8 @@ def test_nothing_stays_behind(seen: dict[str, Any]) -> None:
 def test_a_replica_of_two_ranks(tmp_path: Path) -> None:
     models(tmp_path)
     seen = json.loads(run(HERE / "with_ranks.py", tmp_path / "model", tmp_path).splitlines()[-1])
-    assert "2 ranks of {'CPU': 1.0} on one node" in seen["apart"]  # there are two CPUs, on two nodes
+    # there are two CPUs, on two nodes
+    assert "2 ranks of {'CPU': 1.0} on one node" in seen["apart"]
     assert seen["generate"]
     assert seen["version"] == 1
     assert seen["checksum"]
@@ -123,10 +127,13 @@ def test_a_replica_of_two_ranks(tmp_path: Path) -> None:
 
 def test_the_program_of_the_document(tmp_path: Path) -> None:
     models(tmp_path)
-    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "ray.md").read_text(), flags=re.M | re.S)
+    (program,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / "ray.md").read_text(), flags=re.M | re.S
+    )
     said = re.findall(r"^    print.*?# (?:.*: )?(.*)$", program, flags=re.M)
     ahead = (
-        f"from safetensors.torch import load_file\nnew_weights = load_file({str(tmp_path / 'whole.safetensors')!r})\n"
+        f"from safetensors.torch import load_file\nnew_weights = "
+        f"load_file({str(tmp_path / 'whole.safetensors')!r})\n"
     )
     script = tmp_path / "program.py"
     script.write_text(ahead + program.replace("MODEL_FOLDER", str(tmp_path / "model")))

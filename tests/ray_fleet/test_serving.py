@@ -21,11 +21,16 @@ from tests.ray_fleet.test_ray import PYTHON, models
 
 PATIENCE = 180.0
 NUM_STREAMS = 32
-OPTIONS = "--ray --replicas 2 --restart-engine --threads 1 --max-batch-size 8 --dtype float32 --kv-cache-memory 16MiB"
+OPTIONS = (
+    "--ray --replicas 2 --restart-engine --threads 1 --max-batch-size 8 --dtype float32 "
+    "--kv-cache-memory 16MiB"
+)
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it"),
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it"
+    ),
 ]
 
 
@@ -35,15 +40,30 @@ def server(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # Ray's sockets have long names below this folder, and no name of a socket may be longer than 107 letters.
+    # Ray's sockets have long names below this folder, and no name of a socket may be longer than
+    # 107 letters.
     with ExitStack() as stack:
-        short = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True))
+        short = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True)
+        )
         log = stack.enter_context((tmp_path / "log").open("w"))
         paths = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
         environment = os.environ | {"RAY_TMPDIR": short, "PYTHONPATH": paths}
         serve = "from nano_inference.cli import app; app()"
-        words = [str(PYTHON), "-c", serve, "serve", str(tmp_path / "model"), "--port", str(port), "--admin-key", "key"]
-        process = subprocess.Popen([*words, *OPTIONS.split()], env=environment, stdout=log, stderr=log)
+        words = [
+            str(PYTHON),
+            "-c",
+            serve,
+            "serve",
+            str(tmp_path / "model"),
+            "--port",
+            str(port),
+            "--admin-key",
+            "key",
+        ]
+        process = subprocess.Popen(
+            [*words, *OPTIONS.split()], env=environment, stdout=log, stderr=log
+        )
         url = f"http://127.0.0.1:{port}"
         try:
             end = time.monotonic() + PATIENCE
@@ -64,7 +84,9 @@ def server(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
 
 def asked(url: str, path: str, body: Any = None) -> Any:
     headers = {"content-type": "application/json", "authorization": "Bearer key"}
-    request = urllib.request.Request(url + path, None if body is None else json.dumps(body).encode(), headers)
+    request = urllib.request.Request(
+        url + path, None if body is None else json.dumps(body).encode(), headers
+    )
     with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         return json.load(answer)
 

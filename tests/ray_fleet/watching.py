@@ -27,7 +27,13 @@ def say(*words: object) -> None:
 def config_of(model: str) -> EngineConfig:
     """Small batches, so that the work takes seconds."""
     return EngineConfig(
-        model, dtype="float32", device="cpu", num_threads=1, kv_cache_memory=2**24, max_batch_size=4, seed=7
+        model,
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        kv_cache_memory=2**24,
+        max_batch_size=4,
+        seed=7,
     )
 
 
@@ -81,7 +87,9 @@ def serving(fleet: RayFleet) -> list[Replica]:
 
 
 def in_the_middle(fleet: RayFleet) -> Meanwhile:
-    """A `generate` that has sampled some tokens on every replica, and has most of them before it."""
+    """A `generate` that has sampled some tokens on every replica, and has most of them before
+    it.
+    """
     before = fleet.stats().completion_tokens
     running = Meanwhile(lambda: bits(fleet.generate(PROMPTS, SEEDED, WIDTH)))
     until("tokens", lambda: fleet.stats().completion_tokens > before + 3000 or not running.runs())

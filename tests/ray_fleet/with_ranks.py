@@ -1,7 +1,7 @@
 """A replica of two ranks: actors on one node, of which one is killed.
 
-Run by the interpreter of an environment that has Ray. Arguments: a model folder, and one with `whole.safetensors`.
-Prints one line of JSON.
+Run by the interpreter of an environment that has Ray. Arguments: a model folder, and one with
+`whole.safetensors`. Prints one line of JSON.
 """
 # pyright: reportMissingImports=false
 
@@ -56,7 +56,9 @@ def main() -> dict[str, Any]:
             (client,) = fleet._client.roster.living().values()
             raylet = psutil.Process(client.info.pid).parent()
             assert raylet is not None
-            (rank,) = (each for each in raylet.children() if "RankActor" in " ".join(each.cmdline()))
+            (rank,) = (
+                each for each in raylet.children() if "RankActor" in " ".join(each.cmdline())
+            )
             rank.kill()
             until("its end", lambda: not serving(fleet))
             seen["why"] = fleet.replicas()[0].why

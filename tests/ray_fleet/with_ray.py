@@ -1,7 +1,7 @@
 """A fleet on a Ray of three nodes on one machine: they die, and come anew.
 
-Run by the interpreter of an environment that has Ray. Arguments: a model folder, and the seeds' folder with
-`whole.safetensors` and `part.safetensors`. Prints one line of JSON.
+Run by the interpreter of an environment that has Ray. Arguments: a model folder, and the seeds'
+folder with `whole.safetensors` and `part.safetensors`. Prints one line of JSON.
 """
 # pyright: reportMissingImports=false
 
@@ -58,7 +58,9 @@ def refusals(fleet: RayFleet) -> dict[str, str]:
     return {
         "shape": said(lambda: fleet.update_weights({name: whole[name][:3]}), WeightUpdateError),
         "none": said(lambda: fleet.update_weights({}), WeightUpdateError),
-        "missing": said(lambda: fleet.update_weights({name: whole[name]}, complete=True), WeightUpdateError),
+        "missing": said(
+            lambda: fleet.update_weights({name: whole[name]}, complete=True), WeightUpdateError
+        ),
         "old": said(lambda: fleet.update_weights(whole, version=1), WeightUpdateError),
         "text": said(lambda: fleet.generate(["text"], PARAMS), InvalidRequest),
         "ids": said(lambda: fleet.generate([[1, 2], [10**6]], PARAMS), InvalidRequest),
@@ -96,7 +98,10 @@ def main() -> dict[str, Any]:
         seen["generate"] = bits(found) == bits(unseeded)
         seen["ids"] = [each.request_id for each in found] == [each.request_id for each in unseeded]
         say("generated")
-        seen["versions"] = [fleet.update_weights(whole), fleet.update_weights(part.items(), complete=False)]
+        seen["versions"] = [
+            fleet.update_weights(whole),
+            fleet.update_weights(part.items(), complete=False),
+        ]
         seen["each version"] = [each.weight_version for each in fleet.replicas()]
         seen["checksum"] = fleet.weights_checksum() == checksum
         say("updated")

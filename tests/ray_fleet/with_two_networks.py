@@ -1,8 +1,8 @@
 """A fleet over two networks, and no way between them for a while.
 
-Run by the interpreter of an environment that has Ray, in the near network, where Ray's head is. Arguments: a model
-folder, a folder with `whole.safetensors`, and the head's address. It says "cut" and "mend" when these are to be done,
-and at the end prints one line of JSON.
+Run by the interpreter of an environment that has Ray, in the near network, where Ray's head is.
+Arguments: a model folder, a folder with `whole.safetensors`, and the head's address. It says "cut"
+and "mend" when these are to be done, and at the end prints one line of JSON.
 """
 
 import json
@@ -11,7 +11,18 @@ import time
 from typing import Any
 
 from safetensors.torch import load_file
-from watching import PATIENCE, PROMPTS, SEEDED, WIDTH, bits, config_of, in_the_middle, say, serving, until
+from watching import (
+    PATIENCE,
+    PROMPTS,
+    SEEDED,
+    WIDTH,
+    bits,
+    config_of,
+    in_the_middle,
+    say,
+    serving,
+    until,
+)
 
 from nano_inference import InferenceEngine
 from nano_inference.ray import RayFleet

@@ -1,4 +1,6 @@
-"""Gradients of experts belong to the forward that ran: the backward pass goes through the engine's own choices."""
+"""Gradients of experts belong to the forward that ran: the backward pass goes through the engine's
+own choices.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,21 +20,33 @@ from tests.models.tiny import tiny_model
 from tests.rl.test_gradients import TOLERANCE, oracle_gradients
 from tests.rl.training import SEQUENCES, bits, build, gradients
 
-Routes = dict[tuple[int, ...], list[list[int]]]  # tokens up to a row -> the experts of each layer that has some
-MIXED: dict[str, Any] = {"enable_prefix_caching": False, "max_chunk_tokens": 128, "max_tokens_per_batch": 256}
+# tokens up to a row -> the experts of each layer that has some
+Routes = dict[tuple[int, ...], list[list[int]]]
+MIXED: dict[str, Any] = {
+    "enable_prefix_caching": False,
+    "max_chunk_tokens": 128,
+    "max_tokens_per_batch": 256,
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """32 experts, 4 of them a token, in bfloat16: float32 chooses others for some rows."""
     folder = tmp_path_factory.mktemp("experts")
-    changes = {"num_experts": 32, "num_experts_per_tok": 4, "torch_dtype": "bfloat16", "num_hidden_layers": 4}
+    changes = {
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "torch_dtype": "bfloat16",
+        "num_hidden_layers": 4,
+    }
     return tiny_model(folder, "qwen3-moe", std=0.15, **changes)
 
 
 @pytest.fixture
 def routed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The experts of every call of a layer of experts from now on, asked of the backends' own `route`."""
+    """The experts of every call of a layer of experts from now on, asked of the backends' own
+    `route`.
+    """
     calls: list[Tensor] = []
 
     for module in (reference, cpu_moe):
@@ -46,14 +60,21 @@ def routed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return calls
 
 
-def engine_routes(engine: InferenceEngine, routed: list[Tensor], sequences: list[list[int]]) -> Routes:
+def engine_routes(
+    engine: InferenceEngine, routed: list[Tensor], sequences: list[list[int]]
+) -> Routes:
     """What the engine chooses where each sequence runs by itself in one piece."""
     assert engine.spec.moe is not None
     found: Routes = {}
     for ids in sequences:
         routed.clear()
         score(engine, [ids])
-        layers = torch.stack(routed).view(sum(engine.spec.moe.layers), len(ids) - 1, -1).transpose(0, 1).tolist()
+        layers = (
+            torch.stack(routed)
+            .view(sum(engine.spec.moe.layers), len(ids) - 1, -1)
+            .transpose(0, 1)
+            .tolist()
+        )
         found |= {tuple(ids[: row + 1]): layers[row] for row in range(len(ids) - 1)}
     return found
 
@@ -86,7 +107,13 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], list[li
 
 SCHEDULES: list[dict[str, Any]] = [
     {"backend": "cpu"},
-    {"backend": "cpu", "cache_type": "radix", "block_size": 4, "max_chunk_tokens": 7, "lookahead": 1},
+    {
+        "backend": "cpu",
+        "cache_type": "radix",
+        "block_size": 4,
+        "max_chunk_tokens": 7,
+        "lookahead": 1,
+    },
     {"backend": "reference", "block_size": 4, "max_chunk_tokens": 5, "max_batch_size": 2},
 ]
 
@@ -99,12 +126,17 @@ def test_the_backward_goes_through_the_engines_experts_in_every_row_and_layer(
         expected = engine_routes(engine, routed, SEQUENCES)
     with build(folder, dtype="bfloat16", **options) as engine:
         model = PolicyModel(engine, micro_batch_tokens=64, num_workers=1)
-        samples = engine.generate([SEQUENCES[0]], SamplingParams(max_tokens=6, ignore_eos=True, seed=1), 2)
+        samples = engine.generate(
+            [SEQUENCES[0]], SamplingParams(max_tokens=6, ignore_eos=True, seed=1), 2
+        )
         whole = [[*sample.prompt_tokens, *sample.completion_tokens] for sample in samples]
         own = model.logprobs(whole, from_position=len(SEQUENCES[0]))
-        assert [bits(each) for each in own] == [bits(torch.tensor(sample.logprobs)) for sample in samples]
+        assert [bits(each) for each in own] == [
+            bits(torch.tensor(sample.logprobs)) for sample in samples
+        ]
         gradients(model)
-        gradients(model, from_position=[len(each) // 2 for each in SEQUENCES])  # the beginnings are in the cache
+        # the beginnings are in the cache
+        gradients(model, from_position=[len(each) // 2 for each in SEQUENCES])
         engine.loop.check()
     assert len(used) > 2 * len(expected)
     assert all(experts == expected[tokens] for tokens, experts in used)
@@ -118,7 +150,10 @@ def test_gradients_are_those_of_transformers_made_to_choose_the_engines_experts(
 
     with build(folder, dtype="bfloat16", **MIXED) as engine:
         expected = engine_routes(engine, routed, SEQUENCES)
-        own = gradients(PolicyModel(engine, micro_batch_tokens=64, gradient_dtype=torch.float32), temperature=0.8)
+        own = gradients(
+            PolicyModel(engine, micro_batch_tokens=64, gradient_dtype=torch.float32),
+            temperature=0.8,
+        )
     oracle: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     freely = oracle_gradients(oracle, own, SEQUENCES, 0.8)
     oracle.zero_grad()
@@ -142,9 +177,14 @@ def test_gradients_are_those_of_transformers_made_to_choose_the_engines_experts(
 
 
 def difference(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Relative norm of the difference of all gradients; an expert that no row chose has one of zero."""
+    """Relative norm of the difference of all gradients; an expert that no row chose has one of
+    zero.
+    """
     assert set(own) == set(theirs)
-    squares = [(float((own[name] - grad).square().sum()), float(grad.square().sum())) for name, grad in theirs.items()]
+    squares = [
+        (float((own[name] - grad).square().sum()), float(grad.square().sum()))
+        for name, grad in theirs.items()
+    ]
     return (sum(each for each, _ in squares) / sum(each for _, each in squares)) ** 0.5
 
 
@@ -160,8 +200,12 @@ def test_rows_without_the_engines_choice_are_an_error() -> None:
     assert batch.routes[:, 0].tolist() == [[0, 1], [1, 3], [1, 3]]
 
 
-@pytest.mark.parametrize("fault", [lambda ids: ids.fill_(-1), lambda ids: ids.zero_(), lambda ids: ids[:, :, :1]])
-def test_a_record_that_holds_no_choice_is_an_error(folder: Path, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "fault", [lambda ids: ids.fill_(-1), lambda ids: ids.zero_(), lambda ids: ids[:, :, :1]]
+)
+def test_a_record_that_holds_no_choice_is_an_error(
+    folder: Path, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with build(folder, dtype="bfloat16", backend="reference") as engine:
         model = PolicyModel(engine)
         record = engine.runner.models["trainer"].routes

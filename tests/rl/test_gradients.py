@@ -26,13 +26,17 @@ def oracle_gradients(
 ) -> dict[str, Tensor]:
     logprobs: list[Tensor] = []
     for ids in sequences:
-        rows = (oracle(torch.tensor([ids])).logits[0].float() / temperature).log_softmax(dim=-1)[:-1]
+        rows = (oracle(torch.tensor([ids])).logits[0].float() / temperature).log_softmax(dim=-1)[
+            :-1
+        ]
         chosen = rows.gather(1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0]
         logprobs.append(torch.cat([torch.zeros(1), chosen]))
     weighted_sum(logprobs, coefficients([len(ids) for ids in sequences])).backward()
     grads = {name: param.grad for name, param in oracle.named_parameters()}
     fused = fused_tensors({name: tuple(grad.shape) for name, grad in own.items()})
-    return {name: grad for given, whole in grads.items() for name, grad in unfused(fused, given, whole)}
+    return {
+        name: grad for given, whole in grads.items() for name, grad in unfused(fused, given, whole)
+    }
 
 
 def worst_difference(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -64,17 +68,27 @@ def test_gradients_under_stretched_ropes(tmp_path: Path, rope: Any) -> None:
 
 
 def test_gradients_of_smollm2_are_those_of_transformers() -> None:
-    sequences = [[1, *(100 + (977 * i * j) % 40000 for i in range(n))] for j, n in ((1, 12), (2, 25))]
+    sequences = [
+        [1, *(100 + (977 * i * j) % 40000 for i in range(n))] for j, n in ((1, 12), (2, 25))
+    ]
     with build(Path("smollm2-135m"), kv_cache_memory=2**26, max_model_len=512) as engine:
         own = gradients(PolicyModel(engine), sequences)
-    assert worst_difference(own, oracle_gradients(smollm2_oracle(), own, sequences, 1.0)) <= TOLERANCE
+    assert (
+        worst_difference(own, oracle_gradients(smollm2_oracle(), own, sequences, 1.0)) <= TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_have_the_same_bits_whatever_the_threads_and_the_schedule(tmp_path: Path, dtype: str) -> None:
-    """Matrices are large enough for torch to split them; five rows are where its bits depend on that (seen in 2.13)."""
+def test_gradients_have_the_same_bits_whatever_the_threads_and_the_schedule(
+    tmp_path: Path, dtype: str
+) -> None:
+    """Matrices are large enough for torch to split them; five rows are where its bits depend on
+    that (seen in 2.13).
+    """
     fives = [[3 + (11 * i * j) % 2000 for i in range(6)] for j in range(1, 9)]
-    folder = tiny_llama(tmp_path, hidden=256, inner=768, num_heads=8, num_kv_heads=2, vocab_size=3000, std=0.05)
+    folder = tiny_llama(
+        tmp_path, hidden=256, inner=768, num_heads=8, num_kv_heads=2, vocab_size=3000, std=0.05
+    )
     before = torch.get_num_threads()
     runs: list[tuple[int, int | None, dict[str, Any]]] = [
         (1, 1, {}),
@@ -88,9 +102,14 @@ def test_gradients_have_the_same_bits_whatever_the_threads_and_the_schedule(tmp_
             with build(folder, dtype=dtype, num_threads=num_threads, **options) as engine:
                 both: dict[str, list[int]] = {}
                 for max_rows, sequences in ((64, SEQUENCES), (5, fives)):
-                    model = PolicyModel(engine, micro_batch_tokens=max_rows, num_workers=num_workers)
+                    model = PolicyModel(
+                        engine, micro_batch_tokens=max_rows, num_workers=num_workers
+                    )
                     torch.set_num_threads(num_threads)
-                    both |= {f"{max_rows} {name}": bits(grad) for name, grad in gradients(model, sequences).items()}
+                    both |= {
+                        f"{max_rows} {name}": bits(grad)
+                        for name, grad in gradients(model, sequences).items()
+                    }
                 found.append(both)
                 assert torch.get_num_threads() == num_threads
     finally:
@@ -130,7 +149,9 @@ def test_only_what_is_wanted_gets_a_gradient(tmp_path: Path) -> None:
             param.requires_grad_(name.startswith("model.layers.1.") or name == "lm_head.weight")
             param.grad = None
         part = gradients(model)
-    assert set(part) == {name for name in whole if name.startswith("model.layers.1.") or name == "lm_head.weight"}
+    assert set(part) == {
+        name for name in whole if name.startswith("model.layers.1.") or name == "lm_head.weight"
+    }
     for name, grad in part.items():
         torch.testing.assert_close(grad, whole[name], rtol=1e-4, atol=1e-5)
 
@@ -152,7 +173,9 @@ def test_micro_batches_hold_every_gradient_once_on_its_own_path(
     sequences: list[list[int]], max_rows: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    grads = [torch.randint(-1, 2, (len(ids) - 1,), generator=generator).tolist() for ids in sequences]
+    grads = [
+        torch.randint(-1, 2, (len(ids) - 1,), generator=generator).tolist() for ids in sequences
+    ]
     scored = [ScoredSequence(ids, 1, each) for ids, each in zip(sequences, grads, strict=True)]
     expected: dict[tuple[int, ...], float] = {}
     for ids, each in zip(sequences, grads, strict=True):
@@ -174,14 +197,18 @@ def test_micro_batches_hold_every_gradient_once_on_its_own_path(
         for owner, token, grad in zip(batch.owners, batch.targets, batch.gradients, strict=True):
             key = (*prefixes[int(batch.scored_rows[owner])], int(token))
             found[key] = found.get(key, 0.0) + float(grad)
-    assert {key: grad for key, grad in found.items() if grad} == {key: grad for key, grad in expected.items() if grad}
+    assert {key: grad for key, grad in found.items() if grad} == {
+        key: grad for key, grad in expected.items() if grad
+    }
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3-moe"])
 def test_long_sequences_keep_no_layer_and_no_square_of_their_length(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Computing a layer again changes no bit, and no mask has more rows than are computed at once."""
+    """Computing a layer again changes no bit, and no mask has more rows than are computed at
+    once.
+    """
     masks: list[tuple[int, int]] = []
     build_mask = TorchDecoder._mask
 
@@ -195,7 +222,9 @@ def test_long_sequences_keep_no_layer_and_no_square_of_their_length(
         whole = gradients(model)
         monkeypatch.setattr(torch_decoder, "KEPT_ROWS", 7)
         again = gradients(model)
-        assert {name: bits(grad) for name, grad in again.items()} == {n: bits(grad) for n, grad in whole.items()}
+        assert {name: bits(grad) for name, grad in again.items()} == {
+            n: bits(grad) for n, grad in whole.items()
+        }
         assert max(n for n, _ in masks) > 16
         masks.clear()
         monkeypatch.setattr(torch_decoder, "ATTENTION_ROWS", 16)

@@ -54,7 +54,13 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     seed=st.integers(0, 99),
 )
 def test_every_write_that_changes_a_bit_is_seen(
-    shape: tuple[int, ...], dtype: torch.dtype, write: Any, way: str, places: Any, constant: bool, seed: int
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    write: Any,
+    way: str,
+    places: Any,
+    constant: bool,
+    seed: int,
 ) -> None:
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     param = torch.nn.Parameter((torch.ones(shape) if constant else drawn).to(dtype))
@@ -71,8 +77,12 @@ def test_every_write_that_changes_a_bit_is_seen(
 
 
 @pytest.mark.parametrize("row", [1, 2, 3, 8])
-def test_rows_and_their_words_do_not_stand_for_each_other(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pair of numbers of a tensor of several rows, with a tail: changed places, and changed signs."""
+def test_rows_and_their_words_do_not_stand_for_each_other(
+    row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every pair of numbers of a tensor of several rows, with a tail: changed places, and changed
+    signs.
+    """
     monkeypatch.setattr(parameter_states, "ROW", row)
     parameter_states._factors.cache_clear()
     data = torch.arange(1, 24, dtype=torch.float32)

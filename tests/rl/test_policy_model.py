@@ -1,4 +1,6 @@
-"""`PolicyModel`: its parameters, their logprobs bit by bit with the engine's, and what it publishes."""
+"""`PolicyModel`: its parameters, their logprobs bit by bit with the engine's, and what it
+publishes.
+"""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -10,7 +12,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from nano_inference import ConfigError, EngineConfig, EngineDead, InferenceEngine, InvalidRequest, SamplingParams
+from nano_inference import (
+    ConfigError,
+    EngineConfig,
+    EngineDead,
+    InferenceEngine,
+    InvalidRequest,
+    SamplingParams,
+)
 from nano_inference.models.weights import param_table, read, slots
 from nano_inference.rl import PolicyModel, score
 from tests.models.tiny import FAMILIES, family_weights, llama_config, tiny_llama, tiny_model
@@ -36,7 +45,9 @@ def drawn_and_scored(model: PolicyModel) -> tuple[list[list[int]], list[list[int
     starts = [len(sample.prompt_tokens) for sample in samples]
     whole = [[*sample.prompt_tokens, *sample.completion_tokens] for sample in samples]
     logprobs = model.logprobs(whole, from_position=starts, temperature=PARAMS.temperature)
-    return [bits(torch.tensor(sample.logprobs)) for sample in samples], [bits(each) for each in logprobs]
+    return [bits(torch.tensor(sample.logprobs)) for sample in samples], [
+        bits(each) for each in logprobs
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -45,7 +56,9 @@ def drawn_and_scored(model: PolicyModel) -> tuple[list[list[int]], list[list[int
 def test_after_a_step_and_a_publish_the_engine_reports_the_models_logprobs(
     tmp_path: Path, family: str, backend: str, dtype: str
 ) -> None:
-    with build(tiny_model(tmp_path, family), dtype=dtype, backend=backend, block_size=4, lookahead=1) as engine:
+    with build(
+        tiny_model(tmp_path, family), dtype=dtype, backend=backend, block_size=4, lookahead=1
+    ) as engine:
         model = PolicyModel(engine)
         reported, own = drawn_and_scored(model)
         assert own == reported
@@ -57,7 +70,9 @@ def test_after_a_step_and_a_publish_the_engine_reports_the_models_logprobs(
         assert model.publish().version == engine.get_weight_version() == 1
         reported, own = drawn_and_scored(model)
         assert own == reported
-        assert [bits(each) for each in model.logprobs(SEQUENCES)] == [bits(each) for each in score(engine, SEQUENCES)]
+        assert [bits(each) for each in model.logprobs(SEQUENCES)] == [
+            bits(each) for each in score(engine, SEQUENCES)
+        ]
         engine.loop.check()
 
 
@@ -88,7 +103,9 @@ def swap_rows(matrix: Tensor) -> None:
         lambda model: model.to(torch.bfloat16),
         lambda model: [param.data.mul_(1.5) for param in model.parameters()],
         lambda model: swap_rows(model.get_parameter("lm_head.weight").data),
-        lambda model: swap_rows(torch.from_numpy(model.get_parameter("model.embed_tokens.weight").detach().numpy())),
+        lambda model: swap_rows(
+            torch.from_numpy(model.get_parameter("model.embed_tokens.weight").detach().numpy())
+        ),
     ],
 )
 def test_every_way_to_change_a_parameter_is_seen(folder: Path, step: Step) -> None:
@@ -104,7 +121,9 @@ def test_every_way_to_change_a_parameter_is_seen(folder: Path, step: Step) -> No
     assert own != [bits(each) for each in before]
 
 
-def test_parameters_are_packed_only_when_they_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_packed_only_when_they_changed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with build(folder) as engine:
         model = PolicyModel(engine)
         model.logprobs(SEQUENCES)
@@ -123,7 +142,10 @@ def test_names_and_first_values_are_those_of_the_checkpoint(tmp_path: Path, tie:
     with build(folder, dtype="bfloat16") as engine:
         state = PolicyModel(engine).state_dict()
         served = serving(engine)
-        assert next(iter(PolicyModel(engine, dtype=torch.bfloat16).parameters())).dtype == torch.bfloat16
+        assert (
+            next(iter(PolicyModel(engine, dtype=torch.bfloat16).parameters())).dtype
+            == torch.bfloat16
+        )
     assert set(state) == set(checkpoint)
     assert ("lm_head.weight" in state) is not tie
     for name, tensor in checkpoint.items():
@@ -143,11 +165,15 @@ def test_first_values_are_the_engines_where_it_serves_others(folder: Path) -> No
     assert own == reported
     for name, param in model.named_parameters():
         assert torch.equal(param.bfloat16(), served[name])
-    assert torch.equal(dict(model.named_parameters())[next(iter(changed))], served[next(iter(changed))].float())
+    assert torch.equal(
+        dict(model.named_parameters())[next(iter(changed))], served[next(iter(changed))].float()
+    )
 
 
 def test_a_model_builds_its_engine_from_a_configuration(folder: Path) -> None:
-    model = PolicyModel(EngineConfig(model_path=str(folder), device="cpu", dtype="float32", kv_cache_memory=2**22))
+    model = PolicyModel(
+        EngineConfig(model_path=str(folder), device="cpu", dtype="float32", kv_cache_memory=2**22)
+    )
     with model.engine as engine:
         assert bits(model([[5, 6, 7]])[0]) == bits(score(engine, [[5, 6, 7]])[0])
     with pytest.raises(EngineDead):
@@ -200,7 +226,9 @@ def test_logprobs_while_another_thread_generates(folder: Path) -> None:
         for _ in range(3):
             with torch.no_grad():
                 next(model.parameters()).add_(0)  # packs again
-            assert [bits(each) for each in model.logprobs(SEQUENCES)] == [bits(each) for each in expected]
+            assert [bits(each) for each in model.logprobs(SEQUENCES)] == [
+                bits(each) for each in expected
+            ]
         thread.join(timeout=120)
     assert [sample.logprobs for sample in found] == [sample.logprobs for sample in alone]
 
@@ -256,7 +284,10 @@ def test_a_saved_checkpoint_is_what_was_published(tmp_path: Path, family: str) -
         assert engine.weights_checksum() == checksum
     assert (tmp_path / "saved" / "tokenizer_config.json").is_file()
     loaded: Any
-    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)  # pyright: ignore
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved",
+        output_loading_info=True,  # pyright: ignore
+    )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert loaded.dtype == torch.bfloat16

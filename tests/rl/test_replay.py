@@ -1,4 +1,6 @@
-"""`replay`: every sample again, to the bit, whatever schedule and whichever weights it was made with."""
+"""`replay`: every sample again, to the bit, whatever schedule and whichever weights it was made
+with.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -42,7 +44,13 @@ def build(folder: Path) -> Iterator[Build]:
     threads, engines = torch.get_num_threads(), list[InferenceEngine]()
 
     def make(**options: Any) -> InferenceEngine:
-        settled = {"model_path": str(folder), "num_threads": 1, "kv_cache_memory": 2**21, "seed": 0, "block_size": 4}
+        settled = {
+            "model_path": str(folder),
+            "num_threads": 1,
+            "kv_cache_memory": 2**21,
+            "seed": 0,
+            "block_size": 4,
+        }
         engines.append(InferenceEngine(EngineConfig(**(settled | options))))
         return engines[-1]
 
@@ -65,7 +73,9 @@ def of_spans(sample: TrainingSample, keep: Sequence[bool]) -> TrainingSample:
     return replace(sample, kv_versions=tuple(entries))
 
 
-def assert_replays(engine: InferenceEngine, samples: Sequence[TrainingSample], weights: Any = None) -> None:
+def assert_replays(
+    engine: InferenceEngine, samples: Sequence[TrainingSample], weights: Any = None
+) -> None:
     replayer = Replayer(engine, weights)
     for sample in samples:
         again = replayer.replay(sample)
@@ -76,7 +86,9 @@ def assert_replays(engine: InferenceEngine, samples: Sequence[TrainingSample], w
 @st.composite
 def parameters(draw: st.DrawFn) -> SamplingParams:
     temperature = draw(st.sampled_from([0.0, 0.7, 1.0, 1.5]))
-    filters = draw(st.sampled_from([{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.05, "top_k": 30}]))
+    filters = draw(
+        st.sampled_from([{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.05, "top_k": 30}])
+    )
     ids = list(range(0, 300, 3))
     return SamplingParams(
         temperature=temperature,
@@ -87,7 +99,8 @@ def parameters(draw: st.DrawFn) -> SamplingParams:
         repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
         logit_bias=draw(st.sampled_from([{}, {5: 3.0, 9: -100.0}])),
         allowed_token_ids=draw(st.sampled_from([None, frozenset([2, *ids])])),
-        stop_token_ids=draw(st.sampled_from([frozenset[int](), frozenset(ids[:40])])) - {5} & {2, *ids},
+        stop_token_ids=draw(st.sampled_from([frozenset[int](), frozenset(ids[:40])])) - {5}
+        & {2, *ids},
         ignore_eos=draw(st.booleans()),
         seed=draw(st.sampled_from([None, 3, 2**64 - 1])),
         top_logprobs=draw(st.sampled_from([0, 3])),
@@ -104,9 +117,13 @@ def engine(request: pytest.FixtureRequest, build: Build) -> InferenceEngine:
     return build(backend=request.param, max_chunk_tokens=7, num_threads=2)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    requests=st.lists(st.tuples(st.integers(1, 40), parameters(), st.integers(1, 3)), min_size=1, max_size=3),
+    requests=st.lists(
+        st.tuples(st.integers(1, 40), parameters(), st.integers(1, 3)), min_size=1, max_size=3
+    ),
 )
 def test_any_sample_is_made_again_beside_live_requests(
     engine: InferenceEngine, requests: list[tuple[int, SamplingParams, int]]
@@ -137,19 +154,25 @@ def test_families_and_bfloat16(tmp_path: Path, build: Build, family: str) -> Non
     tiny_model(tmp_path, family, max_position_embeddings=300)
     engine = build(model_path=str(tmp_path), dtype="bfloat16", backend="cpu", block_size=16)
     long = MOST_ROWS + 20  # more than one chunk, longer than any window
-    samples = engine.generate(list(range(9)), SamplingParams(max_tokens=long, ignore_eos=True, raw_logprobs=True), 2)
+    samples = engine.generate(
+        list(range(9)), SamplingParams(max_tokens=long, ignore_eos=True, raw_logprobs=True), 2
+    )
     assert_replays(engine, samples)
     assert len({sample.completion_tokens for sample in samples}) == 2
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     at=st.tuples(st.integers(1, 7)) | st.tuples(st.integers(1, 7), st.integers(10, 15)),
     keep=st.lists(st.booleans(), min_size=2, max_size=2),
 )
 def test_mixed_versions(build: Build, at: tuple[int, ...], keep: list[bool]) -> None:
     engine = build(backend="reference")
-    engine.add_request(PROMPT, SamplingParams(max_tokens=18, seed=1, ignore_eos=True, raw_logprobs=True), 2)
+    engine.add_request(
+        PROMPT, SamplingParams(max_tokens=18, seed=1, ignore_eos=True, raw_logprobs=True), 2
+    )
     samples: list[TrainingSample] = []
     for step in range(100):
         if step in at:
@@ -165,7 +188,9 @@ def test_mixed_versions(build: Build, at: tuple[int, ...], keep: list[bool]) -> 
         other = [of_spans(sample, [not each for each in keep]) for sample in samples]
         again = [replay(engine, sample, weights=BY_VERSION) for sample in other]
         found = [differences(*pair)[0] for pair in zip(other, again, strict=True)]
-        assert all(each.token is not None and each.token >= at[0] for each in found), "another context, other bits"
+        assert all(each.token is not None and each.token >= at[0] for each in found), (
+            "another context, other bits"
+        )
 
 
 def test_weights_come_as_state_dicts_folders_and_functions(build: Build, tmp_path: Path) -> None:
@@ -174,12 +199,19 @@ def test_weights_come_as_state_dicts_folders_and_functions(build: Build, tmp_pat
     first.update_weights(NEW, version=7)
     samples += first.generate([PROMPT] * 2, SamplingParams(max_tokens=6))
     folder = write_model(tmp_path / "new", llama_config(), NEW)
-    ways: list[Any] = [{7: NEW}, {7: folder}, {7: str(folder)}, {7: NEW, 0: OLD}, {0: OLD, 7: NEW}.__getitem__]
+    ways: list[Any] = [
+        {7: NEW},
+        {7: folder},
+        {7: str(folder)},
+        {7: NEW, 0: OLD},
+        {0: OLD, 7: NEW}.__getitem__,
+    ]
     for weights in ways:
         assert_replays(build(backend="reference"), samples, weights)
     assert_replays(first, samples, {0: OLD})
     with pytest.raises(AssertionError):
-        assert_replays(first, samples, {0: OLD, 7: NEWER})  # what is given goes before what is served
+        # what is given goes before what is served
+        assert_replays(first, samples, {0: OLD, 7: NEWER})
     many = build(backend="reference")
     for version, weights in enumerate([NEW, NEWER], start=1):
         many.update_weights(weights, version=version)
@@ -201,7 +233,9 @@ def test_missing_versions_are_all_named(build: Build) -> None:
             ContextVersions(2, 5, (VersionSpan(3, 0, 22), VersionSpan(5, 22, 25))),
         ),
     )
-    with pytest.raises(InvalidRequest, match=r"versions 3, 5 are needed, were not given, .* serves version 0"):
+    with pytest.raises(
+        InvalidRequest, match=r"versions 3, 5 are needed, were not given, .* serves version 0"
+    ):
         replay(engine, mixed)
     with pytest.raises(InvalidRequest, match="of version 5 are needed"):
         replay(engine, mixed, weights={3: OLD})
@@ -225,15 +259,27 @@ def test_what_does_not_say_enough_is_refused(build: Build) -> None:
     span = VersionSpan(0, 0, 24)
     spoiled: list[tuple[dict[str, Any], str]] = [
         ({"sampling_params": None}, "no sampling_params"),
-        ({"numerics": "cuda-1/float32/cuda/torch-9"}, "was made with numerics 'cuda-1/float32/cuda/torch-9'"),
+        (
+            {"numerics": "cuda-1/float32/cuda/torch-9"},
+            "was made with numerics 'cuda-1/float32/cuda/torch-9'",
+        ),
         ({"prompt_tokens": ()}, "empty"),
         ({"prompt_tokens": (300,)}, "outside the vocabulary"),
         ({"completion_tokens": (1, 2, 3, 400)}, "outside the vocabulary"),
         ({"prompt_tokens": tuple(PROMPT) * 30}, "max_model_len"),
         ({"loss_mask": (True,)}, "1 loss_mask for 4"),
-        ({"kv_versions": (ContextVersions(0, 4, (replace(span, end=23),)),)}, "must tile the 24 rows"),
-        ({"kv_versions": (ContextVersions(0, 4, (replace(span, end=25),)),)}, "must tile the 24 rows"),
-        ({"kv_versions": (ContextVersions(0, 4, (replace(span, start=1),)),)}, "must tile the 24 rows"),
+        (
+            {"kv_versions": (ContextVersions(0, 4, (replace(span, end=23),)),)},
+            "must tile the 24 rows",
+        ),
+        (
+            {"kv_versions": (ContextVersions(0, 4, (replace(span, end=25),)),)},
+            "must tile the 24 rows",
+        ),
+        (
+            {"kv_versions": (ContextVersions(0, 4, (replace(span, start=1),)),)},
+            "must tile the 24 rows",
+        ),
         ({"kv_versions": (ContextVersions(0, 3, (replace(span, end=23),)),)}, "completion token 3"),
         ({"kv_versions": (ContextVersions(0, 5, (replace(span, end=25),)),)}, "do not follow"),
         ({"kv_versions": (ContextVersions(2, 2, (span,)),)}, "do not follow"),
@@ -247,9 +293,13 @@ def test_what_does_not_say_enough_is_refused(build: Build) -> None:
 
 
 def test_appended_tokens_are_taken_as_they_are(build: Build) -> None:
-    """A second turn: what a request for the whole conversation draws is what the sample goes on with."""
+    """A second turn: what a request for the whole conversation draws is what the sample goes on
+    with.
+    """
     engine = build(backend="reference")
-    params = SamplingParams(max_tokens=5, seed=9, ignore_eos=True, top_logprobs=2, raw_logprobs=True)
+    params = SamplingParams(
+        max_tokens=5, seed=9, ignore_eos=True, top_logprobs=2, raw_logprobs=True
+    )
     first = engine.generate(PROMPT, params)[0]
     tool = (7, 8, 9)
     longer = engine.generate([*PROMPT, *first.completion_tokens, *tool], params)[0]
@@ -269,8 +319,12 @@ def test_appended_tokens_are_taken_as_they_are(build: Build) -> None:
         ),
     )
     assert_replays(engine, [whole, replace(whole, kv_versions=())])
-    other = replace(whole, completion_tokens=(*whole.completion_tokens[:6], 99, *whole.completion_tokens[7:]))
-    assert differences(other, replay(engine, other))[0].token == 8, "the first token that saw what was appended"
+    other = replace(
+        whole, completion_tokens=(*whole.completion_tokens[:6], 99, *whole.completion_tokens[7:])
+    )
+    assert differences(other, replay(engine, other))[0].token == 8, (
+        "the first token that saw what was appended"
+    )
 
 
 def test_aborted_and_stopped_samples(build: Build, folder: Path) -> None:
@@ -288,14 +342,24 @@ def test_aborted_and_stopped_samples(build: Build, folder: Path) -> None:
     empty = engine.abort(engine.add_request(PROMPT, SamplingParams(prompt_logprobs=True)))
     assert_replays(engine, empty)
     cut = replace(
-        samples[1], completion_tokens=samples[1].completion_tokens[:2], logprobs=samples[1].logprobs[:2], loss_mask=()
+        samples[1],
+        completion_tokens=samples[1].completion_tokens[:2],
+        logprobs=samples[1].logprobs[:2],
+        loss_mask=(),
     )
-    cut = replace(cut, log_kept_mass=(0.0, 0.0), weight_versions=(VersionSpan(0, 0, 2),), kv_versions=())
-    assert [each.field for each in differences(cut, replay(engine, cut))] == ["finish_reason", "stop_reason"]
+    cut = replace(
+        cut, log_kept_mass=(0.0, 0.0), weight_versions=(VersionSpan(0, 0, 2),), kv_versions=()
+    )
+    assert [each.field for each in differences(cut, replay(engine, cut))] == [
+        "finish_reason",
+        "stop_reason",
+    ]
 
 
 def test_reference_logprobs_are_made_again(build: Build, folder: Path, tmp_path: Path) -> None:
-    other = write_model(tmp_path / "other", llama_config(layers=3), llama_weights(llama_config(layers=3), seed=4))
+    other = write_model(
+        tmp_path / "other", llama_config(layers=3), llama_weights(llama_config(layers=3), seed=4)
+    )
     engine = build(backend="reference", ref_model_path=str(other))
     samples = engine.generate([PROMPT, [5]], SamplingParams(max_tokens=6), 2)
     assert_replays(engine, samples)
@@ -315,7 +379,9 @@ def test_a_changed_sample_is_found_where_it_was_changed(build: Build) -> None:
     fields = ("completion_tokens", "logprobs", "raw_logprobs", "log_kept_mass", "top_logprobs")
     for field in (*fields, "prompt_logprobs", "prompt_top_logprobs"):
         values = list(getattr(sample, field))
-        values[3] = {"completion_tokens": (values[3] + 1) % 300 if field == "completion_tokens" else 0}.get(
+        values[3] = {
+            "completion_tokens": (values[3] + 1) % 300 if field == "completion_tokens" else 0
+        }.get(
             field,
             values[2]
             if field.endswith("top_logprobs")
@@ -332,7 +398,9 @@ def test_a_changed_sample_is_found_where_it_was_changed(build: Build) -> None:
     for field in ("seed", "sample_index"):
         changed = replace(sample, **{field: getattr(sample, field) + 1})
         assert differences(changed, replay(engine, changed))[0].field == "completion_tokens"
-    changed = replace(sample, weight_versions=(VersionSpan(0, 0, 2), VersionSpan(1, 2, 8)), weight_version=1)
+    changed = replace(
+        sample, weight_versions=(VersionSpan(0, 0, 2), VersionSpan(1, 2, 8)), weight_version=1
+    )
     changed = replace(changed, kv_versions=(ContextVersions(0, 8, (VersionSpan(0, 0, 28),)),))
     assert [each.field for each in differences(changed, replay(engine, changed))] == [
         "weight_versions",

@@ -17,9 +17,15 @@ from nano_inference.data import DataError
 from nano_inference.rl.report import MismatchReport, mismatch_report
 
 
-def sample_of(logprobs: list[float], mask: list[bool] | None = None, cut: int | None = None) -> TrainingSample:
+def sample_of(
+    logprobs: list[float], mask: list[bool] | None = None, cut: int | None = None
+) -> TrainingSample:
     length = len(logprobs)
-    spans = (VersionSpan(1, 0, length),) if cut is None else (VersionSpan(1, 0, cut), VersionSpan(2, cut, length))
+    spans = (
+        (VersionSpan(1, 0, length),)
+        if cut is None
+        else (VersionSpan(1, 0, cut), VersionSpan(2, cut, length))
+    )
     return TrainingSample(
         prompt_tokens=(1, 2),
         completion_tokens=(5,) * length,
@@ -46,14 +52,19 @@ LOGPROB = st.floats(-20, 0, width=32)
     as_tensor=st.booleans(),
 )
 def test_the_numbers_are_those_of_the_definitions(rows: list[list[Any]], as_tensor: bool) -> None:
-    samples = [sample_of([a for a, _, _ in row], [keep for _, _, keep in row], len(row) // 2) for row in rows]
+    samples = [
+        sample_of([a for a, _, _ in row], [keep for _, _, keep in row], len(row) // 2)
+        for row in rows
+    ]
     trainer: Any = [[b for _, b, _ in row] for row in rows]
     padded = np.full((len(rows), 9), 77.0)
     mask = np.zeros((len(rows), 9), dtype=bool)
     for place, row in enumerate(rows):
         padded[place, 1 : 1 + len(row)] = trainer[place]
         mask[place, 1 : 1 + len(row)] = True
-    report = mismatch_report(samples, [torch.tensor(row) for row in trainer] if as_tensor else trainer)
+    report = mismatch_report(
+        samples, [torch.tensor(row) for row in trainer] if as_tensor else trainer
+    )
     for other in (
         mismatch_report(samples, torch.from_numpy(padded), mask=torch.from_numpy(mask).int()),
         mismatch_report(samples, [[b for _, b, keep in row if keep] for row in rows]),
@@ -64,14 +75,19 @@ def test_the_numbers_are_those_of_the_definitions(rows: list[list[Any]], as_tens
     assert report.num_tokens == len(pairs)
     assert report.num_not_finite == 0
     if not pairs:
-        assert all(math.isnan(x) for x in (report.kl_k1, report.kl_k3, report.max_abs, report.std, report.outside))
+        assert all(
+            math.isnan(x)
+            for x in (report.kl_k1, report.kl_k3, report.max_abs, report.std, report.outside)
+        )
         return
     delta = [a - b for a, b in pairs]
     ratio = [math.exp(b - a) for a, b in pairs]
     sizes = sorted(map(abs, delta))
     assert report.num_equal == sum(a == b for a, b in pairs)
     assert report.kl_k1 == pytest.approx(sum(delta) / len(delta), abs=1e-12)
-    assert report.kl_k3 == pytest.approx(sum(r - 1 - math.log(r) for r in ratio) / len(ratio), rel=1e-6, abs=1e-12)
+    assert report.kl_k3 == pytest.approx(
+        sum(r - 1 - math.log(r) for r in ratio) / len(ratio), rel=1e-6, abs=1e-12
+    )
     assert report.kl_k3 >= 0
     assert report.max_abs == sizes[-1]
     assert report.mean_abs == pytest.approx(sum(sizes) / len(sizes))
@@ -79,10 +95,17 @@ def test_the_numbers_are_those_of_the_definitions(rows: list[list[Any]], as_tens
     for share, value in ((0.95, report.p95_abs), (0.99, report.p99_abs)):
         place = share * (len(sizes) - 1)
         low, rest = int(place), place - int(place)
-        assert value == pytest.approx(sizes[low] + rest * (sizes[min(low + 1, len(sizes) - 1)] - sizes[low]))
+        assert value == pytest.approx(
+            sizes[low] + rest * (sizes[min(low + 1, len(sizes) - 1)] - sizes[low])
+        )
     assert report.outside == pytest.approx(sum(not 0.9 <= r <= 1.1 for r in ratio) / len(ratio))
     expected = {
-        version: [(a, b) for row in rows for i, (a, b, keep) in enumerate(row) if keep and (i >= len(row) // 2) == late]
+        version: [
+            (a, b)
+            for row in rows
+            for i, (a, b, keep) in enumerate(row)
+            if keep and (i >= len(row) // 2) == late
+        ]
         for version, late in ((1, False), (2, True))
     }
     found = dict(report.by_version)
@@ -133,9 +156,17 @@ def test_a_trainer_of_low_precision_is_seen() -> None:
         ([[-1.0] * 3, [-1.0]], None, r"sample 1 has 3 .* shape \(1,\)\.$"),
         ([[-1.0] * 3, [[-1.0] * 3]], None, r"sample 1 .* shape \(1, 3\)"),
         ([[-1.0] * 3, ["x"] * 3], None, "must be numbers"),
-        (torch.zeros(2, 3), torch.ones(2, 4), r"logprobs \(2, 3\) and mask \(2, 4\) must both be \[2, T\]"),
+        (
+            torch.zeros(2, 3),
+            torch.ones(2, 4),
+            r"logprobs \(2, 3\) and mask \(2, 4\) must both be \[2, T\]",
+        ),
         (torch.zeros(3, 3), torch.ones(3, 3), r"must both be \[2, T\], a row a sample"),
-        (torch.zeros(2, 3), torch.tensor([[1, 1, 1], [1, 0, 0]]), "sample 1 has 3 completion tokens"),
+        (
+            torch.zeros(2, 3),
+            torch.tensor([[1, 1, 1], [1, 0, 0]]),
+            "sample 1 has 3 completion tokens",
+        ),
     ],
 )
 def test_shapes_that_do_not_agree(trainer: Any, mask: Any, problem: str) -> None:
@@ -149,17 +180,27 @@ def test_shapes_that_do_not_agree(trainer: Any, mask: Any, problem: str) -> None
 def normal_report() -> MismatchReport:
     generator = torch.Generator().manual_seed(0)
     logprobs = -torch.rand(5000, generator=generator) * 5
-    noise = torch.randn(5000, generator=generator) * 0.05 * (torch.rand(5000, generator=generator) < 0.8)
+    noise = (
+        torch.randn(5000, generator=generator)
+        * 0.05
+        * (torch.rand(5000, generator=generator) < 0.8)
+    )
     return mismatch_report([sample_of(logprobs.tolist())], [logprobs + noise])
 
 
 def test_the_histogram_is_a_png(tmp_path: Path) -> None:
-    for report in (normal_report(), mismatch_report([sample_of([-1.0])], [[-1.0]]), mismatch_report([], [])):
+    for report in (
+        normal_report(),
+        mismatch_report([sample_of([-1.0])], [[-1.0]]),
+        mismatch_report([], []),
+    ):
         report.histogram(tmp_path / "a.png")
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_the_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_command_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install 'nano-inference\[plots\]'"):
         normal_report().histogram(tmp_path / "a.png")

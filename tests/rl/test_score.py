@@ -1,4 +1,6 @@
-"""`score` gives the bits that the engine reported when it drew, whatever the schedule, and shares what is common."""
+"""`score` gives the bits that the engine reported when it drew, whatever the schedule, and shares
+what is common.
+"""
 
 import math
 import threading
@@ -28,7 +30,12 @@ SCHEDULES: list[dict[str, Any]] = [
     {},
     {"cache_type": "radix", "block_size": 4, "max_chunk_tokens": 5, "lookahead": 1},
     {"max_batch_size": 2, "max_tokens_per_batch": 7, "lookahead": 1},
-    {"enable_prefix_caching": False, "block_size": 8, "kv_cache_memory": 16 * 8 * 1600, "max_chunk_tokens": 64},
+    {
+        "enable_prefix_caching": False,
+        "block_size": 8,
+        "kv_cache_memory": 16 * 8 * 1600,
+        "max_chunk_tokens": 64,
+    },
 ]
 
 
@@ -58,13 +65,17 @@ def test_scores_are_the_logprobs_of_the_draw_to_the_bit(
 ) -> None:
     with build(folder, dtype=dtype, backend=backend) as engine:
         drawn = {
-            temperature: engine.generate(PROMPTS, SamplingParams(temperature=temperature, max_tokens=12, seed=5), 2)
+            temperature: engine.generate(
+                PROMPTS, SamplingParams(temperature=temperature, max_tokens=12, seed=5), 2
+            )
             for temperature in (0.0, 0.6, 1.0, 1.7)
         }
     with build(folder, dtype=dtype, backend=backend, **schedule) as engine:
         for temperature, samples in drawn.items():
             starts = [len(sample.prompt_tokens) for sample in samples]
-            scores = score(engine, map(whole, samples), from_position=starts, temperature=temperature)
+            scores = score(
+                engine, map(whole, samples), from_position=starts, temperature=temperature
+            )
             for sample, scored in zip(samples, scores, strict=True):
                 assert scored.dtype == torch.float32
                 assert bits(scored) == bits(torch.tensor(sample.logprobs)), temperature
@@ -81,7 +92,9 @@ def test_scores_of_different_temperatures_may_share_a_step(folder: Path) -> None
 
         def run(index: int) -> None:
             sample, temperature = samples[index], params[index].temperature
-            (found[index],) = score(engine, [whole(sample)], from_position=40, temperature=temperature)
+            (found[index],) = score(
+                engine, [whole(sample)], from_position=40, temperature=temperature
+            )
 
         threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
         for thread in threads:
@@ -103,7 +116,9 @@ def test_scores_of_a_whole_sequence_begin_with_nan_and_are_a_teachers(folder: Pa
         assert math.isnan(scored[0])
         with torch.inference_mode():
             logprobs = (oracle.eval()(torch.tensor([prompt])).logits[0] / 0.7).log_softmax(dim=-1)
-        expected = logprobs[:-1].gather(1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None])[:, 0]
+        expected = logprobs[:-1].gather(1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None])[
+            :, 0
+        ]
         torch.testing.assert_close(scored[1:], expected, rtol=0, atol=1e-4)
 
 
@@ -157,7 +172,9 @@ def test_the_longest_possible_sequence_is_scored_and_a_longer_one_refused(folder
         most = engine.max_model_len
         (scored,) = score(engine, [[7] * most])
         assert len(scored) == most
-        with pytest.raises(RequestTooLarge, match=f"sequence 1 of {most + 1} tokens exceeds max_model_len={most}"):
+        with pytest.raises(
+            RequestTooLarge, match=f"sequence 1 of {most + 1} tokens exceeds max_model_len={most}"
+        ):
             score(engine, [[7], [7] * (most + 1)])
     with build(folder, enable_chunked_prefill=False, max_tokens_per_batch=8) as engine:
         assert len(score(engine, [[7] * 9])[0]) == 9
@@ -197,11 +214,16 @@ def test_nothing_to_score_is_no_work(shared_engine: InferenceEngine) -> None:
     (scored,) = score(shared_engine, [[5]])
     assert math.isnan(scored[0])
     assert len(scored) == 1
-    assert [len(each) for each in score(shared_engine, [[5], [5, 6]], from_position=[1, 2])] == [0, 0]
+    assert [len(each) for each in score(shared_engine, [[5], [5, 6]], from_position=[1, 2])] == [
+        0,
+        0,
+    ]
     assert shared_engine.runner.tokens_computed == before
 
 
-def test_an_aborted_scorer_is_an_error_and_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_scorer_is_an_error_and_leaves_nothing_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with build(folder, max_tokens_per_batch=4) as engine:
         forward, calls = engine.runner.forward, iter(range(100))
 
@@ -218,7 +240,9 @@ def test_an_aborted_scorer_is_an_error_and_leaves_nothing_behind(folder: Path, m
         assert engine.cache.num_free_blocks() == engine.cache.num_blocks
 
 
-def test_an_update_in_the_middle_starts_the_scores_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_in_the_middle_starts_the_scores_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Old scores must not stand beside new ones."""
     weights = {"model.norm.weight": torch.full((64,), 0.5)}
     with build(folder) as engine:
@@ -250,7 +274,9 @@ def test_windows_and_units_score_too(tmp_path: Path) -> None:
     """Sliding layers: a shared prefix that left the window."""
     with build(tiny_model(tmp_path, "gemma3"), block_size=4, max_chunk_tokens=9) as engine:
         prompt = [3 + (7 * i) % 200 for i in range(60)]
-        samples = engine.generate(prompt, SamplingParams(temperature=0.8, max_tokens=20, seed=2, ignore_eos=True), 3)
+        samples = engine.generate(
+            prompt, SamplingParams(temperature=0.8, max_tokens=20, seed=2, ignore_eos=True), 3
+        )
         scores = score(engine, map(whole, samples), from_position=60, temperature=0.8)
     for sample, scored in zip(samples, scores, strict=True):
         assert bits(scored) == bits(torch.tensor(sample.logprobs))

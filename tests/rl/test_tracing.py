@@ -14,7 +14,15 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams, Traini
 from nano_inference.ops.backend import Ops
 from nano_inference.rl.comparison import Difference, differences
 from nano_inference.rl.replayer import Replayer
-from nano_inference.rl.tracing import COMPILED, COMPILED_SINGLE, ONE_THREAD, SINGLE, WHOLE, Diagnosis, diagnose
+from nano_inference.rl.tracing import (
+    COMPILED,
+    COMPILED_SINGLE,
+    ONE_THREAD,
+    SINGLE,
+    WHOLE,
+    Diagnosis,
+    diagnose,
+)
 from tests.models.tiny import tiny_llama, tiny_model
 from tests.ops.compiler import NEEDS_COMPILER
 
@@ -27,9 +35,16 @@ PARAMS = SamplingParams(max_tokens=12, seed=4, ignore_eos=True, raw_logprobs=Tru
 def build(tmp_path: Path) -> Iterator[Callable[..., InferenceEngine]]:
     threads, engines = torch.get_num_threads(), list[InferenceEngine]()
 
-    def make(*, broken: Break | None = None, family: str | None = None, **options: Any) -> InferenceEngine:
+    def make(
+        *, broken: Break | None = None, family: str | None = None, **options: Any
+    ) -> InferenceEngine:
         folder = tiny_model(tmp_path, family) if family else tiny_llama(tmp_path)
-        settled = {"model_path": str(folder), "num_threads": 2, "kv_cache_memory": 2**21, "backend": "reference"}
+        settled = {
+            "model_path": str(folder),
+            "num_threads": 2,
+            "kv_cache_memory": 2**21,
+            "backend": "reference",
+        }
         engine = InferenceEngine(EngineConfig(**(settled | options)))
         if broken is not None:
             engine.model.ops = broken(engine, engine.model.ops)
@@ -57,7 +72,9 @@ def splits_k_by_rows(param: str) -> Break:
             if len(x) > 1 or weight is not engine.model.params[param]:
                 return ops.linear(x, weight, *rest)
             half = x.shape[1] // 2
-            return functional.linear(x[:, :half], weight[:, :half]) + functional.linear(x[:, half:], weight[:, half:])
+            return functional.linear(x[:, :half], weight[:, :half]) + functional.linear(
+                x[:, half:], weight[:, half:]
+            )
 
         return replace(ops, linear=linear)
 
@@ -115,7 +132,9 @@ def test_the_stored_keys_and_values_count(build: Callable[..., InferenceEngine])
             q = ops.rope_and_store(*arguments)
             if len(q) == 1 and arguments[5] == 1:
                 keys, values = arguments[4].gather(1, arguments[6])
-                arguments[4].write(1, arguments[6], other_bits(keys).transpose(0, 1), values.transpose(0, 1))
+                arguments[4].write(
+                    1, arguments[6], other_bits(keys).transpose(0, 1), values.transpose(0, 1)
+                )
             return q
 
         return replace(ops, rope_and_store=rope_and_store)
@@ -148,7 +167,11 @@ def test_where_all_keep_the_law_the_weights_are_named(
 ) -> None:
     engine = build(family=family, backend="cpu", dtype=dtype)
     sample = engine.generate(PROMPT, replace(PARAMS, repetition_penalty=1.2))[0]
-    for field, value in (("seed", 99), ("logprobs", (*sample.logprobs[:-1], -9.0)), ("weight_version", 1)):
+    for field, value in (
+        ("seed", 99),
+        ("logprobs", (*sample.logprobs[:-1], -9.0)),
+        ("weight_version", 1),
+    ):
         found = look(engine, replace(sample, **{field: value}))
         assert found.operation is None
         assert found.weight_version == 0
@@ -157,7 +180,9 @@ def test_where_all_keep_the_law_the_weights_are_named(
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize(("rows", "schedules"), [(1, (COMPILED, COMPILED_SINGLE)), (32, (WHOLE, COMPILED))])
+@pytest.mark.parametrize(
+    ("rows", "schedules"), [(1, (COMPILED, COMPILED_SINGLE)), (32, (WHOLE, COMPILED))]
+)
 def test_the_compiled_decoder_is_held_against_its_operations(
     build: Callable[..., InferenceEngine], rows: int, schedules: tuple[str, str]
 ) -> None:
@@ -169,7 +194,9 @@ def test_the_compiled_decoder_is_held_against_its_operations(
 
         def compiled(*arguments: Any) -> Any:
             run = compile_trunk(*arguments)
-            return lambda batch: other_bits(run(batch)) if len(batch.input_ids) == rows else run(batch)
+            return lambda batch: (
+                other_bits(run(batch)) if len(batch.input_ids) == rows else run(batch)
+            )
 
         return replace(ops, compile=compiled)
 
@@ -191,8 +218,13 @@ def test_threads_are_looked_at(build: Callable[..., InferenceEngine]) -> None:
 
     engine = build(backend="cpu", dtype="float32")
     sample = engine.generate(PROMPT, PARAMS)[0]
-    # The engine's single operations are wrong in the same way under every schedule; the decoder is not compiled.
+    # The engine's single operations are wrong in the same way under every schedule; the decoder is
+    # not compiled.
     engine.model.ops = replace(broken(engine, engine.model.ops), compile=None)
     found = look(engine, sample).operation
     assert found is not None
-    assert (found.layer, found.operation, found.schedules) == (0, "linear (qkv)", (WHOLE, ONE_THREAD))
+    assert (found.layer, found.operation, found.schedules) == (
+        0,
+        "linear (qkv)",
+        (WHOLE, ONE_THREAD),
+    )

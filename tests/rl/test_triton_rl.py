@@ -1,4 +1,6 @@
-"""RL on the CUDA backend, in Triton's interpreter: the trainer's numbers are the engine's, to the bit."""
+"""RL on the CUDA backend, in Triton's interpreter: the trainer's numbers are the engine's, to the
+bit.
+"""
 
 from collections.abc import Iterator
 
@@ -19,9 +21,17 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceEngine]:
     folder = write_model(tmp_path_factory.mktemp("policy"), CONFIG, llama_weights(CONFIG))
-    options = {"device": DEVICE, "backend": "cuda", "batch_invariant": True, "kv_cache_memory": 2**20, "block_size": 4}
+    options = {
+        "device": DEVICE,
+        "backend": "cuda",
+        "batch_invariant": True,
+        "kv_cache_memory": 2**20,
+        "block_size": 4,
+    }
     options |= {"cuda_graphs": False}  # they have tests of their own
-    with InferenceEngine(EngineConfig(model_path=str(folder), dtype="float32", seed=0, **options)) as built:
+    with InferenceEngine(
+        EngineConfig(model_path=str(folder), dtype="float32", seed=0, **options)
+    ) as built:
         yield built
 
 
@@ -30,18 +40,25 @@ def test_what_was_sampled_is_replayed_and_scored_to_the_bit(engine: InferenceEng
     samples = engine.generate([PROMPT], params, 2)
     for sample in samples:
         again = replay(engine, sample)
-        assert (again.completion_tokens, again.logprobs) == (sample.completion_tokens, sample.logprobs)
+        assert (again.completion_tokens, again.logprobs) == (
+            sample.completion_tokens,
+            sample.logprobs,
+        )
         (found,) = score(engine, [sample.prompt_tokens + sample.completion_tokens])
         assert tuple(found[len(sample.prompt_tokens) :].tolist()) == sample.raw_logprobs
 
 
-def test_the_policy_model_computes_what_the_engine_sampled_and_its_update_serves(engine: InferenceEngine) -> None:
+def test_the_policy_model_computes_what_the_engine_sampled_and_its_update_serves(
+    engine: InferenceEngine,
+) -> None:
     policy = PolicyModel(engine)
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
     for _ in range(2):
         samples = engine.generate([PROMPT], params)
-        found = policy.logprobs([sample.prompt_tokens + sample.completion_tokens for sample in samples])
+        found = policy.logprobs(
+            [sample.prompt_tokens + sample.completion_tokens for sample in samples]
+        )
         for sample, row in zip(samples, found, strict=True):
             assert tuple(row[len(sample.prompt_tokens) :].tolist()) == sample.logprobs
         optimizer.zero_grad()

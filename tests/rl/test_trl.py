@@ -1,4 +1,6 @@
-"""The rollout function for TRL's trainer, on a stand-in for it: groups, order, weights, draws, refusals."""
+"""The rollout function for TRL's trainer, on a stand-in for it: groups, order, weights, draws,
+refusals.
+"""
 
 import math
 from collections.abc import Iterator
@@ -65,7 +67,10 @@ def test_groups_are_the_entries_by_prompt(prompts: list[list[int]]) -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(words=st.lists(st.sampled_from(["a", "be", "sea", "deed"]), min_size=1, max_size=9), seed=st.integers(0, 99))
+@given(
+    words=st.lists(st.sampled_from(["a", "be", "sea", "deed"]), min_size=1, max_size=9),
+    seed=st.integers(0, 99),
+)
 def test_one_completion_an_entry_in_order_and_each_prompt_computed_once(
     engine: InferenceEngine, trainer: FakeTrainer, words: list[str], seed: int
 ) -> None:
@@ -80,17 +85,21 @@ def test_one_completion_an_entry_in_order_and_each_prompt_computed_once(
         assert (completion[-1] == 2) or len(completion) == trainer.max_completion_length
     assert largest_difference(trainer, output) < 1e-4
     assert output["sample_index"] == [words[:place].count(word) for place, word in enumerate(words)]
-    assert len({tuple(ids) for ids in output["completion_ids"]}) > len(words) // 3  # samples of a group differ
+    # samples of a group differ
+    assert len({tuple(ids) for ids in output["completion_ids"]}) > len(words) // 3
 
 
-def test_weights_follow_the_trainer_when_they_change_and_only_then(folder: Path, engine: InferenceEngine) -> None:
+def test_weights_follow_the_trainer_when_they_change_and_only_then(
+    folder: Path, engine: InferenceEngine
+) -> None:
     trainer, rollout = FakeTrainer(folder), RolloutFunction(engine)
     first = rollout(PROMPTS, trainer)["weight_version"][0]
     trainer.model.eval()
     assert rollout(PROMPTS[:2], trainer)["weight_version"] == [first, first]
     assert not rollout.sync(trainer)
 
-    for change in (trainer.step, trainer.step, trainer.write):  # the last: load_best_model_at_end, a callback
+    # the last: load_best_model_at_end, a callback
+    for change in (trainer.step, trainer.step, trainer.write):
         change()
         output = rollout(PROMPTS, trainer)
         first += 1
@@ -102,7 +111,9 @@ def test_weights_follow_the_trainer_when_they_change_and_only_then(folder: Path,
     assert largest_difference(trainer, rollout(PROMPTS, trainer)) < 1e-4
 
 
-def test_weights_that_do_not_fit_are_refused_and_the_next_ones_taken(folder: Path, engine: InferenceEngine) -> None:
+def test_weights_that_do_not_fit_are_refused_and_the_next_ones_taken(
+    folder: Path, engine: InferenceEngine
+) -> None:
     trainer, rollout = FakeTrainer(folder), RolloutFunction(engine)
     rollout(["a"], trainer)
     version, norm = engine.get_weight_version(), trainer.model.model.norm.weight
@@ -120,7 +131,9 @@ def test_weights_that_do_not_fit_are_refused_and_the_next_ones_taken(folder: Pat
 
 def test_draws_are_decided_by_seed_step_process_and_turn(folder: Path) -> None:
     def rollouts(**changes: Any) -> list[Any]:
-        trainer = FakeTrainer(folder, **{name: value for name, value in changes.items() if name == "seed"})
+        trainer = FakeTrainer(
+            folder, **{name: value for name, value in changes.items() if name == "seed"}
+        )
         trainer.accelerator.process_index = changes.get("process_index", 0)
         drawn: list[Any] = []
         with RolloutFunction(build(folder), extras=("seed",)) as rollout:
@@ -130,8 +143,13 @@ def test_draws_are_decided_by_seed_step_process_and_turn(folder: Path) -> None:
                     change()
                 drawn.append(rollout(PROMPTS, trainer))
             rollout.engine.shutdown()
-        seeds = [(prompt, seed) for each in drawn for prompt, seed in zip(PROMPTS, each["seed"], strict=True)]
-        assert len(set(seeds)) == len({seed for _, seed in seeds}) == len(drawn) * len(set(PROMPTS))  # one a group
+        seeds = [
+            (prompt, seed)
+            for each in drawn
+            for prompt, seed in zip(PROMPTS, each["seed"], strict=True)
+        ]
+        # one a group
+        assert len(set(seeds)) == len({seed for _, seed in seeds}) == len(drawn) * len(set(PROMPTS))
         return [each["completion_ids"] for each in drawn]
 
     first = rollouts()
@@ -145,12 +163,19 @@ def test_chats_go_through_the_trainers_template(folder: Path, engine: InferenceE
     chat = [{"role": "user", "content": "Hi"}]
     output = RolloutFunction(engine)([chat, chat], trainer)
     assert output["prompt_ids"] == [[11, *map(ord, "Hi"), 12, 13]] * 2
-    picture = [{"role": "user", "content": [{"type": "image", "image": None}, {"type": "text", "text": "Hi"}]}]
+    picture = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": None}, {"type": "text", "text": "Hi"}],
+        }
+    ]
     with pytest.raises(InvalidRequest, match="'image'"):
         RolloutFunction(engine)([picture], trainer)
 
 
-def test_the_trainers_ends_count_and_not_those_of_the_checkpoint(folder: Path, engine: InferenceEngine) -> None:
+def test_the_trainers_ends_count_and_not_those_of_the_checkpoint(
+    folder: Path, engine: InferenceEngine
+) -> None:
     ends = list(range(100, 180))
     trainer = FakeTrainer(folder, eos_token_ids=ends, max_completion_length=60)
     output = RolloutFunction(engine)(PROMPTS, trainer)
@@ -170,7 +195,13 @@ def test_the_trainers_arguments_decide_how_tokens_are_drawn(folder: Path) -> Non
         "top_k": None,
     }
     trainer = FakeTrainer(
-        folder, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2, generation_kwargs=kwargs
+        folder,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        generation_kwargs=kwargs,
     )
     assert sampling_params(trainer, ["raw_logprobs", "seed"]) == {
         "temperature": 0.7,
@@ -205,16 +236,22 @@ def test_logprobs_are_the_trainers_where_filters_cut(folder: Path, engine: Infer
     assert largest_difference(trainer, raw) < 1e-4
 
 
-def test_of_more_completions_the_first_to_finish_are_taken(folder: Path, engine: InferenceEngine) -> None:
+def test_of_more_completions_the_first_to_finish_are_taken(
+    folder: Path, engine: InferenceEngine
+) -> None:
     trainer = FakeTrainer(folder, eos_token_ids=list(range(3, 33)), max_completion_length=80)
     before = engine.stats().completion_tokens
-    output = RolloutFunction(engine, oversample=8, extras=("sample_index", "finish_reason"))(PROMPTS, trainer)
+    output = RolloutFunction(engine, oversample=8, extras=("sample_index", "finish_reason"))(
+        PROMPTS, trainer
+    )
     assert set(output["finish_reason"]) == {"stop"}
     assert largest_difference(trainer, output) < 1e-4
     longest = max(map(len, output["completion_ids"]))
     assert max(output["sample_index"]) > 2
     everything = RolloutFunction(engine, extras=())
-    all_of_them = everything([*PROMPTS, *["What?", "Why", "How many"] * 8], trainer)["completion_ids"]
+    all_of_them = everything([*PROMPTS, *["What?", "Why", "How many"] * 8], trainer)[
+        "completion_ids"
+    ]
     assert max(map(len, all_of_them)) > longest
     assert engine.stats().completion_tokens - before < 2 * sum(map(len, all_of_them))
     taken = {tuple(ids) for ids in output["completion_ids"]}
@@ -225,13 +262,18 @@ def test_of_more_completions_the_first_to_finish_are_taken(folder: Path, engine:
 
 def test_the_mismatch_is_logged_as_trl_does(folder: Path, engine: InferenceEngine) -> None:
     trainer = FakeTrainer(folder)
-    prompts = ["A longer prompt", "b", "b", "And one more", "c"]  # more than a batch, of several lengths
+    # more than a batch, of several lengths
+    prompts = ["A longer prompt", "b", "b", "And one more", "c"]
     output = RolloutFunction(engine, log_mismatch=True)(prompts, trainer)
     figures = trainer._metrics["train"]
-    mean, largest = (figures[f"sampling/sampling_logp_difference/{each}"][0] for each in ("mean", "max"))
+    mean, largest = (
+        figures[f"sampling/sampling_logp_difference/{each}"][0] for each in ("mean", "max")
+    )
     assert 0 < mean < largest < 1e-4
     assert largest_difference(trainer, output) < 1e-4
-    ratios = [figures[f"sampling/importance_sampling_ratio/{each}"][0] for each in ("min", "mean", "max")]
+    ratios = [
+        figures[f"sampling/importance_sampling_ratio/{each}"][0] for each in ("min", "mean", "max")
+    ]
     assert ratios == sorted(ratios)
     assert ratios == pytest.approx([1, 1, 1], abs=1e-4)
     assert figures["rollout/generate_seconds"][0] > 0
@@ -248,7 +290,10 @@ def test_the_mismatch_is_logged_as_trl_does(folder: Path, engine: InferenceEngin
     ("change", "said"),
     [
         (lambda t: setattr(t.accelerator, "distributed_type", DistributedType.FSDP), "FSDP"),
-        (lambda t: setattr(t.accelerator, "distributed_type", DistributedType.DEEPSPEED), "DEEPSPEED"),
+        (
+            lambda t: setattr(t.accelerator, "distributed_type", DistributedType.DEEPSPEED),
+            "DEEPSPEED",
+        ),
         (lambda t: setattr(t, "tools", [print]), "tools"),
         (lambda t: setattr(t.args, "cache_implementation", "static"), "'static'"),
         (lambda t: setattr(t.model, "is_loaded_in_4bit", True), "quantized"),
@@ -265,13 +310,17 @@ def test_what_cannot_be_served_is_refused_by_name(
         RolloutFunction(engine)(["a"], trainer)
 
 
-def test_several_processes_with_whole_models_are_served(folder: Path, engine: InferenceEngine) -> None:
+def test_several_processes_with_whole_models_are_served(
+    folder: Path, engine: InferenceEngine
+) -> None:
     trainer = FakeTrainer(folder)
     trainer.accelerator.distributed_type = DistributedType.MULTI_CPU
     assert len(RolloutFunction(engine)(["a"], trainer)["completion_ids"]) == 1
 
 
-def test_an_engine_built_here_is_shut_down_and_another_is_not(folder: Path, engine: InferenceEngine) -> None:
+def test_an_engine_built_here_is_shut_down_and_another_is_not(
+    folder: Path, engine: InferenceEngine
+) -> None:
     config = EngineConfig(str(folder), dtype="float32", kv_cache_memory=2**22)
     with RolloutFunction(config, sleep=True) as rollout:
         trainer = FakeTrainer(folder)

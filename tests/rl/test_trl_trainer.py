@@ -16,16 +16,26 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(sys.prefix) / "trl" / "bin" / "python"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it"),
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it"
+    ),
 ]
 
 
 def trained(kind: str, folder: Path, *, processes: int = 1) -> list[dict[str, Any]]:
     """What each process saw in six steps."""
     model = tiny_llama(folder / "model", vocab_size=259, std=0.1)
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        if processes > 1
+        else []
+    )
     command = [PYTHON, "-W", "ignore", *launch, "-m", "tests.rl.with_trl", kind, model, folder]
-    quiet = os.environ | {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+    quiet = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     ran = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr[-4000:]
     return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(processes)]
@@ -37,10 +47,14 @@ def check(seen: dict[str, Any]) -> None:
     # Two batches a step, two steps a rollout; evaluations at the third and the last.
     assert [each["step"] for each in training] == [0, 2, 4]
     assert {each["step"] for each in seen["rollouts"] if not each["training"]} == {3, 6}
-    assert all(each["difference"] < 1e-4 for each in seen["rollouts"])  # the bound asked for is 1e-3
-    assert all(each["computed_once"] and each["distinct"] < each["entries"] for each in seen["rollouts"])
+    # the bound asked for is 1e-3
+    assert all(each["difference"] < 1e-4 for each in seen["rollouts"])
+    assert all(
+        each["computed_once"] and each["distinct"] < each["entries"] for each in seen["rollouts"]
+    )
     assert all(len(each["versions"]) == 1 for each in seen["rollouts"])
-    for one, other in pairwise(seen["rollouts"]):  # an update where the step has moved, and only there
+    # an update where the step has moved, and only there
+    for one, other in pairwise(seen["rollouts"]):
         assert other["versions"][0] - one["versions"][0] == (other["step"] != one["step"])
     assert len(seen["logged"]) == 3
     assert all(0 < each < 1e-4 for each in seen["logged"])

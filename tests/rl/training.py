@@ -1,4 +1,6 @@
-"""What the tests of the trainer's side share: engines, sequences, losses and the bits of tensors."""
+"""What the tests of the trainer's side share: engines, sequences, losses and the bits of
+tensors.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,11 @@ from torch import Tensor
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.rl import PolicyModel
 
-# Of several lengths, of which two share a beginning, one is the beginning of another, and one stands there twice.
+# Of several lengths, of which two share a beginning, one is the beginning of another, and one
+# stands there twice.
 SEQUENCES = [
-    [3 + (7 * i * j) % 250 for i in range(n)] for j, n in ((1, 40), (2, 33), (3, 5), (1, 50), (4, 90), (2, 33))
+    [3 + (7 * i * j) % 250 for i in range(n)]
+    for j, n in ((1, 40), (2, 33), (3, 5), (1, 50), (4, 90), (2, 33))
 ]
 
 
@@ -33,10 +37,14 @@ def coefficients(lengths: list[int], seed: int = 0) -> list[Tensor]:
 
 def weighted_sum(logprobs: list[Tensor], weights: list[Tensor]) -> Tensor:
     """A loss that is linear in the logprobs; first tokens, which have none, are left out."""
-    return torch.stack([(own[1:] * each[1:]).sum() for own, each in zip(logprobs, weights, strict=True)]).sum()
+    return torch.stack(
+        [(own[1:] * each[1:]).sum() for own, each in zip(logprobs, weights, strict=True)]
+    ).sum()
 
 
-def gradients(model: PolicyModel, sequences: list[list[int]] = SEQUENCES, **options: Any) -> dict[str, Tensor]:
+def gradients(
+    model: PolicyModel, sequences: list[list[int]] = SEQUENCES, **options: Any
+) -> dict[str, Tensor]:
     model.zero_grad()
     logprobs = model.logprobs(sequences, **options)
     weighted_sum(logprobs, coefficients([len(each) for each in logprobs])).backward()

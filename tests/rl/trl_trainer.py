@@ -1,4 +1,6 @@
-"""A stand-in for TRL's trainer: what the rollout function reads of one, around a real `transformers` model."""
+"""A stand-in for TRL's trainer: what the rollout function reads of one, around a real
+`transformers` model.
+"""
 
 from collections import defaultdict
 from enum import StrEnum
@@ -21,17 +23,28 @@ class DistributedType(StrEnum):
 
 
 class Tokenizer:
-    """A character is its code, from 33 on; a chat is one id for each role, its text, and the assistant's id."""
+    """A character is its code, from 33 on; a chat is one id for each role, its text, and the
+    assistant's id.
+    """
 
     def __call__(self, text: list[str]) -> dict[str, list[list[int]]]:
         return {"input_ids": [[ord(character) for character in each] for each in text]}
 
     def apply_chat_template(
-        self, *, conversation: list[Any], chat_template: Any, enable_thinking: bool = False, **asked: Any
+        self,
+        *,
+        conversation: list[Any],
+        chat_template: Any,
+        enable_thinking: bool = False,
+        **asked: Any,
     ) -> dict[str, list[list[int]]]:
         assert asked == {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
         end = [TEMPLATE["assistant"], *([13] if enable_thinking else [])]
-        return {"input_ids": [[i for m in chat for i in self._message(m)] + end for chat in conversation]}
+        return {
+            "input_ids": [
+                [i for m in chat for i in self._message(m)] + end for chat in conversation
+            ]
+        }
 
     @staticmethod
     def _message(message: dict[str, Any]) -> list[int]:
@@ -39,7 +52,9 @@ class Tokenizer:
 
 
 class FakeTrainer:
-    """One process, a model in float32 of a folder; `step` and `write` are what an optimizer would do."""
+    """One process, a model in float32 of a folder; `step` and `write` are what an optimizer would
+    do.
+    """
 
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
@@ -57,9 +72,18 @@ class FakeTrainer:
         self.chat_template, self.chat_template_kwargs = None, {}
         self.tools: list[Any] = []
         self.eos_token_ids = [2]
-        self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty = 1.0, 1.0, 0, None, 1.0
+        self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty = (
+            1.0,
+            1.0,
+            0,
+            None,
+            1.0,
+        )
         self.max_completion_length = 6
-        self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self._metrics: dict[str, dict[str, list[float]]] = {
+            "train": defaultdict(list),
+            "eval": defaultdict(list),
+        }
         for name, value in changes.items():
             setattr(self.args if hasattr(self.args, name) else self, name, value)
 
@@ -74,13 +98,26 @@ class FakeTrainer:
                 param += scale * torch.randn_like(param)
 
     def logprobs(self, prompt: list[int], completion: list[int]) -> Tensor:
-        """Of the completion, by one forward pass of the model as it is; at the trainer's temperature."""
+        """Of the completion, by one forward pass of the model as it is; at the trainer's
+        temperature.
+        """
         with torch.no_grad():
-            logits = self.model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
-        return (logits / self.temperature).log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+            logits = self.model(torch.tensor([[*prompt, *completion]])).logits[
+                0, len(prompt) - 1 : -1
+            ]
+        return (
+            (logits / self.temperature)
+            .log_softmax(-1)
+            .gather(-1, torch.tensor(completion)[:, None])[:, 0]
+        )
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size: int
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int,
     ) -> tuple[Tensor, None, None]:
         """As TRL's: padded, in batches; garbage where the mask is 0."""
         assert batch_size == self.args.per_device_train_batch_size

@@ -1,6 +1,8 @@
-"""TRL's real `GRPOTrainer` on a tiny model, in an environment that has TRL. It writes what it saw into a folder.
+"""TRL's real `GRPOTrainer` on a tiny model, in an environment that has TRL. It writes what it saw
+into a folder.
 
-`python -m tests.rl.with_trl full|lora MODEL FOLDER` from the repository's root; `torchrun` for more than one process.
+`python -m tests.rl.with_trl full|lora MODEL FOLDER` from the repository's root; `torchrun` for more
+than one process.
 """
 
 import copy
@@ -20,11 +22,16 @@ from nano_inference import EngineConfig
 from nano_inference.rl.trl import RolloutFunction
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-QUESTIONS = [[{"role": "user", "content": f"Say {word}."}] for word in ("a", "bee", "cedar", "dew", "eel", "fig")]
+QUESTIONS = [
+    [{"role": "user", "content": f"Say {word}."}]
+    for word in ("a", "bee", "cedar", "dew", "eel", "fig")
+]
 
 
 class Checked:
-    """Compares each rollout with a plain forward pass of another model that is given the trainer's weights."""
+    """Compares each rollout with a plain forward pass of another model that is given the trainer's
+    weights.
+    """
 
     def __init__(self, rollout: RolloutFunction, folder: Path) -> None:
         self.rollout = rollout
@@ -76,7 +83,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     made.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
+        tokenizer_object=made,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=TEMPLATE,
     )
 
 
@@ -93,7 +104,9 @@ def run(kind: str, model: Path, folder: Path) -> dict[str, Any]:
     if kind == "lora":
         from peft import LoraConfig  # pyright: ignore[reportMissingImports]
 
-        options["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        options["peft_config"] = LoraConfig(
+            r=4, target_modules="all-linear", init_lora_weights=False
+        )
     args = GRPOConfig(
         output_dir=str(folder / "out"),
         use_cpu=True,
@@ -120,11 +133,14 @@ def run(kind: str, model: Path, folder: Path) -> dict[str, Any]:
     config = EngineConfig(str(model), dtype="float32", kv_cache_memory=2**24, num_threads=1)
     with RolloutFunction(config, log_mismatch=True) as rollout:
         checked = Checked(rollout, model)
-        trainer = GRPOTrainer(policy, low_ids, args, data, data, tokenizer(), rollout_func=checked, **options)
+        trainer = GRPOTrainer(
+            policy, low_ids, args, data, data, tokenizer(), rollout_func=checked, **options
+        )
         before = base_weights(trainer.model)
         trainer.train()
         after = base_weights(trainer.model)
-    logged = [each for each in trainer.state.log_history if "reward" in each]  # of the steps that began with a rollout
+    # of the steps that began with a rollout
+    logged = [each for each in trainer.state.log_history if "reward" in each]
     return {
         "rollouts": checked.seen,
         "steps": trainer.state.global_step,
@@ -135,7 +151,11 @@ def run(kind: str, model: Path, folder: Path) -> dict[str, Any]:
 
 
 def base_weights(model: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items() if ".base_layer." in name}
+    return {
+        name: tensor.clone()
+        for name, tensor in model.state_dict().items()
+        if ".base_layer." in name
+    }
 
 
 if __name__ == "__main__":

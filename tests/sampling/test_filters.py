@@ -10,7 +10,9 @@ from nano_inference.sampling.filters import keep_min_p, keep_top_k, keep_top_p, 
 CALM = settings(deadline=None)
 # Quarters make ties; -inf is a masked token.
 LOGITS = st.lists(
-    st.one_of(st.integers(-12, 12).map(lambda n: n / 4), st.just(-math.inf)), min_size=1, max_size=40
+    st.one_of(st.integers(-12, 12).map(lambda n: n / 4), st.just(-math.inf)),
+    min_size=1,
+    max_size=40,
 ).filter(lambda row: max(row) > -math.inf)
 TOP_K = st.one_of(st.just(0), st.integers(1, 45))
 TOP_P = st.one_of(st.just(1.0), st.floats(0.01, 0.99))
@@ -34,7 +36,9 @@ def kept(logits: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float =
 
 
 def expected(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
-    """The three filters written down one after another, in float64. Draws too near to a threshold are thrown away."""
+    """The three filters written down one after another, in float64. Draws too near to a threshold
+    are thrown away.
+    """
     ranking = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     ranking = [i for i in ranking if logits[i] > -math.inf]
     first = ranking[0]
@@ -60,7 +64,9 @@ def expected(logits: list[float], top_k: int, top_p: float, min_p: float) -> set
 @example([0.0] * 40, 0, 0.31, 0.0)
 @example([1.0, 1.0, 1.0, 0.75], 0, 1.0, 1.0)
 @example([0.0, -math.inf, 0.0], 0, 1.0, 0.0)
-def test_agrees_with_the_filters_written_down(logits: list[float], top_k: int, top_p: float, min_p: float) -> None:
+def test_agrees_with_the_filters_written_down(
+    logits: list[float], top_k: int, top_p: float, min_p: float
+) -> None:
     assert kept(logits, top_k, top_p, min_p) == expected(logits, top_k, top_p, min_p)
 
 
@@ -69,7 +75,9 @@ def test_agrees_with_the_filters_written_down(logits: list[float], top_k: int, t
     rows=st.lists(st.tuples(st.integers(0, 2**20), TOP_K, TOP_P, MIN_P), min_size=1, max_size=20),
     vocab_size=st.sampled_from([5, 64, 301]),
 )
-def test_a_row_is_the_same_alone_and_among_others(rows: list[tuple[int, int, float, float]], vocab_size: int) -> None:
+def test_a_row_is_the_same_alone_and_among_others(
+    rows: list[tuple[int, int, float, float]], vocab_size: int
+) -> None:
     def draw(seed: int) -> Tensor:
         return torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
 
@@ -94,7 +102,9 @@ def test_top_k_keeps_exactly_k(logits: list[float], top_k: int) -> None:
 
 @CALM
 @given(logits=LOGITS, top_k=TOP_K, top_p=TOP_P, min_p=MIN_P)
-def test_the_first_stays_and_masked_ones_never_do(logits: list[float], top_k: int, top_p: float, min_p: float) -> None:
+def test_the_first_stays_and_masked_ones_never_do(
+    logits: list[float], top_k: int, top_p: float, min_p: float
+) -> None:
     ids = kept(logits, top_k, top_p, min_p)
     assert logits.index(max(logits)) in ids
     assert all(logits[i] > -math.inf for i in ids)

@@ -31,7 +31,9 @@ def test_every_draw_has_its_own_key_of_two_halves(draws: list[tuple[int, int, in
     assert all((noise_keys([draw])[0] == key).all() for draw, key in zip(draws, keys, strict=True))
 
 
-@pytest.mark.parametrize("changed", [(8, 3, 5), (7, 4, 5), (7, 3, 6), (3, 7, 5), (7, 5, 3), (2**63 + 7, 3, 5)])
+@pytest.mark.parametrize(
+    "changed", [(8, 3, 5), (7, 4, 5), (7, 3, 6), (3, 7, 5), (7, 5, 3), (2**63 + 7, 3, 5)]
+)
 def test_seed_index_and_position_each_change_the_key(changed: tuple[int, int, int]) -> None:
     one, other = noise_keys([(7, 3, 5), changed]).tolist()
     assert one[0] != other[0]
@@ -43,7 +45,9 @@ def test_no_draws_make_no_keys() -> None:
 
 
 def test_the_stream_is_pinned() -> None:
-    """These values are a promise: a stored seed must draw the same tokens in every later version."""
+    """These values are a promise: a stored seed must draw the same tokens in every later
+    version.
+    """
     assert noise_keys([(0, 0, 0), (1, 2, 3), (2**64 - 1, 5, 100)]).tolist() == [
         [956087953, 595752380],
         [4259537587, 3497215824],
@@ -51,7 +55,10 @@ def test_the_stream_is_pinned() -> None:
     ]
     drawn = exponential_noise(keys_of([(1, 2, 3)]), 5)[0]
     torch.testing.assert_close(
-        drawn, torch.tensor([0.1272114515, 1.5513213873, 0.2185269594, 0.7674989700, 0.6913493276]), rtol=1e-6, atol=0
+        drawn,
+        torch.tensor([0.1272114515, 1.5513213873, 0.2185269594, 0.7674989700, 0.6913493276]),
+        rtol=1e-6,
+        atol=0,
     )
 
 
@@ -65,7 +72,9 @@ def ks_distance(values: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def million() -> Tensor:
-    return exponential_noise(keys_of([(11, index, position) for index in range(25) for position in range(40)]), 1000)
+    return exponential_noise(
+        keys_of([(11, index, position) for index in range(25) for position in range(40)]), 1000
+    )
 
 
 def test_it_is_a_standard_exponential(million: Tensor) -> None:
@@ -104,13 +113,17 @@ def test_neighbours_are_uncorrelated(million: Tensor, lag: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [0, 1, 2**31 - 129, 2**31 - 128, 2**31 - 1, -1, -(2**31)])
-def test_it_is_positive_and_finite_for_every_bit_pattern(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+def test_it_is_positive_and_finite_for_every_bit_pattern(
+    monkeypatch: pytest.MonkeyPatch, bits: int
+) -> None:
     monkeypatch.setattr(noise, "_mix32", lambda x: torch.full_like(x, bits))
     value = float(exponential_noise(keys_of([(1, 1, 1)]), 1))
     assert 2.0**-32 <= value < 17
 
 
-def test_it_grows_with_its_bits_also_where_the_formula_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_grows_with_its_bits_also_where_the_formula_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     around = torch.arange(2**25 - 2048, 2**25 + 2048, dtype=torch.int32)  # v = 2**-6
     monkeypatch.setattr(noise, "_mix32", lambda x: around.expand(x.shape))
     values = exponential_noise(keys_of([(1, 1, 1)]), len(around))[0]
@@ -120,7 +133,9 @@ def test_it_grows_with_its_bits_also_where_the_formula_changes(monkeypatch: pyte
 
 @CALM
 @given(draws=st.lists(DRAWS, min_size=1, max_size=40), vocab_size=st.sampled_from([1, 7, 33, 300]))
-def test_a_row_is_the_same_alone_and_among_others(draws: list[tuple[int, int, int]], vocab_size: int) -> None:
+def test_a_row_is_the_same_alone_and_among_others(
+    draws: list[tuple[int, int, int]], vocab_size: int
+) -> None:
     together = exponential_noise(keys_of(draws), vocab_size)
     assert together.dtype == torch.float32
     assert together.shape == (len(draws), vocab_size)

@@ -1,5 +1,5 @@
-"""The whole pipeline against one straightforward float64 implementation, of torch and of the CPU kernels; its parts as
-a table.
+"""The whole pipeline against one straightforward float64 implementation, of torch and of the CPU
+kernels; its parts as a table.
 """
 
 import math
@@ -20,9 +20,23 @@ from nano_inference.sampling import pipeline
 from nano_inference.sampling import sample as reference
 from nano_inference.sampling.logprobs import best_tokens
 from nano_inference.sampling.noise import noise_keys
-from nano_inference.sampling.pipeline import STANDARD, Bias, Masks, MinP, Penalties, Temperature, TopK, TopP
+from nano_inference.sampling.pipeline import (
+    STANDARD,
+    Bias,
+    Masks,
+    MinP,
+    Penalties,
+    Temperature,
+    TopK,
+    TopP,
+)
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import DrawRequest, Entries, SamplingBatch, sampling_batch
+from nano_inference.sampling.sampling_batch import (
+    DrawRequest,
+    Entries,
+    SamplingBatch,
+    sampling_batch,
+)
 from tests.ops import cpu_kernels
 
 VOCAB = 61
@@ -52,7 +66,12 @@ DRAWS = st.builds(
     prompt=st.lists(IDS, max_size=12),
     completion=st.lists(IDS, max_size=12),
     banned=st.sets(IDS, max_size=3),
-).filter(lambda draw: draw.params.allowed_token_ids is None or bool(draw.params.allowed_token_ids - set(draw.banned)))
+).filter(
+    lambda draw: (
+        draw.params.allowed_token_ids is None
+        or bool(draw.params.allowed_token_ids - set(draw.banned))
+    )
+)
 
 
 @pytest.fixture(scope="module", params=["torch", "cpu"])
@@ -70,15 +89,23 @@ def logits_of(seed: int, rows: int = 3, vocab: int = VOCAB) -> Tensor:
 def written_down(
     logits: Tensor, draw: DrawRequest, clear: Callable[[bool], object] = assume
 ) -> tuple[list[float], list[float], set[int]]:
-    """Logits after bias, penalties and temperature; the same after masks; and the ids that are kept. Python floats."""
+    """Logits after bias, penalties and temperature; the same after masks; and the ids that are
+    kept. Python floats.
+    """
     params = draw.params
     row = [float(x) for x in logits[draw.row].double()]
     counts, seen = Counter(draw.completion), set(draw.prompt) | set(draw.completion)
     for i in range(len(row)):
         row[i] += params.logit_bias.get(i, 0.0)
         if i in seen:
-            row[i] = row[i] / params.repetition_penalty if row[i] > 0 else row[i] * params.repetition_penalty
-        row[i] -= params.frequency_penalty * counts[i] + (params.presence_penalty if counts[i] else 0.0)
+            row[i] = (
+                row[i] / params.repetition_penalty
+                if row[i] > 0
+                else row[i] * params.repetition_penalty
+            )
+        row[i] -= params.frequency_penalty * counts[i] + (
+            params.presence_penalty if counts[i] else 0.0
+        )
         row[i] /= params.temperature or 1.0
     full = list(row)
     for i in range(len(row)):
@@ -138,7 +165,11 @@ def test_a_draw_is_what_float64_says(sample: Sample, draw: DrawRequest, seed: in
         assert both == pytest.approx(whole[token], abs=2e-4, rel=1e-5)
         if drawn.kept is not None:
             assert set(drawn.kept[0].nonzero()[:, 0].tolist()) & possible == kept
-    best = [(int(i), float(p)) for i, p in zip(drawn.top_ids[0], drawn.top_logprobs[0], strict=True) if p > -math.inf]
+    best = [
+        (int(i), float(p))
+        for i, p in zip(drawn.top_ids[0], drawn.top_logprobs[0], strict=True)
+        if p > -math.inf
+    ]
     assert len(best) == min(draw.params.top_logprobs, len(shown))
     assert [p for _, p in best] == sorted((p for _, p in best), reverse=True)
     for i, p in best:
@@ -147,7 +178,9 @@ def test_a_draw_is_what_float64_says(sample: Sample, draw: DrawRequest, seed: in
 
 @CALM
 @given(draws=st.lists(DRAWS, min_size=1, max_size=40), seed=st.integers(0, 2**16))
-def test_a_draw_is_the_same_alone_and_in_any_batch(sample: Sample, draws: list[DrawRequest], seed: int) -> None:
+def test_a_draw_is_the_same_alone_and_in_any_batch(
+    sample: Sample, draws: list[DrawRequest], seed: int
+) -> None:
     """40 draws are more than a tile."""
     logits = logits_of(seed)
     together = sample(logits, sampling_batch(draws))
@@ -169,7 +202,9 @@ def repeated(batch: SamplingBatch, num: int) -> SamplingBatch:
         part = getattr(batch, field.name)
         if isinstance(part, Entries):
             many[field.name] = Entries(
-                torch.arange(num).repeat_interleave(len(part.ids)), part.ids.repeat(num), part.values.repeat(num)
+                torch.arange(num).repeat_interleave(len(part.ids)),
+                part.ids.repeat(num),
+                part.values.repeat(num),
             )
         elif isinstance(part, Tensor):
             many[field.name] = part.expand(num, *part.shape[1:])
@@ -177,8 +212,12 @@ def repeated(batch: SamplingBatch, num: int) -> SamplingBatch:
     return replace(batch, **many)
 
 
-def test_a_million_draws_follow_the_distribution(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything at once: bias, an allowed set, penalties, temperature and filters; Pearson's chi-square."""
+def test_a_million_draws_follow_the_distribution(
+    sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything at once: bias, an allowed set, penalties, temperature and filters; Pearson's
+    chi-square.
+    """
     monkeypatch.setattr("nano_inference.sampling.sample.ROW_TILE", 100_000)
     monkeypatch.setattr("nano_inference.sampling.logprobs.VOCAB_BLOCK", 20)
     num, vocab = 1_000_000, 20
@@ -202,14 +241,19 @@ def test_a_million_draws_follow_the_distribution(sample: Sample, monkeypatch: py
     counts = torch.bincount(drawn.token_ids, minlength=vocab).double()
     assert counts[probabilities == 0].sum() == 0
     possible = probabilities > 0
-    distance = ((counts - num * probabilities)[possible] ** 2 / (num * probabilities)[possible]).sum()
+    distance = (
+        (counts - num * probabilities)[possible] ** 2 / (num * probabilities)[possible]
+    ).sum()
     assert int(possible.sum()) - 1 >= 10
-    assert float(distance) < 39.3  # one in a thousand at 16 degrees of freedom, and there are not more
+    # one in a thousand at 16 degrees of freedom, and there are not more
+    assert float(distance) < 39.3
 
 
 def test_the_table_can_be_put_together_otherwise() -> None:
     logits = logits_of(1)
-    batch = sampling_batch([DrawRequest(SamplingParams(temperature=0.7, top_k=5, top_p=0.5), row) for row in range(3)])
+    batch = sampling_batch(
+        [DrawRequest(SamplingParams(temperature=0.7, top_k=5, top_p=0.5), row) for row in range(3)]
+    )
     without_top_p = SamplingPipeline([Temperature, TopK])(logits, batch)
     assert (without_top_p > -math.inf).sum(dim=-1).tolist() == [5, 5, 5]
     both = SamplingPipeline([Temperature, TopK, TopP])(logits, batch)
@@ -223,14 +267,21 @@ def test_what_no_row_asks_for_is_not_run(monkeypatch: pytest.MonkeyPatch) -> Non
     def never(*_: object) -> None:
         raise AssertionError("ran for nothing")
 
-    stages = [stage._replace(apply=never) if stage is not Temperature else stage for stage in STANDARD.stages]
-    SamplingPipeline(stages)(logits_of(1), sampling_batch([DrawRequest(SamplingParams(), row) for row in range(3)]))
+    stages = [
+        stage._replace(apply=never) if stage is not Temperature else stage
+        for stage in STANDARD.stages
+    ]
+    SamplingPipeline(stages)(
+        logits_of(1), sampling_batch([DrawRequest(SamplingParams(), row) for row in range(3)])
+    )
     assert pipeline.STANDARD is STANDARD
 
 
 @CALM
 @given(
-    row=st.lists(st.one_of(st.integers(-3, 3).map(float), st.just(-math.inf)), min_size=1, max_size=30),
+    row=st.lists(
+        st.one_of(st.integers(-3, 3).map(float), st.just(-math.inf)), min_size=1, max_size=30
+    ),
     k=st.integers(0, 35),
 )
 def test_the_best_tokens_come_in_order_and_ties_by_lower_id(row: list[float], k: int) -> None:

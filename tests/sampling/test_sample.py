@@ -13,7 +13,12 @@ from nano_inference import SamplingParams, sample_with_logprobs
 from nano_inference.sampling.logprobs import gather_logprobs, logsumexp
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.sampling.sample import Draw, sample
-from nano_inference.sampling.sampling_batch import DrawRequest, Entries, SamplingBatch, sampling_batch
+from nano_inference.sampling.sampling_batch import (
+    DrawRequest,
+    Entries,
+    SamplingBatch,
+    sampling_batch,
+)
 
 VOCAB = 333
 CHI_SQUARE_19 = 43.8  # one in a thousand, 19 degrees of freedom
@@ -22,7 +27,9 @@ CALM = settings(deadline=None, max_examples=50)
 
 @dataclass(frozen=True)
 class Row:
-    """One sample of a batch: the row of logits it draws from, its parameters, and where it stands."""
+    """One sample of a batch: the row of logits it draws from, its parameters, and where it
+    stands.
+    """
 
     row: int = 0
     temperature: float = 1.0
@@ -34,7 +41,9 @@ class Row:
 
     @property
     def params(self) -> SamplingParams:
-        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        return SamplingParams(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+        )
 
     @property
     def filters(self) -> bool:
@@ -57,7 +66,9 @@ ROWS = st.builds(
 )
 
 
-def random_logits(num_rows: int, vocab_size: int = VOCAB, scale: float = 3.0, seed: int = 0) -> Tensor:
+def random_logits(
+    num_rows: int, vocab_size: int = VOCAB, scale: float = 3.0, seed: int = 0
+) -> Tensor:
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
@@ -82,7 +93,7 @@ def allowed_logprobs(logits: Tensor, row: Row) -> Tensor:
     return torch.log_softmax(allowed, dim=-1)
 
 
-# -- definitions -------------------------------------------------------------------------------------------------------
+# -- definitions -----------------------------------------------------------------------------------
 
 
 @CALM
@@ -95,7 +106,9 @@ def test_logprobs_raw_logprobs_and_kept_mass_are_what_they_say(rows: list[Row], 
     for i, row in enumerate(rows):
         token = int(draw.token_ids[i])
         assert token not in row.masked
-        assert float(draw.raw_logprobs[i]) == pytest.approx(float(raw[row.row, token]), abs=2e-6, rel=2e-6)
+        assert float(draw.raw_logprobs[i]) == pytest.approx(
+            float(raw[row.row, token]), abs=2e-6, rel=2e-6
+        )
         if row.temperature == 0:
             assert draw.logprobs[i] == draw.raw_logprobs[i]
             assert draw.log_kept_mass[i] == 0
@@ -106,7 +119,9 @@ def test_logprobs_raw_logprobs_and_kept_mass_are_what_they_say(rows: list[Row], 
         if not row.filters and not row.masked:
             assert draw.log_kept_mass[i] == 0
             continue
-        drawable = torch.isin(torch.arange(VOCAB), torch.tensor(row.masked, dtype=torch.int64), invert=True)
+        drawable = torch.isin(
+            torch.arange(VOCAB), torch.tensor(row.masked, dtype=torch.int64), invert=True
+        )
         if row.filters:
             assert draw.kept is not None
             drawable &= draw.kept[i]
@@ -119,15 +134,23 @@ def test_logprobs_raw_logprobs_and_kept_mass_are_what_they_say(rows: list[Row], 
 
 @pytest.mark.parametrize("temperature", [0.02, 0.7, 1.0, 1e30])
 @pytest.mark.parametrize("options", [{}, {"top_k": 2}])
-def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(temperature: float, options: dict[str, Any]) -> None:
-    """A part of e**-300 is 0 as a float32, and its log is told all the same; so is one that no float64 could hold."""
+def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(
+    temperature: float, options: dict[str, Any]
+) -> None:
+    """A part of e**-300 is 0 as a float32, and its log is told all the same; so is one that no
+    float64 could hold.
+    """
     logits = random_logits(1)
     allowed = [3, 100, 331]
     logits[0, allowed] = torch.tensor([-300.0, -301.0, -299.5])
-    params = SamplingParams(temperature=temperature, allowed_token_ids=frozenset(allowed), **options)
+    params = SamplingParams(
+        temperature=temperature, allowed_token_ids=frozenset(allowed), **options
+    )
     draw = sample(logits, sampling_batch([DrawRequest(params, 0, (1, 0, i)) for i in range(8)]))
     full = torch.log_softmax(logits[0].double() / temperature, dim=-1)[draw.token_ids]
-    torch.testing.assert_close((draw.logprobs + draw.log_kept_mass).double(), full, rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(
+        (draw.logprobs + draw.log_kept_mass).double(), full, rtol=1e-6, atol=1e-4
+    )
 
 
 def test_what_masks_cut_must_be_finite_too() -> None:
@@ -140,14 +163,20 @@ def test_what_masks_cut_must_be_finite_too() -> None:
 
 
 @CALM
-@given(temperature=st.sampled_from([0.01, 0.05, 0.1, 0.5]), top_k=st.sampled_from([0, 20]), seed=st.integers(0, 2**20))
+@given(
+    temperature=st.sampled_from([0.01, 0.05, 0.1, 0.5]),
+    top_k=st.sampled_from([0, 20]),
+    seed=st.integers(0, 2**20),
+)
 def test_a_low_temperature_costs_no_digits(temperature: float, top_k: int, seed: int) -> None:
     """Large scaled logits may not eat the digits of their differences."""
     logits = random_logits(1, seed=seed) + 40
     row = Row(temperature=float(torch.tensor(temperature)), top_k=top_k)
     draw = sample(logits, batch_of([replace(row, draw=(seed, 0, i)) for i in range(32)]))
     full = allowed_logprobs(logits, row)[draw.token_ids]
-    torch.testing.assert_close((draw.logprobs + draw.log_kept_mass).double(), full, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(
+        (draw.logprobs + draw.log_kept_mass).double(), full, rtol=1e-5, atol=2e-6
+    )
 
 
 def test_raw_logprobs_ignore_the_mask() -> None:
@@ -161,7 +190,9 @@ def test_raw_logprobs_ignore_the_mask() -> None:
 
 def test_the_mask_is_what_the_filters_kept_and_absent_where_nobody_asked() -> None:
     logits = random_logits(1)
-    draw = sample(logits, batch_of([Row(top_k=3), Row(top_k=7, masked=(int(logits.argmax()),))], mask=True))
+    draw = sample(
+        logits, batch_of([Row(top_k=3), Row(top_k=7, masked=(int(logits.argmax()),))], mask=True)
+    )
     assert draw.kept is not None
     top = logits[0].topk(8).indices.tolist()
     assert set(draw.kept[0].nonzero()[:, 0].tolist()) == set(top[:3])
@@ -170,11 +201,17 @@ def test_the_mask_is_what_the_filters_kept_and_absent_where_nobody_asked() -> No
 
 
 @CALM
-@given(ids=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5, unique=True), noise=st.integers(0, 2**32))
+@given(
+    ids=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5, unique=True),
+    noise=st.integers(0, 2**32),
+)
 def test_temperature_zero_takes_the_lowest_of_the_best_ids(ids: list[int], noise: int) -> None:
     logits = random_logits(1, seed=noise).clamp(max=5.0)
     logits[0, ids] = 6.0
-    draw = sample(logits, batch_of([Row(temperature=0.0, top_k=2, draw=(noise, 0, 0)), Row(draw=(noise, 0, 0))]))
+    draw = sample(
+        logits,
+        batch_of([Row(temperature=0.0, top_k=2, draw=(noise, 0, 0)), Row(draw=(noise, 0, 0))]),
+    )
     assert int(draw.token_ids[0]) == min(ids)
     assert draw.logprobs[0] == draw.raw_logprobs[0]
     expected = torch.log_softmax(logits.double(), dim=-1)[0, min(ids)]
@@ -185,10 +222,12 @@ def test_greedy_respects_the_mask() -> None:
     logits = random_logits(1)
     first, second = logits[0].topk(2).indices.tolist()
     assert sample(logits, batch_of([Row(temperature=0.0)])).token_ids.tolist() == [first]
-    assert sample(logits, batch_of([Row(temperature=0.0, masked=(first,))])).token_ids.tolist() == [second]
+    assert sample(logits, batch_of([Row(temperature=0.0, masked=(first,))])).token_ids.tolist() == [
+        second
+    ]
 
 
-# -- the distribution --------------------------------------------------------------------------------------------------
+# -- the distribution ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -233,9 +272,13 @@ def test_draws_follow_the_distribution(monkeypatch: pytest.MonkeyPatch, row: Row
     counts = torch.bincount(draw.token_ids, minlength=20).double()
     possible = probabilities > 0
     assert counts[~possible].sum() == 0
-    distance = ((counts - num * probabilities)[possible] ** 2 / (num * probabilities)[possible]).sum()
+    distance = (
+        (counts - num * probabilities)[possible] ** 2 / (num * probabilities)[possible]
+    ).sum()
     assert float(distance) < CHI_SQUARE_19
-    torch.testing.assert_close(draw.logprobs.double(), probabilities.log()[draw.token_ids], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        draw.logprobs.double(), probabilities.log()[draw.token_ids], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_the_one_call_sampler_follows_the_distribution_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,11 +289,13 @@ def test_the_one_call_sampler_follows_the_distribution_too(monkeypatch: pytest.M
     tokens, logprobs = sample_with_logprobs(logits.expand(num, 20), torch.full((num,), 0.8), keys)
     probabilities = (logits[0].double() / 0.8).softmax(dim=-1)
     counts = torch.bincount(tokens, minlength=20).double()
-    assert float(((counts - num * probabilities) ** 2 / (num * probabilities)).sum()) < CHI_SQUARE_19
+    assert (
+        float(((counts - num * probabilities) ** 2 / (num * probabilities)).sum()) < CHI_SQUARE_19
+    )
     torch.testing.assert_close(logprobs.double(), probabilities.log()[tokens], rtol=1e-5, atol=1e-5)
 
 
-# -- extremes ----------------------------------------------------------------------------------------------------------
+# -- extremes --------------------------------------------------------------------------------------
 
 
 @CALM
@@ -280,12 +325,17 @@ def test_a_sampled_token_is_possible_and_its_logprob_finite(
 
 
 @CALM
-@given(temperature=st.sampled_from([1e-45, 1e-40, 1e-38, 1e-37, 1e-30, 1e-20]), top_k=st.sampled_from([0, 5]))
+@given(
+    temperature=st.sampled_from([1e-45, 1e-40, 1e-38, 1e-37, 1e-30, 1e-20]),
+    top_k=st.sampled_from([0, 5]),
+)
 @example(1e-38, 0)
 def test_a_temperature_next_to_zero_is_nearly_greedy(temperature: float, top_k: int) -> None:
     """`SamplingParams` accepts any finite temperature: the smallest may not overflow into NaN."""
     logits = random_logits(2, seed=1)
-    draw = sample(logits, batch_of([Row(row=i, temperature=temperature, top_k=top_k) for i in range(2)]))
+    draw = sample(
+        logits, batch_of([Row(row=i, temperature=temperature, top_k=top_k) for i in range(2)])
+    )
     assert draw.token_ids.tolist() == logits.argmax(dim=-1).tolist()
     assert draw.logprobs[0] <= 0  # not NaN
     assert torch.isfinite(draw.logprobs).all()
@@ -311,7 +361,7 @@ def test_a_row_that_is_not_finite_says_so_in_its_logprob_and_spares_the_others()
         assert broken.logprobs[i] == clean.logprobs[i]
 
 
-# -- every row for itself ----------------------------------------------------------------------------------------------
+# -- every row for itself --------------------------------------------------------------------------
 
 
 def same(one: Draw, i: int, other: Draw, j: int) -> bool:
@@ -320,8 +370,14 @@ def same(one: Draw, i: int, other: Draw, j: int) -> bool:
 
 
 @CALM
-@given(rows=st.lists(ROWS, min_size=2, max_size=40), vocab_size=st.sampled_from([VOCAB, 512, 1500]), data=st.data())
-def test_a_row_is_the_same_alone_and_among_others(rows: list[Row], vocab_size: int, data: st.DataObject) -> None:
+@given(
+    rows=st.lists(ROWS, min_size=2, max_size=40),
+    vocab_size=st.sampled_from([VOCAB, 512, 1500]),
+    data=st.data(),
+)
+def test_a_row_is_the_same_alone_and_among_others(
+    rows: list[Row], vocab_size: int, data: st.DataObject
+) -> None:
     logits = random_logits(len(rows), vocab_size)
     rows = [replace(row, row=i) for i, row in enumerate(rows)]
     together = sample(logits, batch_of(rows))
@@ -334,7 +390,10 @@ def test_a_row_is_the_same_alone_and_among_others(rows: list[Row], vocab_size: i
 
 @pytest.mark.parametrize("vocab_size", [VOCAB, 40_000])
 def test_the_number_of_threads_changes_nothing(vocab_size: int) -> None:
-    rows = [Row(row=i, top_k=(0, 40)[i % 2], temperature=(1.0, 0.0, 0.7)[i % 3], draw=(1, 0, i)) for i in range(20)]
+    rows = [
+        Row(row=i, top_k=(0, 40)[i % 2], temperature=(1.0, 0.0, 0.7)[i % 3], draw=(1, 0, i))
+        for i in range(20)
+    ]
     logits = random_logits(20, vocab_size)
     draws: list[Draw] = []
     for count in (1, 2, 3):
@@ -347,24 +406,37 @@ def test_samples_of_a_group_share_a_row_and_not_their_noise() -> None:
     logits = random_logits(2, scale=0.1)
     draw = sample(logits, batch_of([Row(row=1, draw=(4, index, 10)) for index in range(32)]))
     assert len(set(draw.token_ids.tolist())) > 16
-    assert len({float(value) for value in gather_logprobs(logits[1:].expand(32, VOCAB), draw.token_ids)}) > 16
+    assert (
+        len(
+            {
+                float(value)
+                for value in gather_logprobs(logits[1:].expand(32, VOCAB), draw.token_ids)
+            }
+        )
+        > 16
+    )
 
 
-# -- logsumexp ---------------------------------------------------------------------------------------------------------
+# -- logsumexp -------------------------------------------------------------------------------------
 
 
 @CALM
 @given(
-    vocab_size=st.sampled_from([1, 2, 511, 512, 513, 5000]), seed=st.integers(0, 100), scale=st.sampled_from([1, 1e3])
+    vocab_size=st.sampled_from([1, 2, 511, 512, 513, 5000]),
+    seed=st.integers(0, 100),
+    scale=st.sampled_from([1, 1e3]),
 )
 def test_logsumexp_agrees_with_float64(vocab_size: int, seed: int, scale: float) -> None:
     logits = random_logits(3, vocab_size, scale=scale, seed=seed)
     torch.testing.assert_close(
-        sum(logsumexp(logits)), torch.logsumexp(logits.double(), dim=-1).float(), rtol=1e-6, atol=1e-5
+        sum(logsumexp(logits)),
+        torch.logsumexp(logits.double(), dim=-1).float(),
+        rtol=1e-6,
+        atol=1e-5,
     )
 
 
-# -- sample_with_logprobs ----------------------------------------------------------------------------------------------
+# -- sample_with_logprobs --------------------------------------------------------------------------
 
 
 def test_given_noise_it_is_pure() -> None:
@@ -375,7 +447,9 @@ def test_given_noise_it_is_pure() -> None:
     first = sample_with_logprobs(logits, temperatures, noise)
     second = sample_with_logprobs(logits, temperatures, noise)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(inputs, (logits, temperatures, noise), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(inputs, (logits, temperatures, noise), strict=True)
+    )
     assert torch.equal(state, torch.random.get_rng_state())
     assert first[0][[0, 4]].tolist() == logits.argmax(dim=-1)[[0, 4]].tolist()
     assert first[0].dtype == torch.int64
@@ -413,8 +487,16 @@ def test_it_takes_any_floating_dtype() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "temperatures"),
-    [((2, 5), [1.0]), ((5,), [1.0]), ((2, 5), [[1.0, 1.0]]), ((2, 5), [1.0, -0.1]), ((2, 5), [1.0, math.nan])],
+    [
+        ((2, 5), [1.0]),
+        ((5,), [1.0]),
+        ((2, 5), [[1.0, 1.0]]),
+        ((2, 5), [1.0, -0.1]),
+        ((2, 5), [1.0, math.nan]),
+    ],
 )
-def test_misshapen_or_negative_input_is_refused(shape: tuple[int, ...], temperatures: list[float]) -> None:
+def test_misshapen_or_negative_input_is_refused(
+    shape: tuple[int, ...], temperatures: list[float]
+) -> None:
     with pytest.raises(ValueError, match="temperatures"):
         sample_with_logprobs(torch.zeros(shape), torch.tensor(temperatures))

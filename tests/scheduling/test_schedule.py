@@ -62,9 +62,15 @@ def test_it_writes_nothing() -> None:
     for length in (3, 9, 4):
         stage.add(list(range(length)), num_samples=2)
     stage.step()
-    before = copy.deepcopy([vars_of(s) for s in stage.sequences.by_id.values()]), stage.cache.num_free_blocks()
+    before = (
+        copy.deepcopy([vars_of(s) for s in stage.sequences.by_id.values()]),
+        stage.cache.num_free_blocks(),
+    )
     assert stage.decide() == stage.decide()
-    assert before == ([vars_of(s) for s in stage.sequences.by_id.values()], stage.cache.num_free_blocks())
+    assert before == (
+        [vars_of(s) for s in stage.sequences.by_id.values()],
+        stage.cache.num_free_blocks(),
+    )
 
 
 def vars_of(seq: Sequence) -> dict[str, object]:
@@ -129,7 +135,9 @@ def test_a_group_is_one_sequence_until_its_prompt_is_computed() -> None:
     assert [d.samples for d in decisions] == [(0,), (3,), (1, 1, 1)]
     tables = [seq.block_ids for seq in stage.sequences.running]
     assert len({table[0] for table in tables}) == 1, "full blocks are shared"
-    assert len({table[1] for table in tables}) == 3, "the partial block was copied on the first write"
+    assert len({table[1] for table in tables}) == 3, (
+        "the partial block was copied on the first write"
+    )
 
 
 def test_single_tokens_go_before_prompts() -> None:
@@ -214,7 +222,9 @@ def test_priority_comes_before_arrival_and_pushes_out_lower_ones() -> None:
 
 def test_without_chunked_prefill_a_prompt_is_computed_at_once_or_waits() -> None:
     stage = Stage(max_tokens_per_batch=8)
-    stage.config = SchedulerConfig(block_size=4, max_tokens_per_batch=8, enable_chunked_prefill=False)
+    stage.config = SchedulerConfig(
+        block_size=4, max_tokens_per_batch=8, enable_chunked_prefill=False
+    )
     stage.add([1] * 5)
     second = stage.add([2] * 8)
     assert stage.step().lengths == (5,)

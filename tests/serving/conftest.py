@@ -1,4 +1,5 @@
-"""One server on SmolLM2 for all tests of a session; a tiny model, and a client of an engine of it, for each module.
+"""One server on SmolLM2 for all tests of a session; a tiny model, and a client of an engine of it,
+for each module.
 
 Other servers: `running_server(ScriptedClient(...))`.
 """
@@ -19,7 +20,9 @@ from nano_inference.serving.process_client import ProcessClient
 from tests.models.tiny import tiny_llama
 from tests.serving.engines import Run, config_of
 
-SMOLLM2 = EngineConfig("smollm2-135m", device="cpu", max_model_len=1024, kv_cache_memory=2**28, num_threads=1)
+SMOLLM2 = EngineConfig(
+    "smollm2-135m", device="cpu", max_model_len=1024, kv_cache_memory=2**28, num_threads=1
+)
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
 
 
-@pytest.fixture(scope="module", params=[InProcessClient, ProcessClient], ids=["in process", "process"])
+@pytest.fixture(
+    scope="module", params=[InProcessClient, ProcessClient], ids=["in process", "process"]
+)
 def served(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[EngineClient, Run]]:
     """A client, and what runs coroutines on its loop."""
     threads = torch.get_num_threads()

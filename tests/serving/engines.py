@@ -30,7 +30,9 @@ def params_of(seed: int, max_tokens: int = 12) -> SamplingParams:
 
 
 async def finished(stream: RequestStream, deltas: Sequence[Delta] = ()) -> list[TrainingSample]:
-    """All samples of a request of which these deltas were read. Looks at whether deltas add up to samples."""
+    """All samples of a request of which these deltas were read. Looks at whether deltas add up to
+    samples.
+    """
     samples: dict[int, TrainingSample] = {}
     seen: dict[int, tuple[int, ...]] = {}
     read = list(deltas)

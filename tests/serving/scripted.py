@@ -1,4 +1,6 @@
-"""An engine that says what it is told to say: for tests of protocols, tools and faults, without a model."""
+"""An engine that says what it is told to say: for tests of protocols, tools and faults, without a
+model.
+"""
 
 import asyncio
 import math
@@ -24,7 +26,14 @@ from nano_inference.serving.messages import (
 )
 from nano_inference.text.output_text import OutputText
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.types import Delta, FinishReason, SamplingParams, TopLogprobs, TrainingSample, VersionSpan
+from nano_inference.types import (
+    Delta,
+    FinishReason,
+    SamplingParams,
+    TopLogprobs,
+    TrainingSample,
+    VersionSpan,
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,8 @@ class Script:
         says: a text, or token ids. It goes on with an end-of-sequence token unless `ends` is False.
         ends: whether it stops by itself. Otherwise it says the last token again until `max_tokens`.
         portion: tokens of a delta.
-        delay: seconds before each delta (and, without streaming, for each portion before the sample).
+        delay: seconds before each delta (and, without streaming, for each portion before the
+            sample).
         refuse: the engine does not take the request.
         fail_after: the sample ends as one whose sampler raised, after so many tokens.
         die_after: the engine dies, after so many tokens.
@@ -89,7 +99,9 @@ class ScriptedClient(EngineClient):
         max_backlog: int = 4096,
     ) -> None:
         super().__init__(max_backlog)
-        self.script: Script | Callable[[Generate, int], Script] = script if script is not None else Script()
+        self.script: Script | Callable[[Generate, int], Script] = (
+            script if script is not None else Script()
+        )
         self.folder: Path | None = tokenizer_folder if tokenizer_folder is not None else smollm2()
         self.tokenizer: Tokenizer = _tokenizer(tokenizer_folder or smollm2())
         self.max_model_len = max_model_len
@@ -168,7 +180,9 @@ class ScriptedClient(EngineClient):
         if script.refuse is not None:
             await asyncio.sleep(0)
             if not index:
-                self._receive(Refused(request.request_id, type(script.refuse).__name__, str(script.refuse)))
+                self._receive(
+                    Refused(request.request_id, type(script.refuse).__name__, str(script.refuse))
+                )
             return None
         sample = _Sample(request, index, script, self.tokenizer)
         for begin in range(0, len(sample.token_ids), script.portion):
@@ -255,7 +269,9 @@ class _Sample:
     def last(self) -> Delta:
         failed = self.script.fail_after is not None
         text = None if self._text is None else self._text.text
-        last = Delta(self.request.request_id, self.index, (), (), None if text is None else self._rest)
+        last = Delta(
+            self.request.request_id, self.index, (), (), None if text is None else self._rest
+        )
         return replace(
             last,
             finished=self._training_sample(text, failed),
@@ -298,12 +314,15 @@ class _Sample:
 def _top_of(token_id: int, first: float, count: int) -> TopLogprobs:
     """The token itself, and then its neighbours."""
     return TopLogprobs(
-        tuple((token_id + i) % 49152 for i in range(count)), tuple(first - 0.5 * i for i in range(count))
+        tuple((token_id + i) % 49152 for i in range(count)),
+        tuple(first - 0.5 * i for i in range(count)),
     )
 
 
 def with_template(folder: Path, template: str | None) -> Path:
-    """A tokenizer folder at `folder` with SmolLM2's vocabulary and this chat template; None: without one."""
+    """A tokenizer folder at `folder` with SmolLM2's vocabulary and this chat template; None:
+    without one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     source = smollm2()
     (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())

@@ -27,14 +27,18 @@ class Answer:
     wait: Callable[[], object] = lambda: None
 
 
-def said(*texts: str, usage: dict[str, Any] | None = None, reason: str = "stop", chat: bool = True) -> Answer:
+def said(
+    *texts: str, usage: dict[str, Any] | None = None, reason: str = "stop", chat: bool = True
+) -> Answer:
     """A stream of these texts, with its role, its end, its usage and `[DONE]`."""
 
     def choice(text: str, reason: str | None = None) -> dict[str, Any]:
         own = {"delta": {"content": text}} if chat else {"text": text}
         return {"choices": [own | {"index": 0, "finish_reason": reason}]}
 
-    events: list[Any] = [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}] if chat else []
+    events: list[Any] = (
+        [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}] if chat else []
+    )
     events += [choice(text) for text in texts]
     events += [choice("", reason), {"choices": [], "usage": usage}, "[DONE]"]
     return Answer(events=events)
@@ -45,7 +49,9 @@ class Seen:
     """What was asked, and how often a client went away in the middle."""
 
     url: str
-    requests: list[tuple[str, dict[str, str], Any]] = field(default_factory=list[tuple[str, dict[str, str], Any]])
+    requests: list[tuple[str, dict[str, str], Any]] = field(
+        default_factory=list[tuple[str, dict[str, str], Any]]
+    )
     broken: threading.Event = field(default_factory=threading.Event)
 
     def bodies(self, path: str) -> list[Any]:
@@ -74,7 +80,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: Any) -> None:
         seen = self.server.seen
-        seen.requests.append((self.path, {name.lower(): value for name, value in self.headers.items()}, body))
+        seen.requests.append(
+            (self.path, {name.lower(): value for name, value in self.headers.items()}, body)
+        )
         answer = self.server.script(self.path, body)
         self.close_connection = answer.cut or self.close_connection
         try:
@@ -86,7 +94,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, answer: Answer) -> None:
         self.send_response(answer.status)
         if answer.events is None:
-            content = answer.content if isinstance(answer.content, bytes) else json.dumps(answer.content).encode()
+            content = (
+                answer.content
+                if isinstance(answer.content, bytes)
+                else json.dumps(answer.content).encode()
+            )
             self.send_header("Content-Length", str(len(content) + (9 if answer.cut else 0)))
             self.end_headers()
             self.wfile.write(content)
@@ -97,7 +109,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._chunk(b": a comment\n\n")
         for event in answer.events:
             answer.wait()
-            self._chunk(b"data: %s\n\n" % (event if isinstance(event, str) else json.dumps(event)).encode())
+            self._chunk(
+                b"data: %s\n\n" % (event if isinstance(event, str) else json.dumps(event)).encode()
+            )
         if not answer.cut:
             self._chunk(b"")
 

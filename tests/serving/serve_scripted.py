@@ -1,7 +1,8 @@
-"""A server on a scripted engine as a process of its own: `python -m tests.serving.serve_scripted '{"script": ...}'`.
+"""A server on a scripted engine as a process of its own: `python -m tests.serving.serve_scripted
+'{"script": ...}'`.
 
-Keys: `script` and `config` (arguments of `Script` and `ServerConfig`), `start` (seconds that the engine takes to be
-built; negative: it cannot be), `linger`.
+Keys: `script` and `config` (arguments of `Script` and `ServerConfig`), `start` (seconds that the
+engine takes to be built; negative: it cannot be), `linger`.
 """
 
 import asyncio
@@ -31,7 +32,10 @@ def main(options: dict) -> None:
     client.seconds = options.get("start", 0.0)
     server.LINGER = options.get("linger", server.LINGER)
     try:
-        config = {name: tuple(value) if isinstance(value, list) else value for name, value in options["config"].items()}
+        config = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in options["config"].items()
+        }
         serve(client, ServerConfig(port=0, **config))
     except NanoInferenceError as problem:
         print(f"error: {problem}", file=sys.stderr)

@@ -41,7 +41,9 @@ def test_a_replica_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> No
         async with fleet(2, restart=True) as made:
             for turn in range(len(GROWING)):
                 made.client.roster.replicas["0"].client.kill()
-                await until(lambda: len(made.engines) == 3 + turn and len(made.client.roster.living()) == 2)  # noqa: B023
+                await until(
+                    lambda: len(made.engines) == 3 + turn and len(made.client.roster.living()) == 2  # noqa: B023
+                )
             made.client.roster.replicas["1"].client.kill()
             await until(lambda: len(made.client.roster.living()) == 2)
 

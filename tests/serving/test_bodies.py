@@ -1,4 +1,6 @@
-"""Bodies that do not end, and more connections than there is room for: others are served all the same."""
+"""Bodies that do not end, and more connections than there is room for: others are served all the
+same.
+"""
 
 import json
 import socket
@@ -42,12 +44,18 @@ def connected(url: str) -> socket.socket:
 def unfinished(url: str, sent: int, size: int) -> socket.socket:
     """A connection on which so many bytes of a body have been sent."""
     peer = connected(url)
-    peer.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size + b" " * sent)
+    peer.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size
+        + b" " * sent
+    )
     return peer
 
 
 def test_unfinished_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(monkeypatch, max_body_bytes=MIB, max_pending_bytes=2 * MIB) as (url, made), ExitStack() as stack:
+    with (
+        serving(monkeypatch, max_body_bytes=MIB, max_pending_bytes=2 * MIB) as (url, made),
+        ExitStack() as stack,
+    ):
         bodies = made[0]
         first, second = (stack.enter_context(unfinished(url, MIB - 1, MIB)) for _ in range(2))
         assert eventually(lambda: bodies.pending == 2 * (MIB - 1 - SMALL))
@@ -57,7 +65,8 @@ def test_unfinished_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch)
         assert b"retry-after: 1" in head
         assert b"connection: close" in head
         assert "max_pending_bytes" in json.loads(body)["error"]["message"]
-        assert httpx.post(url + "/v1/completions", json={"prompt": "Hi" * 1000}).status_code == 200  # small ones pass
+        # small ones pass
+        assert httpx.post(url + "/v1/completions", json={"prompt": "Hi" * 1000}).status_code == 200
         first.close()
         assert eventually(lambda: bodies.pending == MIB - 1 - SMALL)
         large = json.dumps({"prompt": "Hi", "pad": " " * (MIB - 100)})
@@ -69,7 +78,10 @@ def test_unfinished_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_body_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(monkeypatch, body_timeout=0.3) as (url, made), unfinished(url, 100_000, 200_000) as peer:
+    with (
+        serving(monkeypatch, body_timeout=0.3) as (url, made),
+        unfinished(url, 100_000, 200_000) as peer,
+    ):
         head, _, body = peer.recv(65536).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408 ")
         assert "body_timeout" in json.loads(body)["error"]["message"]
@@ -79,7 +91,10 @@ def test_a_body_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_slow_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     content = json.dumps({"prompt": "Hi"}).encode()
-    with serving(monkeypatch, body_timeout=5.0) as (url, _), unfinished(url, 0, len(content)) as peer:
+    with (
+        serving(monkeypatch, body_timeout=5.0) as (url, _),
+        unfinished(url, 0, len(content)) as peer,
+    ):
         for byte in content:
             peer.sendall(bytes((byte,)))
         assert peer.recv(65536).startswith(b"HTTP/1.1 200 ")
@@ -93,7 +108,8 @@ def test_there_are_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPat
         for peer in (first, second):
             peer.sendall(head)
             assert peer.recv(65536).startswith(b"HTTP/1.1 200 ")
-        third.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")  # what watches the server is let in
+        # what watches the server is let in
+        third.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert third.recv(65536).startswith(b"HTTP/1.1 200 ")
         with connected(url) as fourth:  # beyond those that are told
             assert fourth.recv(1) == b""

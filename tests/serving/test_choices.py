@@ -19,10 +19,17 @@ PARAMS = SamplingParams(max_tokens=9, top_logprobs=2, raw_logprobs=True, stop=("
 def deltas() -> list[Delta]:
     """Of nine tokens, one each, and the end."""
     request = Generate(0, [1, 2], PARAMS, stream=True)
-    sample = _Sample(request, 0, Script("One two three four five six seven."), ScriptedClient().tokenizer)
+    sample = _Sample(
+        request, 0, Script("One two three four five six seven."), ScriptedClient().tokenizer
+    )
     sample.token_ids[:] = sample.token_ids[:9]
     made = [
-        replace(sample.delta(at, at + 1), logprobs=(-0.5 - at,), raw_logprobs=(-10.5 - at,), log_kept_mass=(-0.1 * at,))
+        replace(
+            sample.delta(at, at + 1),
+            logprobs=(-0.5 - at,),
+            raw_logprobs=(-10.5 - at,),
+            log_kept_mass=(-0.1 * at,),
+        )
         for at in range(9)
     ]
     return [*made, sample.last()]
@@ -30,7 +37,9 @@ def deltas() -> list[Delta]:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_deltas_that_are_joined_keep_their_order_in_every_column(data: st.DataObject, deltas: list[Delta]) -> None:
+def test_deltas_that_are_joined_keep_their_order_in_every_column(
+    data: st.DataObject, deltas: list[Delta]
+) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, len(deltas) - 1))))
     choice = new_choice(0, None, PARAMS.stop, frozenset(), None)
     ends = [*cuts, len(deltas)]
@@ -40,7 +49,9 @@ def test_deltas_that_are_joined_keep_their_order_in_every_column(data: st.DataOb
         return [each for piece in found for each in getattr(piece, name) or ()]
 
     for name in COLUMNS:
-        assert column(pieces, name) == [each for delta in deltas for each in getattr(delta, name) or ()], name
+        assert column(pieces, name) == [
+            each for delta in deltas for each in getattr(delta, name) or ()
+        ], name
         assert len(column(pieces, name)) == 9
     assert choice.content == "".join(delta.text or "" for delta in deltas)
     assert choice.finished is deltas[-1].finished

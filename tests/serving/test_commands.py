@@ -10,7 +10,19 @@ def test_complete_shows_what_the_server_answers(server: str) -> None:
     body = {"prompt": "The sky is blue because", "max_tokens": 12, "temperature": 0}
     with urllib.request.urlopen(f"{server}/v1/completions", json.dumps(body).encode()) as answer:
         whole = json.load(answer)["choices"][0]["text"]
-    result = run("complete", "--url", server, "-p", "The sky is blue because", "-m", "12", "-t", "0", "--top-k", "4")
+    result = run(
+        "complete",
+        "--url",
+        server,
+        "-p",
+        "The sky is blue because",
+        "-m",
+        "12",
+        "-t",
+        "0",
+        "--top-k",
+        "4",
+    )
     assert (result.exit_code, result.stdout) == (0, whole + "\n"), result.stderr
     assert "12 tokens" in result.stderr
 
@@ -18,7 +30,8 @@ def test_complete_shows_what_the_server_answers(server: str) -> None:
 def test_chat_talks_to_the_server_and_fits_its_answers(server: str) -> None:
     lines = "My name is Ada.\nWhat is my name?\n" + "word " * 980 + "\n"
     result = run("chat", "--url", server, "-t", "0", "-m", "24", stdin=lines)
-    assert result.exit_code == 1  # the third message leaves no room, and a pipe ends with the first error
+    # the third message leaves no room, and a pipe ends with the first error
+    assert result.exit_code == 1
     assert "the limit is 1024; /reset forgets it" in result.stderr
     assert len(result.stdout.strip()) > 20
 

@@ -1,4 +1,6 @@
-"""What samples of a request have in common leaves the engine once, whatever their number, and nothing is lost by it."""
+"""What samples of a request have in common leaves the engine once, whatever their number, and
+nothing is lost by it.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -62,14 +64,18 @@ def told(engine: InferenceEngine, num_samples: int, message: Any = None) -> list
 def samples_of(outputs: list[Outputs], message: Any) -> list[TrainingSample]:
     """The samples, after their way over the wire."""
     asked = AskedParts(message)
-    decoded = [msgspec.msgpack.decode(msgspec.msgpack.encode(each), type=FromEngine) for each in outputs]
+    decoded = [
+        msgspec.msgpack.decode(msgspec.msgpack.encode(each), type=FromEngine) for each in outputs
+    ]
     deltas = [asked.complete(delta) for each in decoded for delta in each.deltas]
     samples = [delta.finished for delta in deltas if delta.finished is not None]
     return sorted(samples, key=lambda sample: sample.sample_index)
 
 
 def core_of(samples: list[TrainingSample]) -> str:
-    return repr([replace(sample, request_id=0, cached_tokens=0, kv_versions=()) for sample in samples])
+    return repr(
+        [replace(sample, request_id=0, cached_tokens=0, kv_versions=()) for sample in samples]
+    )
 
 
 def test_samples_come_whole_and_what_they_share_once(engine: InferenceEngine) -> None:
@@ -97,19 +103,39 @@ def test_samples_that_go_on_come_whole_too(engine: InferenceEngine) -> None:
 def test_other_numbers_are_told_again() -> None:
     sample = TrainingSample((1, 2), (3,), (-0.5,), None, 0, "length", prompt_logprobs=(0.0, -1.0))
     sample = replace(sample, sampling_params=SamplingParams(prompt_logprobs=True))
-    others = [sample, replace(sample, prompt_logprobs=(-0.0, -1.0)), replace(sample, prompt_logprobs=(-0.0, -1.0))]
-    common, asked = CommonParts(), AskedParts(Generate(0, [1, 2], SamplingParams(prompt_logprobs=True)))
+    others = [
+        sample,
+        replace(sample, prompt_logprobs=(-0.0, -1.0)),
+        replace(sample, prompt_logprobs=(-0.0, -1.0)),
+    ]
+    common, asked = (
+        CommonParts(),
+        AskedParts(Generate(0, [1, 2], SamplingParams(prompt_logprobs=True))),
+    )
     travelling = [common.leave_out(each) for each in others]
-    assert [repr(each.prompt_logprobs) for each in travelling] == ["(0.0, -1.0)", "(-0.0, -1.0)", "()"]
-    back = [asked.complete(Delta(0, 0, (), (), None, finished=each)).finished for each in travelling]
+    assert [repr(each.prompt_logprobs) for each in travelling] == [
+        "(0.0, -1.0)",
+        "(-0.0, -1.0)",
+        "()",
+    ]
+    back = [
+        asked.complete(Delta(0, 0, (), (), None, finished=each)).finished for each in travelling
+    ]
     assert repr(back) == repr(others)
 
 
 def test_no_message_holds_too_much() -> None:
     sample = TrainingSample((1,), (3,) * 10, (-0.5,) * 10, None, 0, "length")
     large = replace(sample, sampling_mask=SamplingMask((0, AT_ONCE), (5,) * AT_ONCE))
-    scored = replace(sample, prompt_logprobs=(-1.0,) * 4096, prompt_top_logprobs=(TopLogprobs((1,) * 16, ()),) * 4096)
-    each = [Delta(0, 0, (), (), None, finished=one) for one in (sample, sample, large, large, sample, scored, sample)]
+    scored = replace(
+        sample,
+        prompt_logprobs=(-1.0,) * 4096,
+        prompt_top_logprobs=(TopLogprobs((1,) * 16, ()),) * 4096,
+    )
+    each = [
+        Delta(0, 0, (), (), None, finished=one)
+        for one in (sample, sample, large, large, sample, scored, sample)
+    ]
     portions = list(messages_of(each, list(range(7))))
     assert [ids for _, ids in portions] == [[0, 1], [2], [3], [4], [5], [6]]
     assert [delta for deltas, _ in portions for delta in deltas] == each

@@ -1,4 +1,6 @@
-"""HTTP as few clients speak it: pipelines, HTTP/1.0, wishes for other protocols, trailers, what cannot be parsed."""
+"""HTTP as few clients speak it: pipelines, HTTP/1.0, wishes for other protocols, trailers, what
+cannot be parsed.
+"""
 
 import inspect
 import json
@@ -43,7 +45,12 @@ def peer(url: str, engine: ScriptedClient) -> Iterator[socket.socket]:
 
 def request(*headers: str, version: str = "1.1", key: bool = True, **fields) -> bytes:
     body = json.dumps({"prompt": "Hi", "max_tokens": 20} | fields)
-    lines = [f"POST /v1/completions HTTP/{version}", "host: x", "content-type: application/json", *headers]
+    lines = [
+        f"POST /v1/completions HTTP/{version}",
+        "host: x",
+        "content-type: application/json",
+        *headers,
+    ]
     if key:
         lines.append(f"x-api-key: {KEY}")
     if not any(each.startswith("transfer-encoding") for each in headers):
@@ -89,7 +96,9 @@ def test_an_error_in_a_stream_over_http_1_0(peer: socket.socket, engine: Scripte
 @pytest.mark.parametrize("pieces", [1, 7])
 def test_a_wish_for_http_2_is_ignored_and_the_body_read(peer: socket.socket, pieces: int) -> None:
     """As Java's HttpClient says it, and `curl --http2`."""
-    sent = request("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQ")
+    sent = request(
+        "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQ"
+    )
     step = -(-len(sent) // pieces)
     for start in range(0, len(sent), step):
         peer.sendall(sent[start : start + step])
@@ -122,7 +131,9 @@ def test_the_end_of_a_client_ends_what_runs_although_more_waits_behind_it(
     assert len(engine.requests) == before + 1
 
 
-def test_requests_that_wait_on_a_connection_are_bounded(peer: socket.socket, engine: ScriptedClient) -> None:
+def test_requests_that_wait_on_a_connection_are_bounded(
+    peer: socket.socket, engine: ScriptedClient
+) -> None:
     engine.script = ENDLESS
     peer.sendall(request(max_tokens=10_000))
     assert eventually(lambda: engine.num_samples == 1)
@@ -134,11 +145,15 @@ def test_requests_that_wait_on_a_connection_are_bounded(peer: socket.socket, eng
 
 
 def test_a_body_that_cannot_be_parsed_is_answered(peer: socket.socket) -> None:
-    peer.sendall(request("transfer-encoding: chunked").partition(b"\r\n\r\n")[0] + b"\r\n\r\nzz\r\n")
+    peer.sendall(
+        request("transfer-encoding: chunked").partition(b"\r\n\r\n")[0] + b"\r\n\r\nzz\r\n"
+    )
     assert "400 Bad Request" in all_of(peer)
 
 
-def test_an_answer_that_has_begun_is_not_followed_by_another(peer: socket.socket, engine: ScriptedClient) -> None:
+def test_an_answer_that_has_begun_is_not_followed_by_another(
+    peer: socket.socket, engine: ScriptedClient
+) -> None:
     engine.script = ENDLESS
     peer.sendall(request(stream=True, max_tokens=10_000))
     assert b"200 OK" in peer.recv(10_000)
@@ -152,7 +167,10 @@ HEADS = {
     "no host": (b"", "0"),
     "two hosts": (b"host: a\r\nhost: a\r\n", "2"),
     "gzip": (b"host: x\r\ntransfer-encoding: gzip, chunked\r\n", "chunked"),
-    "two codings": (b"host: x\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n", "chunked"),
+    "two codings": (
+        b"host: x\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n",
+        "chunked",
+    ),
     "twice": (b"host: x\r\ntransfer-encoding: chunked, chunked\r\n", "HTTP"),
 }
 
@@ -172,12 +190,20 @@ def test_http_1_0_needs_no_host(peer: socket.socket) -> None:
 
 
 def test_uvicorn_has_what_is_used_of_it() -> None:
-    """Its public names alone: a private one may go with any version, and the server would fail by requests."""
+    """Its public names alone: a private one may go with any version, and the server would fail by
+    requests.
+    """
     theirs = vars(HttpToolsProtocol)
-    mine = {name for name in vars(connection.Connection) if callable(getattr(connection.Connection, name))}
+    mine = {
+        name
+        for name in vars(connection.Connection)
+        if callable(getattr(connection.Connection, name))
+    }
     private = {name for name in theirs if name.startswith("_") and not name.startswith("__")}
     assert not private & set(vars(connection.Connection))
-    assert not [name for name in private if re.search(rf"\.{name}\b", inspect.getsource(connection))]
+    assert not [
+        name for name in private if re.search(rf"\.{name}\b", inspect.getsource(connection))
+    ]
     missing = (
         {name for name in mine if not name.startswith("_")}
         - set(theirs)

@@ -1,4 +1,6 @@
-"""A device that fails in the engine's process: requests are answered with the reason, and `/health` says dead."""
+"""A device that fails in the engine's process: requests are answered with the reason, and `/health`
+says dead.
+"""
 
 import asyncio
 import os
@@ -12,7 +14,8 @@ from nano_inference.serving.errors import api_error_of
 from nano_inference.serving.process_client import ProcessClient
 from tests.serving.engines import PATIENCE, child_of, config_of, finished, params_of, until
 
-# Read by Python itself when the engine's process starts: its device fails in the fifth step, and in all that follow.
+# Read by Python itself when the engine's process starts: its device fails in the fifth step, and in
+# all that follow.
 BROKEN = """
 import sys
 if any(arg.endswith("engine_process") for arg in sys.orig_argv):
@@ -37,23 +40,29 @@ if any(arg.endswith("engine_process") for arg in sys.orig_argv):
         runner.Sampled.wait = wait
 """
 FAULTS = {
-    "access": 'raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")',
+    "access": 'raise torch.AcceleratorError("CUDA error: an illegal memory access was '
+    'encountered")',
     "memory": 'raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")',
     "bug": 'raise KeyError("/secret/of/another/client")',
 }
 TOLD = {
     "access": "cannot use any more: AcceleratorError: CUDA error: an illegal memory access",
-    "memory": "lower gpu_memory_utilization from 0.9 to 0.85 or max_tokens_per_batch from 8192 to 4096",
+    "memory": "lower gpu_memory_utilization from 0.9 to 0.85 or max_tokens_per_batch from 8192 to "
+    "4096",
     "bug": "a step failed: KeyError",
 }
 
 
-@pytest.mark.parametrize(("fault", "where"), [("access", "wait"), ("memory", "forward"), ("bug", "forward")])
+@pytest.mark.parametrize(
+    ("fault", "where"), [("access", "wait"), ("memory", "forward"), ("bug", "forward")]
+)
 def test_requests_are_told_why_and_health_says_dead(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, where: str
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(BROKEN.format(fault=FAULTS[fault], where=where))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    )
 
     async def test() -> None:
         client = ProcessClient(config_of(model), 4096)
@@ -62,7 +71,9 @@ def test_requests_are_told_why_and_health_says_dead(
         lifecycle.is_ready = True
         assert lifecycle.status == "ok"
         child = child_of(client)
-        streams = [client.submit([1, seed], params_of(seed, 400), 2, stream=True) for seed in range(3)]
+        streams = [
+            client.submit([1, seed], params_of(seed, 400), 2, stream=True) for seed in range(3)
+        ]
         pause = asyncio.create_task(client.call("pause", mode="wait"))
         for stream in streams:
             with pytest.raises(EngineDead) as lost:
@@ -75,7 +86,9 @@ def test_requests_are_told_why_and_health_says_dead(
             await asyncio.wait_for(pause, PATIENCE)
         assert TOLD[fault] in str(client.why_dead)
         assert TOLD[fault] in client.public_reason
-        assert ("secret" in str(client.why_dead)) == (fault == "bug"), "whoever runs the server is told all"
+        assert ("secret" in str(client.why_dead)) == (fault == "bug"), (
+            "whoever runs the server is told all"
+        )
         await until(lambda: lifecycle.status == "dead")
         await until(lambda: not child.folder.exists())  # its process has ended by itself
         assert client.num_samples == 0

@@ -31,7 +31,9 @@ MOST = 1 << 30
 
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[str]:
-    config = ServerConfig(port=0, api_keys=(KEY, OTHER), admin_key=ADMIN, max_body_bytes=10_000, max_depth=8)
+    config = ServerConfig(
+        port=0, api_keys=(KEY, OTHER), admin_key=ADMIN, max_body_bytes=10_000, max_depth=8
+    )
     client = ScriptedClient()
     client.returns["flush_cache"] = None
     with running_server(client, config) as url:
@@ -40,7 +42,9 @@ def keyed() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def open_() -> Iterator[str]:
-    config = ServerConfig(port=0, cors_origins=("https://page.example",), max_body_bytes=10_000, max_depth=8)
+    config = ServerConfig(
+        port=0, cors_origins=("https://page.example",), max_body_bytes=10_000, max_depth=8
+    )
     with running_server(ScriptedClient(), config) as url:
         yield url
 
@@ -48,7 +52,11 @@ def open_() -> Iterator[str]:
 def all_routes() -> list[tuple[str, str]]:
     routes = build_routes(Server(ServerConfig(), ScriptedClient()), PROTOCOLS, ROUTES)
     paths = routes.openapi()["paths"]
-    found = [(method.upper(), path.replace("{", "").replace("}", "")) for path in paths for method in paths[path]]
+    found = [
+        (method.upper(), path.replace("{", "").replace("}", ""))
+        for path in paths
+        for method in paths[path]
+    ]
     return [*found, ("GET", "/openapi.json"), ("GET", "/no/such/route"), ("DELETE", "/v1/messages")]
 
 
@@ -74,13 +82,22 @@ def test_models_speak_the_protocol_of_who_asks(keyed: str) -> None:
     check_error(httpx.get(f"{keyed}/v1/models"), 401)
     check_error(httpx.get(f"{keyed}/v1/models/none", headers=version | {"x-api-key": KEY}), 404)
     check_error(httpx.get(f"{keyed}/v1/models/none", headers={"x-api-key": KEY}), 404)
-    check_error(httpx.post(f"{keyed}/v1/models", json={}, headers=version | {"x-api-key": KEY}), 405)
+    check_error(
+        httpx.post(f"{keyed}/v1/models", json={}, headers=version | {"x-api-key": KEY}), 405
+    )
 
 
 @pytest.mark.parametrize(("method", "path"), all_routes())
 def test_every_route_but_health_needs_a_key(keyed: str, method: str, path: str) -> None:
-    for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": KEY + "x"}, {"authorization": f"Basic {KEY}"}):
-        reply = httpx.request(method, keyed + path, headers=headers, json=BODY if method == "POST" else None)
+    for headers in (
+        {},
+        {"authorization": "Bearer wrong"},
+        {"x-api-key": KEY + "x"},
+        {"authorization": f"Basic {KEY}"},
+    ):
+        reply = httpx.request(
+            method, keyed + path, headers=headers, json=BODY if method == "POST" else None
+        )
         if LEVELS.get(path) is Level.OPEN:
             assert reply.status_code == 200
         else:
@@ -97,14 +114,19 @@ def test_either_header_and_any_key_will_do(keyed: str, headers: dict[str, str]) 
 
 
 def test_admin_routes_are_off_without_an_admin_key(keyed: str, open_: str) -> None:
-    assert httpx.post(keyed + "/flush_cache", headers={"x-api-key": ADMIN}).json() == {"flushed": True}
+    assert httpx.post(keyed + "/flush_cache", headers={"x-api-key": ADMIN}).json() == {
+        "flushed": True
+    }
     assert "off" in check_error(httpx.post(open_ + "/flush_cache"), 403)
-    # The router's pattern lets a line feed at the end pass, and must not find the admin's route by it.
+    # The router's pattern lets a line feed at the end pass, and must not find the admin's route by
+    # it.
     check_error(httpx.post(open_ + "/flush_cache%0A"), 404)
     check_error(httpx.post(keyed + "/flush_cache%0A", headers={"x-api-key": KEY}), 404)
 
 
-@given(sane=st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=128))
+@given(
+    sane=st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=128)
+)
 @settings(max_examples=20, deadline=None)
 def test_a_sane_request_id_is_taken_over(open_: str, sane: str) -> None:
     reply = httpx.get(open_ + "/health", headers={"x-request-id": sane})
@@ -120,12 +142,16 @@ def test_another_request_id_is_replaced(open_: str, wild: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/no/such/route"])
 def test_bodies_that_are_too_large(open_: str, path: str) -> None:
     large = b'{"prompt": "' + b"x" * 10_000 + b'"}'
-    check_error(httpx.post(open_ + path, content=large, headers={"content-type": "application/json"}), 413)
+    check_error(
+        httpx.post(open_ + path, content=large, headers={"content-type": "application/json"}), 413
+    )
 
 
 def test_a_chunked_body_that_is_too_large(open_: str) -> None:
     pieces = (b"[" + b"1," * 100 for _ in range(1000))
-    reply = httpx.post(open_ + "/v1/completions", content=pieces, headers={"content-type": "application/json"})
+    reply = httpx.post(
+        open_ + "/v1/completions", content=pieces, headers={"content-type": "application/json"}
+    )
     check_error(reply, 413)
     assert reply.headers["connection"] == "close"
 
@@ -137,7 +163,10 @@ def test_a_chunked_body_that_is_too_large(open_: str) -> None:
         ({"content-type": "application/vnd.api+json"}, 200),
         ({}, 200),
         ({"content-type": "application/x-www-form-urlencoded"}, 200),  # what `curl -d` says
-        ({"content-type": "application/x-www-form-urlencoded", "origin": "https://evil.example"}, 415),
+        (
+            {"content-type": "application/x-www-form-urlencoded", "origin": "https://evil.example"},
+            415,
+        ),
         ({"origin": "https://evil.example"}, 415),
         ({"content-type": "text/plain"}, 415),
         ({"content-type": "multipart/form-data"}, 415),
@@ -152,7 +181,10 @@ def test_content_types(open_: str, headers: dict[str, str], status: int) -> None
 def test_a_body_that_nests_too_deep(open_: str) -> None:
     deep = b'{"prompt": ' + b"[" * 20 + b"]" * 20 + b"}"
     message = check_error(
-        httpx.post(open_ + "/v1/completions", content=deep, headers={"content-type": "application/json"}), 400
+        httpx.post(
+            open_ + "/v1/completions", content=deep, headers={"content-type": "application/json"}
+        ),
+        400,
     )
     assert "deeper than 8" in message
 
@@ -173,7 +205,10 @@ def depth(value: object) -> int:
 @given(value=VALUES, ascii_=st.booleans())
 @settings(max_examples=200)
 def test_depth_is_found_without_parsing(value: object, ascii_: bool) -> None:
-    body, found = json.dumps(value, ensure_ascii=ascii_).encode("utf-8", "surrogatepass"), depth(value)
+    body, found = (
+        json.dumps(value, ensure_ascii=ascii_).encode("utf-8", "surrogatepass"),
+        depth(value),
+    )
     check_json(body, max(found, 1), MOST)
     if found > 1:
         with pytest.raises(ApiError, match="nests deeper"):
@@ -187,7 +222,9 @@ def test_depth_of_what_is_not_json(body: bytes) -> None:
         check_json(body, 1, 2)
 
 
-@pytest.mark.parametrize("bomb", [b'"' + b'\\"' * 2_000_000 + b"[[", b"[[" + b'\\"' * 2_000_000, b'""' * 500_000])
+@pytest.mark.parametrize(
+    "bomb", [b'"' + b'\\"' * 2_000_000 + b"[[", b"[[" + b'\\"' * 2_000_000, b'""' * 500_000]
+)
 def test_depth_takes_linear_time(bomb: bytes) -> None:
     check_json(bomb + b"[" * 3, 64, MOST)
 
@@ -247,7 +284,9 @@ def test_what_a_request_may_hold_is_let_through() -> None:
 def test_a_long_logit_bias_is_refused_before_it_is_validated(nested: bool) -> None:
     """Its values are no numbers: validating would say so first."""
     bias = {"logit_bias": dict.fromkeys(map(str, range(2000)), "x")}
-    body = json.dumps({"prompt": "Hi", "sampling_params": bias} if nested else {"prompt": "Hi"} | bias).encode()
+    body = json.dumps(
+        {"prompt": "Hi", "sampling_params": bias} if nested else {"prompt": "Hi"} | bias
+    ).encode()
     with pytest.raises(ApiError, match="logit_bias has 2000 entries"):
         reading.read_body(body, CompletionRequest, ServerConfig(), {})
 
@@ -283,7 +322,8 @@ HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 )
 def test_header_bombs(open_: str, pieces: list[bytes]) -> None:
     answer = raw(open_, *pieces)
-    # The kernel may drop the answer when the client still writes; the connection is closed at any rate.
+    # The kernel may drop the answer when the client still writes; the connection is closed at any
+    # rate.
     if answer and not answer.startswith(b"HTTP/1.1 200"):
         head, _, body = answer.partition(b"\r\n\r\n")
         assert b" 431 " in head.split(b"\r\n")[0]
@@ -304,14 +344,19 @@ def test_what_is_not_http_is_answered_in_json(open_: str, nonsense: bytes) -> No
 def test_cors(open_: str) -> None:
     asks = {"origin": "https://page.example", "access-control-request-method": "POST"}
     preflight = httpx.options(
-        open_ + "/v1/completions", headers={**asks, "access-control-request-headers": "authorization"}
+        open_ + "/v1/completions",
+        headers={**asks, "access-control-request-headers": "authorization"},
     )
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] == "https://page.example"
-    reply = httpx.post(open_ + "/v1/completions", headers={"origin": "https://page.example"}, json=BODY)
+    reply = httpx.post(
+        open_ + "/v1/completions", headers={"origin": "https://page.example"}, json=BODY
+    )
     assert reply.headers["access-control-allow-origin"] == "https://page.example"
     assert "x-request-id" in reply.headers["access-control-expose-headers"]
-    stranger = httpx.options(open_ + "/v1/completions", headers={**asks, "origin": "https://evil.example"})
+    stranger = httpx.options(
+        open_ + "/v1/completions", headers={**asks, "origin": "https://evil.example"}
+    )
     assert "access-control-allow-origin" not in stranger.headers
 
 

@@ -1,4 +1,6 @@
-"""An engine behind messages is the engine: the same bits, errors and calls, in this process and in one of its own."""
+"""An engine behind messages is the engine: the same bits, errors and calls, in this process and in
+one of its own.
+"""
 
 import asyncio
 import random
@@ -27,7 +29,16 @@ from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.messages import Resume
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.types import EngineStats, SamplingParams, TrainingSample, VersionSpan
-from tests.serving.engines import PATIENCE, Run, config_of, core_of, finished, idle, params_of, until
+from tests.serving.engines import (
+    PATIENCE,
+    Run,
+    config_of,
+    core_of,
+    finished,
+    idle,
+    params_of,
+    until,
+)
 
 KINDS = [InProcessClient, ProcessClient]
 
@@ -47,13 +58,16 @@ def test_samples_are_those_of_the_engine_alone(
 ) -> None:
     prompts = [[1, 5, 6, seed] for seed in range(6)]
     each = [
-        SamplingParams(max_tokens=10, seed=seed, prompt_logprobs=True, top_logprobs=2, logit_bias={7: 1.5})
+        SamplingParams(
+            max_tokens=10, seed=seed, prompt_logprobs=True, top_logprobs=2, logit_bias={7: 1.5}
+        )
         for seed in range(6)
     ]
 
     async def test() -> None:
         streams = [
-            client.submit(prompt, params, 2, stream=stream) for prompt, params in zip(prompts, each, strict=True)
+            client.submit(prompt, params, 2, stream=stream)
+            for prompt, params in zip(prompts, each, strict=True)
         ]
         got = [await finished(stream) for stream in streams]
         for samples, prompt, params in zip(got, prompts, each, strict=True):
@@ -65,7 +79,11 @@ def test_samples_are_those_of_the_engine_alone(
 
 def test_a_refusal_is_the_engines(client: EngineClient, run: Run) -> None:
     async def test() -> None:
-        for prompt, error in (([1] * 5000, RequestTooLarge), ([], InvalidRequest), ([10**6], InvalidRequest)):
+        for prompt, error in (
+            ([1] * 5000, RequestTooLarge),
+            ([], InvalidRequest),
+            ([10**6], InvalidRequest),
+        ):
             stream = client.submit(prompt, params_of(0), stream=True)
             with pytest.raises(error):
                 await stream.next()
@@ -77,10 +95,14 @@ def test_a_refusal_is_the_engines(client: EngineClient, run: Run) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[True], [1.5], ["x"], [2**70], None])
-def test_what_is_no_prompt_is_refused_and_nobody_waits(client: EngineClient, run: Run, prompt: Any) -> None:
+def test_what_is_no_prompt_is_refused_and_nobody_waits(
+    client: EngineClient, run: Run, prompt: Any
+) -> None:
     async def test() -> None:
         with pytest.raises(InvalidRequest):
-            await asyncio.wait_for(client.submit(prompt, params_of(0), stream=True).next(), PATIENCE)
+            await asyncio.wait_for(
+                client.submit(prompt, params_of(0), stream=True).next(), PATIENCE
+            )
         assert len(await finished(client.submit([1], params_of(0), stream=True))) == 1
         await idle(client)
 
@@ -138,7 +160,12 @@ def test_calls_return_what_the_engine_says(client: EngineClient, run: Run) -> No
         checksums = await client.call("weights_checksum")
         assert len(checksums["model.norm.weight"]) == 64
         assert await client.call("flush_cache") is None
-        for name, arguments in (("shutdown", {}), ("__init__", {}), ("stats", {"x": 1}), ("pause", {"mode": "x"})):
+        for name, arguments in (
+            ("shutdown", {}),
+            ("__init__", {}),
+            ("stats", {"x": 1}),
+            ("pause", {"mode": "x"}),
+        ):
             with pytest.raises(InvalidRequest):
                 await client.call(name, **arguments)
 
@@ -184,7 +211,11 @@ def test_calls_have_a_limit(client: EngineClient, run: Run) -> None:
         await running.next()
         calls = [asyncio.create_task(client.call("pause", mode="wait")) for _ in range(40)]
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        refused = [each for each in answers if isinstance(each, InvalidRequest) and "calls are running" in str(each)]
+        refused = [
+            each
+            for each in answers
+            if isinstance(each, InvalidRequest) and "calls are running" in str(each)
+        ]
         assert 0 < len(refused) <= 8
         running.close()
         await client.call("resume")
@@ -197,14 +228,18 @@ def test_heartbeats_bring_statistics(client: EngineClient, run: Run) -> None:
     async def test() -> None:
         before = (await client.call("stats")).completion_tokens
         await finished(client.submit([1, 2], params_of(0), stream=True))
-        await until(lambda: client.stats is not None and client.stats.completion_tokens == before + 12, 5.0)
+        await until(
+            lambda: client.stats is not None and client.stats.completion_tokens == before + 12, 5.0
+        )
         assert not client.stalled(0.0)
 
     run(test())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_keeps_an_engine_from_being_built_is_told(kind: Any, model: Path, tmp_path: Path) -> None:
+def test_what_keeps_an_engine_from_being_built_is_told(
+    kind: Any, model: Path, tmp_path: Path
+) -> None:
     async def test() -> None:
         for config, error in (
             (EngineConfig(str(tmp_path / "nothing")), ModelLoadError),
@@ -232,7 +267,9 @@ def in_process(model: Path, test: Callable[[InProcessClient], Coroutine[Any, Any
     asyncio.run(whole())
 
 
-def test_a_bug_in_the_core_fails_one_request_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_the_core_fails_one_request_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test(client: InProcessClient) -> None:
         assert client._core is not None
         other = client.submit([1, 2], params_of(0, 100), stream=True)
@@ -246,7 +283,9 @@ def test_a_bug_in_the_core_fails_one_request_alone(model: Path, monkeypatch: pyt
     in_process(model, test)
 
 
-def test_a_request_that_ends_before_it_is_noted_down_is_forgotten(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_ends_before_it_is_noted_down_is_forgotten(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test(client: InProcessClient) -> None:
         assert client._core is not None
         submit = client._core.engine.submit
@@ -265,7 +304,9 @@ def test_a_request_that_ends_before_it_is_noted_down_is_forgotten(model: Path, m
 
 
 @pytest.mark.parametrize("is_answered", [False, True])
-def test_a_request_that_waits_to_go_on_with_old_weights_can_be_ended(model: Path, is_answered: bool) -> None:
+def test_a_request_that_waits_to_go_on_with_old_weights_can_be_ended(
+    model: Path, is_answered: bool
+) -> None:
     async def test(client: InProcessClient) -> None:
         assert client._core is not None
         (whole,) = await finished(client.submit([1, 2], params_of(0, 400), stream=True))
@@ -288,7 +329,10 @@ def test_a_request_that_waits_to_go_on_with_old_weights_can_be_ended(model: Path
         if is_answered:
             (*_, last) = await request.next()
             assert last.finished is not None
-            assert (last.finished.finish_reason, last.finished.completion_tokens) == ("abort", part.completion_tokens)
+            assert (last.finished.finish_reason, last.finished.completion_tokens) == (
+                "abort",
+                part.completion_tokens,
+            )
         await asyncio.sleep(0.3)
         await idle(client)
         assert client._core.engine.loop.num_steps - steps < 10
@@ -297,7 +341,9 @@ def test_a_request_that_waits_to_go_on_with_old_weights_can_be_ended(model: Path
     in_process(model, test)
 
 
-def test_a_failed_step_ends_everything_with_a_reason(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_ends_everything_with_a_reason(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test(client: InProcessClient) -> None:
         assert client._core is not None
         stream = client.submit([1, 2], params_of(0, 480), stream=True)

@@ -1,4 +1,6 @@
-"""Strangers on the engine's sockets, what cannot be said over them, and what two processes cost that have no work."""
+"""Strangers on the engine's sockets, what cannot be said over them, and what two processes cost
+that have no work.
+"""
 
 import asyncio
 import json
@@ -38,13 +40,22 @@ class _Bomb:
         return open, (str(self._path), "w")
 
 
-def test_strange_bytes_change_nothing(quiet: tuple[ProcessClient, asyncio.Runner], tmp_path: Path) -> None:
+def test_strange_bytes_change_nothing(
+    quiet: tuple[ProcessClient, asyncio.Runner], tmp_path: Path
+) -> None:
     client, runner = quiet
 
     async def test() -> None:
         rng = random.Random(0)
         bomb = pickle.dumps(_Bomb(tmp_path / "bomb"))
-        strange = [b"", b"\xc1", bomb, b"\x91" * 5000, rng.randbytes(1 << 20), b"\xdf\xff\xff\xff\xff"]
+        strange = [
+            b"",
+            b"\xc1",
+            bomb,
+            b"\x91" * 5000,
+            rng.randbytes(1 << 20),
+            b"\xdf\xff\xff\xff\xff",
+        ]
         strange += [rng.randbytes(rng.randrange(1, 100)) for _ in range(200)]
         folder = child_of(client).folder
         context, robbers = zmq.Context(), []
@@ -69,7 +80,9 @@ def test_strange_bytes_change_nothing(quiet: tuple[ProcessClient, asyncio.Runner
     runner.run(asyncio.wait_for(test(), 60))
 
 
-def test_lines_of_the_engine_are_like_the_servers_and_few(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_the_engine_are_like_the_servers_and_few(
+    model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     async def test() -> None:
         async with running(config_of(model), log_format="json") as client:
             context = zmq.Context()
@@ -88,7 +101,9 @@ def test_lines_of_the_engine_are_like_the_servers_and_few(model: Path, capfd: py
     assert sum("not understood" in line["message"] for line in lines) == 1
 
 
-def test_nothing_listens_but_two_sockets_in_a_private_folder(quiet: tuple[ProcessClient, asyncio.Runner]) -> None:
+def test_nothing_listens_but_two_sockets_in_a_private_folder(
+    quiet: tuple[ProcessClient, asyncio.Runner],
+) -> None:
     client, runner = quiet
 
     async def test() -> None:

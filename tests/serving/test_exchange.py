@@ -1,4 +1,6 @@
-"""Requests that end early: clients that go away or do not read, time that is over, queues that are full."""
+"""Requests that end early: clients that go away or do not read, time that is over, queues that are
+full.
+"""
 
 import asyncio
 import json
@@ -44,7 +46,9 @@ def eventually(condition, seconds: float = 5.0) -> bool:
 @contextmanager
 def serving(script: Script, **options) -> Iterator[tuple[str, ScriptedClient]]:
     client = ScriptedClient(
-        script, max_model_len=10_000_000, max_backlog=options.get("max_backlog", ServerConfig().max_backlog)
+        script,
+        max_model_len=10_000_000,
+        max_backlog=options.get("max_backlog", ServerConfig().max_backlog),
     )
     with running_server(client, ServerConfig(port=0, drain_timeout=1, **options)) as url:
         yield url, client
@@ -60,7 +64,8 @@ def connected(url: str, body: dict, **options) -> socket.socket:
     connection.connect((host, int(port)))
     content = json.dumps(body).encode()
     connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content) + content
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content)
+        + content
     )
     return connection
 
@@ -83,7 +88,9 @@ def test_a_client_that_goes_away_while_its_body_comes() -> None:
     with serving(SLOW) as (url, client):
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+            )
             time.sleep(0.1)
         time.sleep(0.1)
         assert not client.requests
@@ -96,7 +103,9 @@ def test_a_request_that_takes_too_long() -> None:
         assert reply.status_code == 504
         assert reply.headers["x-should-retry"] == "false"
         assert reply.json()["error"]["type"] == "timeout_error"
-        streamed = httpx.post(url + "/v1/completions", json={"prompt": "Hi", "max_tokens": 1000, "stream": True})
+        streamed = httpx.post(
+            url + "/v1/completions", json={"prompt": "Hi", "max_tokens": 1000, "stream": True}
+        )
         assert streamed.status_code == 200
         assert "request_timeout" in streamed.text.rstrip().rsplit("data: ", 1)[1]
         assert len(client.aborted) == 2
@@ -109,7 +118,9 @@ def test_a_body_that_takes_too_long() -> None:
     with serving(SLOW, request_timeout=0.3) as (url, _):
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=5) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+            )
             assert connection.recv(65536).startswith(b"HTTP/1.1 408 ")
 
 
@@ -117,7 +128,9 @@ def test_a_client_that_does_not_read_is_ended_with_its_connection() -> None:
     script = Script("word " * 50, ends=False, portion=8)
     with serving(script, max_backlog=2000) as (url, client):
         before = psutil.Process().memory_info().rss
-        reader = connected(url, {"prompt": "Hi", "max_tokens": 200_000, "stream": True}, SO_RCVBUF=4096)
+        reader = connected(
+            url, {"prompt": "Hi", "max_tokens": 200_000, "stream": True}, SO_RCVBUF=4096
+        )
         try:
             assert eventually(lambda: client.aborted, 20.0)
             assert client.num_samples == 0
@@ -141,9 +154,10 @@ def test_a_full_queue_is_429_with_a_time_to_come_again() -> None:
         assert reply.json()["error"]["code"] == "rate_limit_exceeded"
         assert int(reply.headers["retry-after"]) >= 1
         assert int(reply.headers["retry-after-ms"]) >= 500
-        assert 'admission_rejections_total{model_name="scripted",reason="queue_full"} 1' in httpx.get(
-            url + "/metrics"
-        ).text.replace("nano_inference_", "")
+        assert (
+            'admission_rejections_total{model_name="scripted",reason="queue_full"} 1'
+            in httpx.get(url + "/metrics").text.replace("nano_inference_", "")
+        )
         for reader in busy:
             reader.close()
         assert eventually(lambda: client.num_samples == 0)
@@ -152,7 +166,9 @@ def test_a_full_queue_is_429_with_a_time_to_come_again() -> None:
 def test_a_dying_engine_ends_streams_with_an_event_and_others_with_503() -> None:
     with serving(Script("a b c d e f", die_after=3)) as (url, _):
         reply = httpx.post(url + "/v1/completions", json={"prompt": "Hi", "stream": True})
-        assert "engine" in json.loads(reply.text.rstrip().rsplit("data: ", 1)[1])["error"]["message"]
+        assert (
+            "engine" in json.loads(reply.text.rstrip().rsplit("data: ", 1)[1])["error"]["message"]
+        )
         health = httpx.get(url + "/health")
         assert (health.status_code, health.json()) == (
             503,
@@ -166,7 +182,11 @@ def test_a_dying_engine_ends_streams_with_an_event_and_others_with_503() -> None
 
 def test_a_poisoned_sample_ends_its_own_request_only() -> None:
     def script(request, _: int) -> Script:
-        return Script("fine", fail_after=1) if request.params.seed == 13 else Script("fine", delay=0.02)
+        return (
+            Script("fine", fail_after=1)
+            if request.params.seed == 13
+            else Script("fine", delay=0.02)
+        )
 
     with serving(Script()) as (url, client):
         client.script = script
@@ -179,7 +199,7 @@ def test_a_poisoned_sample_ends_its_own_request_only() -> None:
         assert good.json()["choices"][0]["text"] == "fine"
 
 
-# -- the stream by itself -----------------------------------------------------------------------------------------
+# -- the stream by itself --------------------------------------------------------------------------
 
 
 def played(events: AsyncGenerator[bytes, None], keep_alive: float) -> list[dict]:
@@ -194,7 +214,12 @@ def played(events: AsyncGenerator[bytes, None], keep_alive: float) -> list[dict]
             return PlainTextResponse(f"refused: {problem}", 418)
 
         stream = EventStream(
-            events, refuse, lambda problem: f"failed: {problem}".encode(), nullcontext(), lambda: None, keep_alive
+            events,
+            refuse,
+            lambda problem: f"failed: {problem}".encode(),
+            nullcontext(),
+            lambda: None,
+            keep_alive,
         )
         await stream({"type": "http"}, None, send)  # pyright: ignore[reportArgumentType]
 
@@ -230,12 +255,18 @@ def test_a_quiet_stream_is_kept_alive_by_comments() -> None:
 
 def test_what_is_wrong_at_first_is_a_status_and_later_an_event() -> None:
     assert played(slow(raises=True), keep_alive=1.0)[0]["status"] == 418
-    assert body(played(slow(raises=True), keep_alive=0.05))[-1] == b"failed: no more"  # a comment went out before
-    assert body(played(slow(0.0, raises=True), keep_alive=1.0)) == [b"data: 0\n\n", b"failed: no more"]
+    # a comment went out before
+    assert body(played(slow(raises=True), keep_alive=0.05))[-1] == b"failed: no more"
+    assert body(played(slow(0.0, raises=True), keep_alive=1.0)) == [
+        b"data: 0\n\n",
+        b"failed: no more",
+    ]
 
 
 def test_many_clients_at_once() -> None:
-    """Threads of clients, streams and not, that go away at random: the server stays and nothing is left."""
+    """Threads of clients, streams and not, that go away at random: the server stays and nothing is
+    left.
+    """
     with serving(Script("a " * 20, ends=False, delay=0.005)) as (url, client):
 
         def visit(number: int) -> None:
@@ -266,22 +297,29 @@ def test_a_client_that_never_finishes_its_headers(monkeypatch: pytest.MonkeyPatc
         with socket.create_connection((host, int(port)), timeout=5) as slow_one:
             slow_one.sendall(b"GET /health HTTP/1.1\r\na: ")
             assert eventually(lambda: hung_up(slow_one), 3.0)
-        with httpx.Client(base_url=url) as http:  # a connection that waits for its next request may wait longer
+        # a connection that waits for its next request may wait longer
+        with httpx.Client(base_url=url) as http:
             assert http.get("/health").status_code == 200
             time.sleep(0.5)
             assert http.get("/health").status_code == 200
 
 
 @pytest.mark.parametrize("reads_again", [False, True])
-def test_a_client_that_stops_reading_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, reads_again: bool) -> None:
+def test_a_client_that_stops_reading_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch, reads_again: bool
+) -> None:
     """Also where the backlog has room for all that is to be said."""
     monkeypatch.setattr(connection, "STALL_TIMEOUT", 0.05)
 
     async def app(scope: object, receive: object, send: object) -> None: ...
 
     async def play() -> int:
-        transport = MagicMock(**{"get_extra_info.return_value": None, "is_closing.return_value": False})
-        it = connection.Connection(uvicorn.Config(app, log_config=None, ws="none"), ServerState(), {})
+        transport = MagicMock(
+            **{"get_extra_info.return_value": None, "is_closing.return_value": False}
+        )
+        it = connection.Connection(
+            uvicorn.Config(app, log_config=None, ws="none"), ServerState(), {}
+        )
         it.connection_made(transport)
         it.pause_writing()
         await asyncio.sleep(0.02)
@@ -305,16 +343,35 @@ def test_a_long_body_that_is_refused_is_not_listened_to() -> None:
 
 def test_tls(tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
     made += ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     try:
-        subprocess.run([*made, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+        subprocess.run(
+            [*made, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True
+        )
     except FileNotFoundError:
         pytest.skip("there is no openssl")
     with serving(Script(), tls_cert=str(cert), tls_key=str(key)) as (url, _):
         assert url.startswith("https://")
-        assert httpx.get(url + "/health", verify=ssl.create_default_context(cafile=str(cert))).status_code == 200
-    with pytest.raises(ConfigError, match="tls_cert"), serving(Script(), tls_cert=str(key), tls_key=str(cert)):
+        assert (
+            httpx.get(
+                url + "/health", verify=ssl.create_default_context(cafile=str(cert))
+            ).status_code
+            == 200
+        )
+    with (
+        pytest.raises(ConfigError, match="tls_cert"),
+        serving(Script(), tls_cert=str(key), tls_key=str(cert)),
+    ):
         pass
 
 
@@ -331,17 +388,25 @@ def test_a_port_that_is_taken() -> None:
 def test_a_version_that_cannot_come_is_refused_at_once() -> None:
     with serving(Script()) as (url, client):
         for path in ("/v1/completions", "/v1/chat/completions"):
-            body: dict = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+            body: dict = (
+                {"messages": [{"role": "user", "content": "Hi"}]}
+                if "chat" in path
+                else {"prompt": "Hi"}
+            )
             body["max_tokens"] = 4
             refused = httpx.post(url + path, json=body | {"min_weight_version": "7"})
             assert refused.status_code == 400
             assert "--rl" in refused.json()["error"]["message"]
-            assert httpx.post(url + path, json=body | {"min_weight_version": "0"}).status_code == 200
+            assert (
+                httpx.post(url + path, json=body | {"min_weight_version": "0"}).status_code == 200
+            )
         assert len(client.requests) == 2
 
 
 def test_requests_that_wait_for_weights_keep_no_others_out() -> None:
-    """Those that can be served are let in although the queue is full of others; these have a limit of their own."""
+    """Those that can be served are let in although the queue is full of others; these have a limit
+    of their own.
+    """
 
     def script(request, _: int) -> Script:
         return Script(delay=60.0) if request.min_version else Script()
@@ -354,7 +419,9 @@ def test_requests_that_wait_for_weights_keep_no_others_out() -> None:
         refused = httpx.post(url + "/v1/completions", json=later)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "30")
         assert "weights" in refused.json()["error"]["message"]
-        assert httpx.post(url + "/v1/completions", json={"prompt": "Hi", "n": 40}).status_code == 200
+        assert (
+            httpx.post(url + "/v1/completions", json={"prompt": "Hi", "n": 40}).status_code == 200
+        )
         for each in waiting:
             each.close()
         assert eventually(lambda: client.num_samples == 0)

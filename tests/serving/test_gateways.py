@@ -1,4 +1,6 @@
-"""What stands before a server: prefixes of paths, socket files, names of models, probes, and proxies."""
+"""What stands before a server: prefixes of paths, socket files, names of models, probes, and
+proxies.
+"""
 
 import socket
 import stat
@@ -56,7 +58,10 @@ def test_several_names(url: str) -> None:
     assert (both["first_id"], both["last_id"]) == ("first", "second")
     assert httpx.get(url + "/v1/models/second").json()["id"] == "second"
     for name in ("first", "second", "scripted"):
-        assert httpx.post(url + "/v1/chat/completions", json=CHAT | {"model": name}).json()["model"] == "first"
+        assert (
+            httpx.post(url + "/v1/chat/completions", json=CHAT | {"model": name}).json()["model"]
+            == "first"
+        )
     check_error(httpx.post(url + "/v1/chat/completions", json=CHAT | {"model": "third"}), 404)
 
 
@@ -98,8 +103,13 @@ def test_a_socket_file(tmp_path: Path) -> None:
         with running_server(ScriptedClient(), ServerConfig(uds=str(file))) as url:
             assert url == f"unix:{file}"
             assert stat.S_IMODE(file.stat().st_mode) == mode
-            with httpx.Client(transport=httpx.HTTPTransport(uds=str(file)), base_url="http://nano") as http:
-                assert http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).status_code == 200
+            with httpx.Client(
+                transport=httpx.HTTPTransport(uds=str(file)), base_url="http://nano"
+            ) as http:
+                assert (
+                    http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).status_code
+                    == 200
+                )
             with (
                 pytest.raises(ConfigError, match="another server listens"),
                 running_server(ScriptedClient(), ServerConfig(uds=str(file))),
@@ -142,13 +152,21 @@ HEADERS = [
 
 
 @pytest.mark.parametrize("headers", HEADERS)
-def test_what_a_proxy_passes_on_is_not_trusted(trainers: tuple[str, str, str], headers: dict[str, str]) -> None:
+def test_what_a_proxy_passes_on_is_not_trusted(
+    trainers: tuple[str, str, str], headers: dict[str, str]
+) -> None:
     trusting, open_, keyed = trainers
     assert httpx.post(trusting + "/flush_cache").status_code == 200
     assert "proxy" in check_error(httpx.post(trusting + "/flush_cache", headers=headers), 403)
-    assert httpx.post(trusting + "/v1/completions", json={"prompt": "Hi"}, headers=headers).status_code == 200
+    assert (
+        httpx.post(trusting + "/v1/completions", json={"prompt": "Hi"}, headers=headers).status_code
+        == 200
+    )
     assert httpx.post(open_ + "/flush_cache", headers=headers).status_code == 200
-    assert httpx.post(keyed + "/flush_cache", headers=headers | {"x-api-key": "admin"}).status_code == 200
+    assert (
+        httpx.post(keyed + "/flush_cache", headers=headers | {"x-api-key": "admin"}).status_code
+        == 200
+    )
 
 
 @pytest.fixture(scope="module")

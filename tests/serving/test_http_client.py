@@ -16,7 +16,9 @@ from tests.serving.scripted_http import Answer, said, scripted_http
 USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
 
 
-def ask(answer: Answer, path: str = "/v1/chat/completions", url: str = "", **options: Any) -> list[Piece]:
+def ask(
+    answer: Answer, path: str = "/v1/chat/completions", url: str = "", **options: Any
+) -> list[Piece]:
     with scripted_http(lambda _, __: answer) as seen:
         client = HttpClient(seen.url + url, "secret", **options)
         stream = client.chat if "chat" in path else client.complete
@@ -30,7 +32,9 @@ def ask(answer: Answer, path: str = "/v1/chat/completions", url: str = "", **opt
 
 @given(st.lists(st.text(), max_size=6), st.booleans())
 def test_what_is_said_arrives_in_its_pieces(texts: list[str], chat: bool) -> None:
-    pieces = ask(said(*texts, usage=USAGE, chat=chat), "/v1/chat/completions" if chat else "/v1/completions")
+    pieces = ask(
+        said(*texts, usage=USAGE, chat=chat), "/v1/chat/completions" if chat else "/v1/completions"
+    )
     assert [piece.text for piece in pieces if piece.text] == [text for text in texts if text]
     assert pieces[-2].finish_reason == "stop"
     assert pieces[-1].usage == Usage(7, 2, 4)
@@ -39,7 +43,11 @@ def test_what_is_said_arrives_in_its_pieces(texts: list[str], chat: bool) -> Non
 def test_reasoning_is_told_apart_under_either_name() -> None:
     events = [{"choices": [{"delta": {name: "hm"}}]} for name in ("reasoning_content", "reasoning")]
     pieces = ask(Answer(events=[*events, {"choices": [{"delta": {"content": "a"}}]}, "[DONE]"]))
-    assert [(piece.reasoning, piece.text) for piece in pieces] == [("hm", ""), ("hm", ""), ("", "a")]
+    assert [(piece.reasoning, piece.text) for piece in pieces] == [
+        ("hm", ""),
+        ("hm", ""),
+        ("", "a"),
+    ]
 
 
 @pytest.mark.parametrize("url", ["", "/", "/v1", "/v1/"])
@@ -62,20 +70,34 @@ def test_a_key_cannot_break_the_head(key: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
-        (Answer(400, {"error": {"message": "n is too large."}}), InvalidRequest, "^n is too large.$"),
+        (
+            Answer(400, {"error": {"message": "n is too large."}}),
+            InvalidRequest,
+            "^n is too large.$",
+        ),
         (Answer(404, {"error": {"message": "no such model."}}), InvalidRequest, "^no such model.$"),
         (Answer(404, {"detail": "Not Found"}), InvalidRequest, "Not Found"),
-        (Answer(401, {"error": {"message": "key?"}}), ServerError, "asks for an API key.*--api-key-file"),
+        (
+            Answer(401, {"error": {"message": "key?"}}),
+            ServerError,
+            "asks for an API key.*--api-key-file",
+        ),
         (Answer(429, {"error": {"message": "try later."}}), ServerError, "status 429: try later"),
         (Answer(503, b"<html>"), ServerError, "status 503: it does not say why"),
         (Answer(events=["{"]), ServerError, "does not speak JSON"),
         (Answer(events=["[1]"]), ServerError, "does not speak JSON"),
-        (Answer(events=[{"error": {"message": "the engine is dead."}}]), ServerError, "failed: the engine is dead."),
+        (
+            Answer(events=[{"error": {"message": "the engine is dead."}}]),
+            ServerError,
+            "failed: the engine is dead.",
+        ),
         (Answer(events=[{"choices": []}]), ServerError, "before its end"),
         (Answer(events=[{"choices": []}], cut=True), ServerError, "before its end"),
     ],
 )
-def test_what_goes_wrong_is_one_sentence(answer: Answer, error: type[Exception], words: str) -> None:
+def test_what_goes_wrong_is_one_sentence(
+    answer: Answer, error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words) as caught:
         ask(answer)
     assert isinstance(caught.value, NanoInferenceError)
@@ -93,7 +115,9 @@ def test_a_server_that_is_not_there_or_silent() -> None:
 
 
 def test_who_stops_reading_closes_the_connection() -> None:
-    endless = Answer(events=[{"choices": [{"text": "x" * 10_000}]}] * 2_000, wait=lambda: time.sleep(0.001))
+    endless = Answer(
+        events=[{"choices": [{"text": "x" * 10_000}]}] * 2_000, wait=lambda: time.sleep(0.001)
+    )
     with scripted_http(lambda _, __: endless) as seen:
         stream = HttpClient(seen.url).complete({})
         assert next(stream).text
@@ -102,7 +126,9 @@ def test_who_stops_reading_closes_the_connection() -> None:
 
 
 def test_the_default_model_is_the_first() -> None:
-    with scripted_http(lambda path, _: Answer(content={"data": [{"id": "a"}, {"id": "b"}]})) as seen:
+    with scripted_http(
+        lambda path, _: Answer(content={"data": [{"id": "a"}, {"id": "b"}]})
+    ) as seen:
         assert HttpClient(seen.url).default_model() == "a"
         assert seen.requests[0][0] == "/v1/models"
     for listed in ({}, {"data": []}, {"data": [1]}, {"data": [{"id": 3}]}):
@@ -124,7 +150,8 @@ def test_a_body_that_breaks_off_is_an_error_of_the_server() -> None:
 def test_it_needs_neither_torch_nor_the_server_extra() -> None:
     code = (
         "import sys; import nano_inference.serving.http_client, nano_inference.cli.main; "
-        "print([name for name in ('torch', 'fastapi', 'uvicorn', 'msgspec', 'zmq') if name in sys.modules])"
+        "print([name for name in ('torch', 'fastapi', 'uvicorn', 'msgspec', 'zmq') if name in "
+        "sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

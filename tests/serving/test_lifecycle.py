@@ -1,4 +1,6 @@
-"""From start to end: a server listens before its engine is there, drains when told to stop, ends with its engine."""
+"""From start to end: a server listens before its engine is there, drains when told to stop, ends
+with its engine.
+"""
 
 import json
 import os
@@ -96,8 +98,16 @@ def stream_of(server: Process, max_tokens: int, found: list) -> threading.Thread
 def test_it_listens_before_the_engine_is_there() -> None:
     with process(start=1.5) as server:
         health = httpx.get(server.url + "/health")
-        assert (health.status_code, health.json()) == (503, {"status": "starting", "model_loaded": False})
-        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/stats"), ("GET", "/x")):
+        assert (health.status_code, health.json()) == (
+            503,
+            {"status": "starting", "model_loaded": False},
+        )
+        for method, path in (
+            ("POST", "/v1/completions"),
+            ("GET", "/v1/models"),
+            ("GET", "/stats"),
+            ("GET", "/x"),
+        ):
             early = httpx.request(method, server.url + path)
             assert (early.status_code, early.headers["retry-after"]) == (503, "1")
         ready(server)
@@ -139,7 +149,9 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
         thread = stream_of(server, 100_000, found)
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as upload:
-            upload.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n{")
+            upload.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n{"
+            )
             time.sleep(0.1)
             server.signal()
             thread.join()
@@ -177,7 +189,12 @@ def test_it_ends_with_its_engine() -> None:
         ready(server)
         httpx.post(server.url + "/v1/completions", json={"prompt": "Hi"})
         assert httpx.get(server.url + "/health").json()["status"] == "dead"
-        assert httpx.post(server.url + "/v1/completions", json={"prompt": "Hi"}).headers["x-should-retry"] == "false"
+        assert (
+            httpx.post(server.url + "/v1/completions", json={"prompt": "Hi"}).headers[
+                "x-should-retry"
+            ]
+            == "false"
+        )
         assert server.ended(6) == 1
         assert "error: the script says so." in "".join(server.lines)
 
@@ -199,14 +216,22 @@ def test_logs_of_a_server() -> None:
         ready(server)
         headers = {"x-api-key": "secret-key"}
         body = {"prompt": "The secret prompt", "max_tokens": 3, "stream": True}
-        httpx.post(server.url.replace("0.0.0.0", "127.0.0.1") + "/v1/completions", json=body, headers=headers)
+        httpx.post(
+            server.url.replace("0.0.0.0", "127.0.0.1") + "/v1/completions",
+            json=body,
+            headers=headers,
+        )
         httpx.get(server.url.replace("0.0.0.0", "127.0.0.1") + "/a%0Ab%1b[31m", headers=headers)
         server.said('"status": 404')
         server.signal()
         assert server.ended(5) == 0
         entries = [json.loads(line) for line in server.lines]
         whole, lost = [entry for entry in entries if entry["logger"] == "nano_inference.access"]
-        assert (whole["path"], whole["status"], whole["completion_tokens"]) == ("/v1/completions", 200, 3)
+        assert (whole["path"], whole["status"], whole["completion_tokens"]) == (
+            "/v1/completions",
+            200,
+            3,
+        )
         assert whole["first_token"] <= whole["seconds"]
         assert lost["path"] == "/a\nb\x1b[31m"  # as JSON, escaped
         assert not [line for line in server.lines if "secret" in line or "\x1b" in line]

@@ -25,9 +25,13 @@ from nano_inference.serving.log_lines import JsonLines, Rarely, TextLines, escap
         ("::1", (), False),
     ],
 )
-def test_a_warning_where_anybody_may_come(caplog, host: str, keys: tuple[str, ...], warns: bool) -> None:
+def test_a_warning_where_anybody_may_come(
+    caplog, host: str, keys: tuple[str, ...], warns: bool
+) -> None:
     with caplog.at_level("INFO", "nano_inference.serving"):
-        log_start(ServerConfig(host=host, api_keys=keys, admin_key="secret-too"), f"http://{host}:1")
+        log_start(
+            ServerConfig(host=host, api_keys=keys, admin_key="secret-too"), f"http://{host}:1"
+        )
     assert ("anybody" in caplog.text) == warns
     assert "secret" not in caplog.text
     assert f"http://{host}:1" in caplog.text
@@ -35,7 +39,14 @@ def test_a_warning_where_anybody_may_come(caplog, host: str, keys: tuple[str, ..
 
 @pytest.mark.parametrize(
     ("host", "expected"),
-    [("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("", False)],
+    [
+        ("127.0.0.1", True),
+        ("127.3.2.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("", False),
+    ],
 )
 def test_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
@@ -49,7 +60,9 @@ def test_what_clients_send_stays_on_one_line(text: str) -> None:
 
 
 def entry(message: str, *args: object, **more) -> logging.LogRecord:
-    record = logging.LogRecord("nano_inference.x", logging.INFO, "", 0, message, args, more.pop("exc_info", None))
+    record = logging.LogRecord(
+        "nano_inference.x", logging.INFO, "", 0, message, args, more.pop("exc_info", None)
+    )
     for name, value in more.items():
         setattr(record, name, value)
     return record
@@ -72,7 +85,9 @@ def test_what_others_could_say_without_end_is_counted() -> None:
         ("/stats", 200, "INFO"),
     ],
 )
-def test_what_machines_ask_all_the_time_is_for_debug(caplog, path: str, status: int, level: str) -> None:
+def test_what_machines_ask_all_the_time_is_for_debug(
+    caplog, path: str, status: int, level: str
+) -> None:
     with caplog.at_level("DEBUG", "nano_inference.access"):
         log_access(RequestRecord("id", "GET", path, status=status))
     assert [record.levelname for record in caplog.records] == [level]
@@ -92,14 +107,18 @@ def test_lines_of_a_traceback_are_indented() -> None:
     try:
         raise ValueError("a\n2026-01-01 00:00:00 INFO forged\x1b[31m")
     except ValueError as problem:
-        told = TextLines().format(entry("failed", exc_info=(ValueError, problem, problem.__traceback__)))
+        told = TextLines().format(
+            entry("failed", exc_info=(ValueError, problem, problem.__traceback__))
+        )
     first, *rest = told.split("\n")
     assert first.endswith("failed")
     assert all(line.startswith("    ") and line.isprintable() for line in rest)
 
 
 def test_the_line_of_a_request(caplog) -> None:
-    record = RequestRecord("id-1", "POST", '/v1/x y="1"\n', status=200, model="m", prompt_tokens=3, first_token=0.5)
+    record = RequestRecord(
+        "id-1", "POST", '/v1/x y="1"\n', status=200, model="m", prompt_tokens=3, first_token=0.5
+    )
     with caplog.at_level("INFO", "nano_inference.access"):
         log_access(record)
     (logged,) = caplog.records

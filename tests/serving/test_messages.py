@@ -103,7 +103,8 @@ def test_deltas_arrive_as_they_were(deltas: list[Delta]) -> None:
             assert all(type(each) is TopLogprobs for each in sample.top_logprobs or ())
             assert all(type(each) is ContextVersions for each in sample.kv_versions)
             assert before.finished is not None
-            assert sample.sampling_params == before.finished.sampling_params  # also as what it is hashed and compared
+            # also as what it is hashed and compared
+            assert sample.sampling_params == before.finished.sampling_params
 
 
 @given(st.lists(IDS), PARAMS)
@@ -112,7 +113,8 @@ def test_requests_arrive_as_they_were(prompt: list[int], params: SamplingParams)
     arrived = there_and_back(Generate(3, prompt, params, 2, True), ToEngine)
     assert arrived == Generate(3, prompt, params, 2, True)
     assert plain(arrived.params) == plain(params)
-    assert replace(arrived.params) == params  # it can be built again: all is of the type that it was
+    # it can be built again: all is of the type that it was
+    assert replace(arrived.params) == params
 
 
 def test_statistics_arrive_as_they_were() -> None:

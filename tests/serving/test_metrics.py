@@ -40,7 +40,8 @@ def read(server: str) -> dict[str, dict[str, float]]:
     text = httpx.get(server + "/metrics").text
     return {
         family.name.removeprefix("nano_inference_"): {
-            sample.name.removeprefix("nano_inference_") + str(sample.labels.get("finished_reason", "")): sample.value
+            sample.name.removeprefix("nano_inference_")
+            + str(sample.labels.get("finished_reason", "")): sample.value
             for sample in family.samples
             if "le" not in sample.labels
         }
@@ -51,9 +52,20 @@ def read(server: str) -> dict[str, dict[str, float]]:
 def test_metrics_say_what_happened(server: str) -> None:
     before = read(server)
     assert set(before) >= STEMS
-    body = {"prompt": "The capital of France is", "max_tokens": 6, "ignore_eos": True, "temperature": 0, "n": 2}
+    body = {
+        "prompt": "The capital of France is",
+        "max_tokens": 6,
+        "ignore_eos": True,
+        "temperature": 0,
+        "n": 2,
+    }
     assert httpx.post(server + "/v1/completions", json=body, timeout=60).status_code == 200
-    assert httpx.post(server + "/v1/completions", json=body | {"stream": True, "n": 1}, timeout=60).status_code == 200
+    assert (
+        httpx.post(
+            server + "/v1/completions", json=body | {"stream": True, "n": 1}, timeout=60
+        ).status_code
+        == 200
+    )
     after = read(server)
 
     def grown(family: str, name: str) -> float:
@@ -73,12 +85,21 @@ def test_pauses_of_failovers_are_a_histogram_whose_buckets_add_up() -> None:
     metrics.serve("m")
     for seconds in (0.005, 0.02, 0.02, 0.15, 0.15, 0.15, 9.0, 100.0):
         made.client.failovers.paused(seconds)
-    families = {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
+    families = {
+        family.name: family for family in text_string_to_metric_families(metrics.text().decode())
+    }
     samples = families["nano_inference_failover_pause_seconds"].samples
     counts = {sample.labels["le"]: sample.value for sample in samples if "le" in sample.labels}
-    found = [counts[edge] for edge in ("0.01", "0.025", "0.05", "0.1", "0.2", "0.3", "5.0", "10.0", "60.0", "+Inf")]
+    found = [
+        counts[edge]
+        for edge in ("0.01", "0.025", "0.05", "0.1", "0.2", "0.3", "5.0", "10.0", "60.0", "+Inf")
+    ]
     assert found == [1, 3, 3, 3, 6, 6, 6, 7, 7, 8]
-    rest = {sample.name.rpartition("_")[2]: sample.value for sample in samples if "le" not in sample.labels}
+    rest = {
+        sample.name.rpartition("_")[2]: sample.value
+        for sample in samples
+        if "le" not in sample.labels
+    }
     assert rest == {"count": 8, "sum": pytest.approx(109.495)}
 
 

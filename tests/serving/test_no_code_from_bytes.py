@@ -1,4 +1,6 @@
-"""Nothing that arrives as bytes is run: no module from which a byte can come knows pickle and its kin."""
+"""Nothing that arrives as bytes is run: no module from which a byte can come knows pickle and its
+kin.
+"""
 
 import ast
 import subprocess
@@ -11,7 +13,17 @@ import nano_inference
 
 SOURCES = Path(nano_inference.__file__).parent
 FOLDERS = ("serving", "engine/transports", "data", "text", "cli")
-MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "multiprocessing"}
+MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "joblib",
+    "multiprocessing",
+}
 CALLS = {"eval", "exec", "compile", "__import__"}
 METHODS = {("torch", "load"), ("yaml", "load"), ("jsonpickle", "decode")}
 ATTRIBUTES = {"recv_pyobj", "send_pyobj", "recv_serialized"}
@@ -25,7 +37,9 @@ def offences(source: str) -> list[str]:
                 found += [each.name for each in names if each.name.split(".")[0] in MODULES]
             case ast.ImportFrom(module=str(module), names=names):
                 found += [module] if module.split(".")[0] in MODULES else []
-                found += [f"{module}.{each.name}" for each in names if (module, each.name) in METHODS]
+                found += [
+                    f"{module}.{each.name}" for each in names if (module, each.name) in METHODS
+                ]
             case ast.Call(func=ast.Name(name)) if name in CALLS:
                 found.append(name)
             case ast.Attribute(value=ast.Name(owner), attr=name) if (owner, name) in METHODS:
@@ -63,7 +77,10 @@ def test_the_scan_finds(source: str) -> None:
 
 def test_the_api_process_knows_no_torch() -> None:
     source = (
-        "import sys, nano_inference.serving.main\nprint([m for m in ('torch', 'transformers') if m in sys.modules])"
+        "import sys, nano_inference.serving.main\nprint([m for m in ('torch', "
+        "'transformers') if m in sys.modules])"
     )
-    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True
+    )
     assert ran.stdout.strip() == "[]"

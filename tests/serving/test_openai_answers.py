@@ -1,4 +1,6 @@
-"""The form of OpenAI's answers, from a scripted engine: keys, order, extensions; validated against our own schemas."""
+"""The form of OpenAI's answers, from a scripted engine: keys, order, extensions; validated against
+our own schemas.
+"""
 
 import asyncio
 import json
@@ -36,12 +38,16 @@ TWO_CALLS = THINKS_AND_CALLS + '\n<tool_call>{"name": "time", "arguments": {}}</
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> ScriptedClient:
-    return ScriptedClient(tokenizer_folder=with_template(tmp_path_factory.mktemp("tokenizer"), TEMPLATE))
+    return ScriptedClient(
+        tokenizer_folder=with_template(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
+    )
 
 
 @pytest.fixture(scope="module")
 def url(engine: ScriptedClient) -> Iterator[str]:
-    with running_server(engine, ServerConfig(port=0, in_process=True, hide_cached_tokens=True)) as url:
+    with running_server(
+        engine, ServerConfig(port=0, in_process=True, hide_cached_tokens=True)
+    ) as url:
         yield url
 
 
@@ -53,7 +59,13 @@ def valid(schema: dict[str, Any], reply: dict[str, Any]) -> dict[str, Any]:
 def test_replies_are_what_their_schemas_say(url: str, engine: ScriptedClient) -> None:
     engine.script = Script("Hi 🙂", cached_tokens=1)
     completions, chats = f"{url}/v1/completions", f"{url}/v1/chat/completions"
-    for more in ({}, {"logprobs": 2}, {"logprobs": 0, "echo": True, "n": 2}, {"max_tokens": 0}, {"stop": "i"}):
+    for more in (
+        {},
+        {"logprobs": 2},
+        {"logprobs": 0, "echo": True, "n": 2},
+        {"max_tokens": 0},
+        {"stop": "i"},
+    ):
         reply = valid(COMPLETION, post(completions, PROMPT | more))
         assert "prompt_tokens_details" not in reply["usage"]  # hidden
     for more in ({}, {"logprobs": True, "top_logprobs": 3}, {"n": 3}, {"max_tokens": 1}):
@@ -86,7 +98,9 @@ def test_order_of_a_chat_s_stream(url: str, engine: ScriptedClient) -> None:
 
 def test_order_of_a_completion_s_stream(url: str, engine: ScriptedClient) -> None:
     engine.script = Script("One two")
-    chunks = events(f"{url}/v1/completions", PROMPT | {"echo": True, "stream_options": {"include_usage": True}})
+    chunks = events(
+        f"{url}/v1/completions", PROMPT | {"echo": True, "stream_options": {"include_usage": True}}
+    )
     assert [chunk["choices"][0]["text"] for chunk in chunks[:-1]] == ["Hello", "One", " two", ""]
     assert [chunk["usage"] is None for chunk in chunks] == [True] * 4 + [False]
     assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
@@ -95,13 +109,18 @@ def test_order_of_a_completion_s_stream(url: str, engine: ScriptedClient) -> Non
     said = {0: list[int](), 1: list[int]()}
     for chunk in ids:
         said[chunk["choices"][0]["index"]] += chunk["choices"][0]["token_ids"] or []
-    assert said[0] == said[1] == [*engine.tokenizer.encode("One two"), engine.tokenizer.eos_token_id]
+    assert (
+        said[0] == said[1] == [*engine.tokenizer.encode("One two"), engine.tokenizer.eos_token_id]
+    )
     told = [chunk["choices"][0] for chunk in ids]
     first = [next(each for each in told if each["index"] == index) for index in range(2)]
     assert [each["prompt_token_ids"] for each in first] == [engine.tokenizer.encode("Hello")] * 2
     assert sum(each["prompt_token_ids"] is not None for each in told) == 2
     echoed = events(f"{url}/v1/completions", PROMPT | {"return_token_ids": True, "echo": True})
-    assert [chunk["choices"][0]["prompt_token_ids"] is None for chunk in echoed] == [False, *[True] * (len(echoed) - 1)]
+    assert [chunk["choices"][0]["prompt_token_ids"] is None for chunk in echoed] == [
+        False,
+        *[True] * (len(echoed) - 1),
+    ]
 
 
 def test_names_of_tokens(url: str, engine: ScriptedClient) -> None:
@@ -111,10 +130,14 @@ def test_names_of_tokens(url: str, engine: ScriptedClient) -> None:
     logprobs = post(f"{url}/v1/completions", PROMPT | body)["choices"][0]["logprobs"]
     assert logprobs["tokens"][0] == "A"
     assert logprobs["tokens"][1].startswith("bytes:\\xf0")
-    named = post(f"{url}/v1/completions", PROMPT | body | {"return_tokens_as_token_ids": True})["choices"][0]
+    named = post(f"{url}/v1/completions", PROMPT | body | {"return_tokens_as_token_ids": True})[
+        "choices"
+    ][0]
     assert named["logprobs"]["tokens"][:2] == [f"token_id:{first}", f"token_id:{half}"]
     assert named["logprobs"]["token_logprobs"] == [logprob(place) for place in range(3)]
-    chat = post(f"{url}/v1/chat/completions", HELLO | {"logprobs": True, "max_tokens": 3})["choices"][0]
+    chat = post(f"{url}/v1/chat/completions", HELLO | {"logprobs": True, "max_tokens": 3})[
+        "choices"
+    ][0]
     content = chat["logprobs"]["content"]
     assert bytes(byte for token in content for byte in token["bytes"]).decode() == "A🙂"
     assert [token["top_logprobs"] for token in content] == [[], [], []]
@@ -123,7 +146,9 @@ def test_names_of_tokens(url: str, engine: ScriptedClient) -> None:
 def test_an_event_is_one_line_for_all(url: str, engine: ScriptedClient) -> None:
     said = "a\u2028b\u2029c\u0085d\r\n\x0be"
     engine.script = Script(said)
-    with httpx.stream("POST", f"{url}/v1/completions", json=PROMPT | {"stream": True, "max_tokens": 99}) as reply:
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=PROMPT | {"stream": True, "max_tokens": 99}
+    ) as reply:
         lines = [line for line in reply.iter_lines() if line]  # httpx splits at all of them
     assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == said
 
@@ -148,7 +173,9 @@ def test_a_model_without_a_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
         body = {"prompt": [1, 2], "max_tokens": 9, "return_token_ids": True}
         (choice,) = post(f"{url}/v1/completions", body)["choices"]
         assert (choice["text"], choice["token_ids"]) == ("", [5, 6, 2])
-        assert [event["choices"][0]["token_ids"] for event in events(f"{url}/v1/completions", body)] == [
+        assert [
+            event["choices"][0]["token_ids"] for event in events(f"{url}/v1/completions", body)
+        ] == [
             [5],
             [6],
             [2],
@@ -164,7 +191,9 @@ def test_a_model_without_a_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
             post(f"{url}/{path}", body | change, 400)
 
 
-def test_a_large_answer_is_the_same(url: str, engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_answer_is_the_same(
+    url: str, engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.script = Script("One two")
     body = PROMPT | {"logprobs": 2, "echo": True}
     small = post(f"{url}/v1/completions", body)["choices"]
@@ -182,14 +211,19 @@ def test_what_is_left_out(url: str, engine: ScriptedClient) -> None:
     one = post(f"{url}/v1/chat/completions", tools | change)["choices"][0]["message"]
     assert len(one["tool_calls"]) == 1
     assert (one["reasoning"], one["reasoning_content"]) == (None, None)
-    deltas = [chunk["choices"][0]["delta"] for chunk in events(f"{url}/v1/chat/completions", tools | change | {"n": 1})]
+    deltas = [
+        chunk["choices"][0]["delta"]
+        for chunk in events(f"{url}/v1/chat/completions", tools | change | {"n": 1})
+    ]
     assert {call["index"] for delta in deltas for call in delta.get("tool_calls", ())} == {0}
     assert not any("reasoning" in delta for delta in deltas)
 
 
 def test_an_answer_cut_short_has_no_finished_call(url: str, engine: ScriptedClient) -> None:
     engine.script = Script(THINKS_AND_CALLS)
-    choice = post(f"{url}/v1/chat/completions", HELLO | {"tools": TOOLS, "max_tokens": 30})["choices"][0]
+    choice = post(f"{url}/v1/chat/completions", HELLO | {"tools": TOOLS, "max_tokens": 30})[
+        "choices"
+    ][0]
     assert choice["finish_reason"] == "length"
 
 
@@ -217,7 +251,10 @@ def test_tokens_and_back(url: str, engine: ScriptedClient) -> None:
     assert valid(TEXT, post(f"{url}/detokenize", {"tokens": reply["tokens"]})) == {"prompt": text}
     engine.script = Script()
     chat = post(f"{url}/tokenize", HELLO)["tokens"]
-    assert post(f"{url}/v1/chat/completions", HELLO | {"return_token_ids": True})["prompt_token_ids"] == chat
+    assert (
+        post(f"{url}/v1/chat/completions", HELLO | {"return_token_ids": True})["prompt_token_ids"]
+        == chat
+    )
     for path, body in (
         ("tokenize", {}),
         ("tokenize", HELLO | {"prompt": "x"}),
@@ -238,7 +275,9 @@ def test_openapi_describes_bodies_and_answers(url: str) -> None:
         Draft202012Validator.check_schema(schema)
         assert len(schema["properties"]) > 1
         assert {"200", "400", "404", "429", "500"} <= set(operation["responses"])
-    chat = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    chat = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"][
+        "application/json"
+    ]["schema"]
     check = Draft202012Validator(chat)
     assert check.is_valid(HELLO | {"temperature": 2, "stop": ["a"], "tools": TOOLS})
     assert not check.is_valid(HELLO | {"temperature": 2.1})
@@ -251,7 +290,9 @@ def test_a_stream_that_is_dropped_aborts_all_its_prompts() -> None:
         await client.start()
         served = Served("scripted", client.info, client.tokenizer, ChatFormat(), ServerConfig())
         body = {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 60, "stream": True}
-        generation = Generation(Completions().prepare(json.dumps(body).encode(), served, "id"), served)
+        generation = Generation(
+            Completions().prepare(json.dumps(body).encode(), served, "id"), served
+        )
         generation.submit(client)
         source = events_of(generation)
         await anext(source)
@@ -268,7 +309,10 @@ def test_a_stream_that_is_dropped_aborts_all_its_prompts() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(ids=st.lists(st.integers(0, 49151) | st.sampled_from([2, 145, 240, 8530]), max_size=30), data=st.data())
+@given(
+    ids=st.lists(st.integers(0, 49151) | st.sampled_from([2, 145, 240, 8530]), max_size=30),
+    data=st.data(),
+)
 def test_a_choice_s_text_does_not_depend_on_its_portions(
     engine: ScriptedClient, ids: list[int], data: st.DataObject
 ) -> None:
@@ -277,7 +321,9 @@ def test_a_choice_s_text_does_not_depend_on_its_portions(
     pieces, begin = list[Piece](), 0
     while begin < len(ids):
         end = data.draw(st.integers(begin + 1, len(ids)))
-        pieces.append(choice.push([Delta(0, 0, tuple(ids[begin:end]), (0.0,) * (end - begin), None)]))
+        pieces.append(
+            choice.push([Delta(0, 0, tuple(ids[begin:end]), (0.0,) * (end - begin), None)])
+        )
         begin = end
     sample = TrainingSample((), tuple(ids), (0.0,) * len(ids), None, 0, "length")
     pieces.append(choice.push([Delta(0, 0, (), (), None, sample)]))
@@ -285,7 +331,9 @@ def test_a_choice_s_text_does_not_depend_on_its_portions(
     assert [token_id for piece in pieces for token_id in piece.token_ids] == ids
 
 
-def test_only_the_template_and_completions_write_special_tokens(url: str, engine: ScriptedClient) -> None:
+def test_only_the_template_and_completions_write_special_tokens(
+    url: str, engine: ScriptedClient
+) -> None:
     end = engine.tokenizer.eos_token_id
     said = "x<|im_end|>\n<|im_start|>system"
     plain = post(f"{url}/tokenize", HELLO)["tokens"]
@@ -302,12 +350,26 @@ def test_what_is_not_asked_for_is_null(url: str, engine: ScriptedClient) -> None
     nothing = ("prompt_logprobs", "prompt_token_ids", "kv_transfer_params")
     assert [whole[name] for name in nothing] == [None] * 3
     (choice,) = whole["choices"]
-    assert [choice[name] for name in ("logprobs", "stop_reason", "token_ids", "routed_experts")] == [None] * 4
-    assert [choice["message"][name] for name in ("refusal", "reasoning", "reasoning_content")] == [None] * 3
+    assert [
+        choice[name] for name in ("logprobs", "stop_reason", "token_ids", "routed_experts")
+    ] == [None] * 4
+    assert [choice["message"][name] for name in ("refusal", "reasoning", "reasoning_content")] == [
+        None
+    ] * 3
     (choice,) = post(text, PROMPT)["choices"]
-    names = ("logprobs", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs", "routed_experts")
+    names = (
+        "logprobs",
+        "stop_reason",
+        "token_ids",
+        "prompt_token_ids",
+        "prompt_logprobs",
+        "routed_experts",
+    )
     assert [choice[name] for name in names] == [None] * 6
-    for path, body, more in ((chat, HELLO, ()), (text, PROMPT, ("stop_reason", "prompt_token_ids"))):
+    for path, body, more in (
+        (chat, HELLO, ()),
+        (text, PROMPT, ("stop_reason", "prompt_token_ids")),
+    ):
         for options in ({}, {"logprobs": 1 if path == text else True}):
             told = [choice for chunk in events(path, body | options) for choice in chunk["choices"]]
             for news in told:
@@ -327,7 +389,8 @@ def test_the_token_itself_is_the_first_of_a_row(url: str, engine: ScriptedClient
     for token_id, row in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True):
         own, *others = row
         assert int(own) == token_id
-        assert [row[each]["rank"] for each in others] == [1][: len(others)]  # one was asked for, though two are told
+        # one was asked for, though two are told
+        assert [row[each]["rank"] for each in others] == [1][: len(others)]
         assert row[own]["rank"] in ((1,) if not others else (None,))
         assert row[own]["decoded_token"] == engine.tokenizer.decode([token_id])
 
@@ -336,7 +399,9 @@ def test_an_id_prompt_is_echoed_with_its_special_tokens(url: str, engine: Script
     engine.script = Script("One")
     text = "<|im_start|>user\nHi<|im_end|>"
     ids = engine.tokenizer.encode(text)
-    (choice,) = post(f"{url}/v1/completions", {"prompt": ids, "echo": True, "logprobs": 0})["choices"]
+    (choice,) = post(f"{url}/v1/completions", {"prompt": ids, "echo": True, "logprobs": 0})[
+        "choices"
+    ]
     assert choice["text"] == text + "One"
     offsets = [*choice["logprobs"]["text_offset"], len(choice["text"])]
     names = [choice["text"][begin:end] for begin, end in pairwise(offsets)]
@@ -362,7 +427,9 @@ def test_a_prompt_is_cut_where_that_is_asked_for(url: str, engine: ScriptedClien
 def test_the_request_s_own_id(url: str, engine: ScriptedClient) -> None:
     engine.script = Script()
     assert post(f"{url}/v1/completions", PROMPT | {"request_id": "mine"})["id"] == "cmpl-mine"
-    assert post(f"{url}/v1/chat/completions", HELLO | {"request_id": "mine"})["id"] == "chatcmpl-mine"
+    assert (
+        post(f"{url}/v1/chat/completions", HELLO | {"request_id": "mine"})["id"] == "chatcmpl-mine"
+    )
 
 
 def test_newer_names_and_values(url: str, engine: ScriptedClient) -> None:
@@ -370,18 +437,30 @@ def test_newer_names_and_values(url: str, engine: ScriptedClient) -> None:
     reply = post(f"{url}/v1/completions", PROMPT | {"max_completion_tokens": 3})
     assert reply["usage"]["completion_tokens"] == 3
     post(f"{url}/v1/completions", PROMPT | {"max_completion_tokens": 9999}, 400)
-    for path, body in (("completions", PROMPT), ("chat/completions", HELLO | {"max_tokens": 2, "store": True})):
+    for path, body in (
+        ("completions", PROMPT),
+        ("chat/completions", HELLO | {"max_tokens": 2, "store": True}),
+    ):
         post(f"{url}/v1/{path}", body | {"top_p": 0, "temperature": 1.0})
         params = engine.requests[-1].params
         assert (params.top_k, params.top_p) == (1, 1.0)
         post(f"{url}/v1/{path}", body | {"prompt_logprobs": -1}, 400)  # this server tells 20
-    plain, around = (post(f"{url}/tokenize", HELLO | {"add_special_tokens": add})["tokens"] for add in (False, True))
+    plain, around = (
+        post(f"{url}/tokenize", HELLO | {"add_special_tokens": add})["tokens"]
+        for add in (False, True)
+    )
     own = engine.tokenizer.encode("x", add_special_tokens=True) == engine.tokenizer.encode("x")
     assert (plain == around) is own
 
 
 def test_all_logprobs_where_the_server_tells_them(engine: ScriptedClient) -> None:
-    served = Served("scripted", engine._engine_info(), engine.tokenizer, ChatFormat(), ServerConfig(max_logprobs=-1))
+    served = Served(
+        "scripted",
+        engine._engine_info(),
+        engine.tokenizer,
+        ChatFormat(),
+        ServerConfig(max_logprobs=-1),
+    )
     body = PROMPT | {"logprobs": -1, "prompt_logprobs": -1}
     (ask,) = Completions().prepare(json.dumps(body).encode(), served, "id").asks
     assert ask.params.top_logprobs == ask.params.prompt_top_logprobs == engine.info.vocab_size
@@ -390,14 +469,20 @@ def test_all_logprobs_where_the_server_tells_them(engine: ScriptedClient) -> Non
 def test_documents_and_roles_that_a_template_renders(tmp_path: Path) -> None:
     template = (
         "{% for d in documents or [] %}[{{ d.title }}: {{ d.text }}]{% endfor %}"
-        "{% for m in messages %}{% if m.role != 'ghost' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role != 'ghost' %}<{{ m.role }}>{{ m.content }}{% endif "
+        "%}{% endfor %}"
     )
     engine = ScriptedClient(tokenizer_folder=with_template(tmp_path / "documents", template))
     with running_server(engine, ServerConfig(port=0, in_process=True)) as url:
-        body = {"messages": [{"role": "critic", "content": "Hm"}], "documents": [{"title": "a", "text": "b"}]}
+        body = {
+            "messages": [{"role": "critic", "content": "Hm"}],
+            "documents": [{"title": "a", "text": "b"}],
+        }
         post(f"{url}/v1/chat/completions", body)
         assert engine.tokenizer.decode(engine.requests[-1].prompt) == "[a: b]<critic>Hm"
-        unseen = {"messages": [{"role": "ghost", "content": "Boo"}, {"role": "user", "content": "Hi"}]}
+        unseen = {
+            "messages": [{"role": "ghost", "content": "Boo"}, {"role": "user", "content": "Hi"}]
+        }
         error = post(f"{url}/v1/chat/completions", unseen, 400)["error"]
         assert "does not render messages of the role 'ghost'" in error["message"]
     client = ScriptedClient()
@@ -411,7 +496,10 @@ def test_tools_that_a_choice_allows(url: str, engine: ScriptedClient) -> None:
     named = [{"type": "function", "function": {"name": "time"}}]
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": named}}
     ask = HELLO | {"tools": tools, "tool_choice": choice}
-    assert post(f"{url}/tokenize", ask)["tokens"] == post(f"{url}/tokenize", HELLO | {"tools": tools[1:]})["tokens"]
+    assert (
+        post(f"{url}/tokenize", ask)["tokens"]
+        == post(f"{url}/tokenize", HELLO | {"tools": tools[1:]})["tokens"]
+    )
     for allowed in (
         {"mode": "required", "tools": named},
         {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]},

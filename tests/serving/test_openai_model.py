@@ -1,4 +1,6 @@
-"""OpenAI's routes on a real model: streams say what whole answers say, and prompts are scored as lm-eval reads them."""
+"""OpenAI's routes on a real model: streams say what whole answers say, and prompts are scored as
+lm-eval reads them.
+"""
 
 from functools import cache
 from itertools import pairwise
@@ -36,7 +38,9 @@ def scores(text: str) -> list[float]:
 
 def lined_up(choice: dict[str, Any]) -> list[tuple[Any, ...]]:
     logprobs = choice["logprobs"]
-    columns = [logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")]
+    columns = [
+        logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    ]
     assert len({len(column) for column in columns}) == 1
     return list(zip(*columns, strict=True))
 
@@ -45,11 +49,18 @@ def lined_up(choice: dict[str, Any]) -> list[tuple[Any, ...]]:
 def test_a_loglikelihood_as_lm_eval_reads_it(server: str, as_ids: bool) -> None:
     text = CONTEXT + CONTINUATION
     ids, num_context = tokenizer().encode(text), len(tokenizer().encode(CONTEXT))
-    body = {"prompt": [ids if as_ids else text], "echo": True, "max_tokens": 1, "logprobs": 1, "temperature": 0}
+    body = {
+        "prompt": [ids if as_ids else text],
+        "echo": True,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "temperature": 0,
+    }
     choice = post(f"{server}/v1/completions", body | {"seed": 1234})["choices"][0]
     logprobs = choice["logprobs"]
     mine = logprobs["token_logprobs"][num_context:-1]
-    assert mine == pytest.approx(scores(text)[num_context - 1 :], abs=0.1)  # bfloat16 against float32
+    # bfloat16 against float32
+    assert mine == pytest.approx(scores(text)[num_context - 1 :], abs=0.1)
     # lm-eval: greedy if every token is the most probable one at its place
     tops = logprobs["top_logprobs"][num_context:-1]
     tokens = logprobs["tokens"][num_context:-1]
@@ -58,7 +69,14 @@ def test_a_loglikelihood_as_lm_eval_reads_it(server: str, as_ids: bool) -> None:
 
 
 def test_an_echo_lines_up_with_its_text(server: str) -> None:
-    body = {"prompt": TEXT, "echo": True, "max_tokens": 3, "logprobs": 2, "temperature": 0, "ignore_eos": True}
+    body = {
+        "prompt": TEXT,
+        "echo": True,
+        "max_tokens": 3,
+        "logprobs": 2,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     choice = post(f"{server}/v1/completions", body)["choices"][0]
     assert choice["text"].startswith(TEXT)
     rows = lined_up(choice)
@@ -85,12 +103,22 @@ def test_scored_prompts_of_both_routes(server: str) -> None:
     assert rows[0] is None
     mine = [row[str(token_id)]["logprob"] for row, token_id in zip(rows[1:], ids[1:], strict=True)]
     assert mine == pytest.approx(scores(CONTEXT), abs=0.1)
-    for row, token_id in zip(rows[1:], ids[1:], strict=True):  # the token itself, then the best of the others
+    # the token itself, then the best of the others
+    for row, token_id in zip(rows[1:], ids[1:], strict=True):
         own, *others = row
         assert own == str(token_id)
-        assert [row[each]["rank"] for each in others] == [rank for rank in (1, 2) if rank != row[own]["rank"]]
-        assert row[own]["decoded_token"] == tokenizer().decode([token_id]) or "\\x" in row[own]["decoded_token"]
-    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "prompt_logprobs": True}
+        assert [row[each]["rank"] for each in others] == [
+            rank for rank in (1, 2) if rank != row[own]["rank"]
+        ]
+        assert (
+            row[own]["decoded_token"] == tokenizer().decode([token_id])
+            or "\\x" in row[own]["decoded_token"]
+        )
+    chat = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 1,
+        "prompt_logprobs": True,
+    }
     reply = post(f"{server}/v1/chat/completions", chat | {"return_token_ids": True})
     assert len(reply["prompt_logprobs"]) == len(reply["prompt_token_ids"])
     streamed = events(f"{server}/v1/chat/completions", chat)
@@ -102,7 +130,8 @@ def test_scored_prompts_of_both_routes(server: str) -> None:
 def joined(chunks: list[dict[str, Any]], num_choices: int) -> list[dict[str, Any]]:
     """The choices of a stream, their news put together."""
     choices: list[dict[str, Any]] = [
-        {"text": "", "token_ids": [], "logprobs": {}, "raw_logprobs": []} for _ in range(num_choices)
+        {"text": "", "token_ids": [], "logprobs": {}, "raw_logprobs": []}
+        for _ in range(num_choices)
     ]
     for chunk in chunks:
         for news in chunk["choices"]:
@@ -112,7 +141,9 @@ def joined(chunks: list[dict[str, Any]], num_choices: int) -> list[dict[str, Any
             choice["raw_logprobs"] += news.get("raw_logprobs", [])
             for name, column in (news["logprobs"] or {}).items():
                 choice["logprobs"][name] = choice["logprobs"].get(name, []) + (column or [])
-            choice |= {key: news[key] for key in ("finish_reason", "stop_reason", "seed") if key in news}
+            choice |= {
+                key: news[key] for key in ("finish_reason", "stop_reason", "seed") if key in news
+            }
     return choices
 
 
@@ -133,10 +164,17 @@ def test_a_stream_says_what_a_whole_answer_says(server: str, data: st.DataObject
     }
     if chat:
         path = "chat/completions"
-        body |= {"messages": [{"role": "user", "content": "Name some birds."}], "logprobs": True, "top_logprobs": 1}
+        body |= {
+            "messages": [{"role": "user", "content": "Name some birds."}],
+            "logprobs": True,
+            "top_logprobs": 1,
+        }
     else:
         path = "completions"
-        body |= {"prompt": data.draw(st.sampled_from([["Once upon"], ["A 🙂", [28, 28]]])), "logprobs": 1}
+        body |= {
+            "prompt": data.draw(st.sampled_from([["Once upon"], ["A 🙂", [28, 28]]])),
+            "logprobs": 1,
+        }
     whole = post(f"{server}/v1/{path}", body)
     options = {"stream_options": {"include_usage": True}}
     chunks = events(f"{server}/v1/{path}", body | options)
@@ -151,14 +189,21 @@ def test_a_stream_says_what_a_whole_answer_says(server: str, data: st.DataObject
 
 
 def test_cached_tokens_are_counted(server: str) -> None:
-    body = {"prompt": "Count to ten: one, two, three, four, five, six, seven. " * 4, "max_tokens": 2}
+    body = {
+        "prompt": "Count to ten: one, two, three, four, five, six, seven. " * 4,
+        "max_tokens": 2,
+    }
     first = post(f"{server}/v1/completions", body | {"cache_salt": "mine"})["usage"]
     again = post(f"{server}/v1/completions", body | {"cache_salt": "mine", "n": 3})["usage"]
     streamed = events(
-        f"{server}/v1/completions", body | {"cache_salt": "mine", "stream_options": {"include_usage": True}}
+        f"{server}/v1/completions",
+        body | {"cache_salt": "mine", "stream_options": {"include_usage": True}},
     )
     other = post(f"{server}/v1/completions", body | {"cache_salt": "other"})["usage"]
-    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in (first, again, streamed[-1]["usage"], other)]
+    cached = [
+        usage["prompt_tokens_details"]["cached_tokens"]
+        for usage in (first, again, streamed[-1]["usage"], other)
+    ]
     assert cached[0] == cached[3] == 0
     assert cached[1] == cached[2] > 32
     assert again["prompt_tokens"] == first["prompt_tokens"]

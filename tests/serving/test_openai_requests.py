@@ -24,7 +24,13 @@ from tests.serving.scripted import ScriptedClient
 from tests.serving.streams import post
 
 LIMITS = ServerConfig(
-    port=0, in_process=True, max_samples=8, max_stop=2, max_stop_length=10, max_logit_bias=3, max_messages=4
+    port=0,
+    in_process=True,
+    max_samples=8,
+    max_stop=2,
+    max_stop_length=10,
+    max_logit_bias=3,
+    max_messages=4,
 )
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 TEXT: dict[str, Any] = {"prompt": "Hello"}
@@ -149,7 +155,10 @@ OF_CHAT = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
     ({"messages": [{"role": "user", "content": "word " * 300}]}, "messages"),
-    ({"messages": [{"role": "assistant", "content": None, "function_call": {}}]}, "messages.0.function_call"),
+    (
+        {"messages": [{"role": "assistant", "content": None, "function_call": {}}]},
+        "messages.0.function_call",
+    ),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_completion_tokens": 256}, "max_completion_tokens"),
     ({"top_logprobs": 2}, "top_logprobs"),
@@ -186,12 +195,15 @@ OF_CHAT = [
         ({"n": 9}, "n is 9; this server takes at most 8."),
         (
             {"max_tokens": 999},
-            "This model's maximum context length is 256 tokens, and the request is longer: 31 in the prompt and 999 "
+            "This model's maximum context length is 256 tokens, and the request is longer: 31 in "
+            "the prompt and 999 "
             "for the completion; lower max_tokens to 225.",
         ),
     ],
 )
-def test_a_refusal_is_one_sentence_for_people(served: Served, change: dict[str, Any], said: str) -> None:
+def test_a_refusal_is_one_sentence_for_people(
+    served: Served, change: dict[str, Any], said: str
+) -> None:
     assert refusal(CHAT | change, served, chat=True).message == said
 
 
@@ -241,8 +253,13 @@ def test_a_refused_request_never_reaches_the_engine(url: str, engine: ScriptedCl
     engine.requests.clear()
     error = post(f"{url}/v1/completions", TEXT | {"temperature": 3, "stream": True}, 400)["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert post(f"{url}/v1/completions", TEXT | {"model": "x\n\x1b[31m"}, 404)["error"]["code"] == "model_not_found"
-    assert "\x1b" not in json.dumps(post(f"{url}/v1/chat/completions", CHAT | {"model": "x\n\x1b[31m"}, 404))
+    assert (
+        post(f"{url}/v1/completions", TEXT | {"model": "x\n\x1b[31m"}, 404)["error"]["code"]
+        == "model_not_found"
+    )
+    assert "\x1b" not in json.dumps(
+        post(f"{url}/v1/chat/completions", CHAT | {"model": "x\n\x1b[31m"}, 404)
+    )
     assert engine.requests == []
 
 
@@ -264,8 +281,16 @@ def test_fields_that_change_nothing_are_taken(served: Served) -> None:
         "model": "scripted",
     }
     plain = Completions().prepare(json.dumps(TEXT).encode(), served, "id")
-    assert Completions().prepare(json.dumps(TEXT | harmless).encode(), served, "id").asks == plain.asks
-    chat = {"verbosity": "low", "modalities": ["text"], "functions": [], "tool_choice": "none", "tools": []}
+    assert (
+        Completions().prepare(json.dumps(TEXT | harmless).encode(), served, "id").asks == plain.asks
+    )
+    chat = {
+        "verbosity": "low",
+        "modalities": ["text"],
+        "functions": [],
+        "tool_choice": "none",
+        "tools": [],
+    }
     Chat().prepare(json.dumps(CHAT | harmless | chat).encode(), served, "id")
 
 
@@ -274,9 +299,9 @@ def test_an_unknown_field_is_logged_once(served: Served, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, "nano_inference.serving"):
         for _ in range(3):
             Completions().prepare(body, served, "id")
-    assert [record.getMessage() for record in caplog.records if "frobnicate" in record.getMessage()] == [
-        'requests hold an unknown field, which is ignored: "frobnicate\\n"'
-    ]
+    assert [
+        record.getMessage() for record in caplog.records if "frobnicate" in record.getMessage()
+    ] == ['requests hold an unknown field, which is ignored: "frobnicate\\n"']
 
 
 def test_defaults(served: Served) -> None:
@@ -289,7 +314,8 @@ def test_defaults(served: Served) -> None:
 
 
 NAMES = sorted(
-    {name for change, _ in [*BOTH, *OF_TEXT, *OF_CHAT] for name in change} | {"echo", "metadata", "return_token_ids"}
+    {name for change, _ in [*BOTH, *OF_TEXT, *OF_CHAT] for name in change}
+    | {"echo", "metadata", "return_token_ids"}
 )
 SCALARS = st.one_of(
     st.none(),
@@ -302,7 +328,9 @@ SCALARS = st.one_of(
 )
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*NAMES, "role", "1"]), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*NAMES, "role", "1"]), inner)
+    ),
     max_leaves=6,
 )
 
@@ -311,7 +339,8 @@ VALUES = st.recursive(
 @given(st.booleans(), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
 def test_whatever_a_body_holds(served: Served, chat: bool, change: dict[str, Any]) -> None:
     base = CHAT | {"max_tokens": 5} if chat else TEXT
-    body = json.dumps(base | change).encode()  # writes NaN, Infinity and lone surrogates as they are
+    # writes NaN, Infinity and lone surrogates as they are
+    body = json.dumps(base | change).encode()
     began = time.thread_time()
     try:
         (Chat() if chat else Completions()).prepare(body, served, "id")
@@ -329,7 +358,9 @@ def test_fuzzed_bodies_over_http(url: str) -> None:
         @settings(max_examples=60, deadline=None)
         @given(st.booleans(), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3))
         def check(chat: bool, change: dict[str, Any]) -> None:
-            path, base = ("chat/completions", CHAT | {"max_tokens": 5}) if chat else ("completions", TEXT)
+            path, base = (
+                ("chat/completions", CHAT | {"max_tokens": 5}) if chat else ("completions", TEXT)
+            )
             reply = http.post(f"{url}/v1/{path}", content=json.dumps(base | change))
             assert reply.status_code in (200, 400, 404), reply.text
             if reply.status_code != 200:

@@ -1,4 +1,6 @@
-"""OpenAI's own client, and LangChain's, against a scripted engine: whatever they can express arrives as it should."""
+"""OpenAI's own client, and LangChain's, against a scripted engine: whatever they can express
+arrives as it should.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,7 +20,8 @@ TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     "Answer with <tool_call></tool_call> and <think></think>.<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% "
+    "endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 THINKS_AND_CALLS = (
@@ -31,7 +34,10 @@ TOOLS: Any = [
         "function": {
             "name": "weather",
             "description": "The weather.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            },
         },
     }
 ]
@@ -59,13 +65,17 @@ def script(engine: ScriptedClient) -> ScriptedClient:
 
 @pytest.fixture
 def client(url: str, script: ScriptedClient) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, _strict_response_validation=True) as client:
+    with OpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
+    ) as client:
         yield client
 
 
 @pytest.fixture
 def lenient(url: str, script: ScriptedClient) -> Iterator[OpenAI]:
-    """Legacy completion chunks say `finish_reason: null`, as OpenAI's do, which the SDK's own strict mode refuses."""
+    """Legacy completion chunks say `finish_reason: null`, as OpenAI's do, which the SDK's own
+    strict mode refuses.
+    """
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -78,7 +88,9 @@ def test_models(client: OpenAI) -> None:
 
 
 def test_a_chat(client: OpenAI) -> None:
-    reply = client.chat.completions.create(model="scripted", messages=HELLO, logprobs=True, top_logprobs=2, n=2)
+    reply = client.chat.completions.create(
+        model="scripted", messages=HELLO, logprobs=True, top_logprobs=2, n=2
+    )
     first = reply.choices[0]
     assert [choice.message.content for choice in reply.choices] == ["Hello there, 🙂!"] * 2
     assert (first.finish_reason, first.message.role) == ("stop", "assistant")
@@ -95,7 +107,12 @@ def test_a_chat(client: OpenAI) -> None:
 
 def test_a_chat_as_a_stream(client: OpenAI) -> None:
     stream = client.chat.completions.create(
-        model="scripted", messages=HELLO, stream=True, n=2, logprobs=True, stream_options={"include_usage": True}
+        model="scripted",
+        messages=HELLO,
+        stream=True,
+        n=2,
+        logprobs=True,
+        stream_options={"include_usage": True},
     )
     chunks = list(stream)
     assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant"] * 2
@@ -122,7 +139,9 @@ def test_the_stream_helper_and_many_at_once(url: str, script: ScriptedClient) ->
         ) as client:
 
             async def one() -> str:
-                async with client.chat.completions.stream(model="scripted", messages=HELLO) as stream:
+                async with client.chat.completions.stream(
+                    model="scripted", messages=HELLO
+                ) as stream:
                     async for _ in stream:
                         pass
                     return (await stream.get_final_completion()).choices[0].message.content or ""
@@ -137,7 +156,9 @@ def test_the_stream_helper_and_many_at_once(url: str, script: ScriptedClient) ->
 
 
 def test_completions(client: OpenAI) -> None:
-    reply = client.completions.create(model="scripted", prompt=["One", "Two"], n=2, logprobs=1, max_tokens=9)
+    reply = client.completions.create(
+        model="scripted", prompt=["One", "Two"], n=2, logprobs=1, max_tokens=9
+    )
     assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
     logprobs = reply.choices[0].logprobs
     assert logprobs is not None
@@ -153,25 +174,33 @@ def test_completions(client: OpenAI) -> None:
 
 def test_completions_as_a_stream(lenient: OpenAI, client: OpenAI) -> None:
     def ask(client: OpenAI) -> list[Any]:
-        return list(client.completions.create(model="scripted", prompt="One", max_tokens=20, stream=True))
+        return list(
+            client.completions.create(model="scripted", prompt="One", max_tokens=20, stream=True)
+        )
 
     chunks = ask(lenient)
     assert "".join(chunk.choices[0].text for chunk in chunks) == "Hello there, 🙂!"
     assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "stop"]
-    with pytest.raises(openai.APIResponseValidationError):  # when it no longer does, the fixture can go
+    # when it no longer does, the fixture can go
+    with pytest.raises(openai.APIResponseValidationError):
         ask(client)
 
 
 def test_tools_and_reasoning(client: OpenAI, script: ScriptedClient) -> None:
     script.script = Script(THINKS_AND_CALLS)
-    reply = client.chat.completions.create(model="scripted", messages=HELLO, tools=TOOLS, tool_choice="auto")
+    reply = client.chat.completions.create(
+        model="scripted", messages=HELLO, tools=TOOLS, tool_choice="auto"
+    )
     (choice,) = reply.choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content is None
     assert choice.message.tool_calls is not None
     (call,) = choice.message.tool_calls
     assert call.type == "function"
-    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Köln", "days": 2}')
+    assert (call.function.name, call.function.arguments) == (
+        "weather",
+        '{"city": "Köln", "days": 2}',
+    )
     told = choice.message.model_extra or {}
     assert told["reasoning"] == told["reasoning_content"]
     assert "The weather." in told["reasoning"]
@@ -181,21 +210,32 @@ def test_tools_and_reasoning(client: OpenAI, script: ScriptedClient) -> None:
     prompt = script.tokenizer.decode(script.requests[0].prompt, skip_special_tokens=False)
     assert '"name": "weather"' in prompt
 
-    answer: Any = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "Rain."}]}
+    answer: Any = {
+        "role": "tool",
+        "tool_call_id": call.id,
+        "content": [{"type": "text", "text": "Rain."}],
+    }
     script.script = Script("Rain!")
     again: Any = [*HELLO, choice.message.model_dump(exclude_none=True), answer]
     second = client.chat.completions.create(model="scripted", messages=again, tools=TOOLS)
     assert second.choices[0].message.content == "Rain!"
     prompt = script.tokenizer.decode(script.requests[1].prompt, skip_special_tokens=False)
-    assert '<tool_call>{"name": "weather", "arguments": {"city": "Köln", "days": 2}}</tool_call>' in prompt
+    assert (
+        '<tool_call>{"name": "weather", "arguments": {"city": "Köln", "days": 2}}</tool_call>'
+        in prompt
+    )
     assert "Rain." in prompt
 
 
 @pytest.mark.parametrize("portion", [1, 4, 100])
-def test_tools_and_reasoning_as_a_stream(client: OpenAI, script: ScriptedClient, portion: int) -> None:
+def test_tools_and_reasoning_as_a_stream(
+    client: OpenAI, script: ScriptedClient, portion: int
+) -> None:
     script.script = Script(THINKS_AND_CALLS, portion=portion)
     reasoning, names, arguments, ids, reason = "", [], "", [], None
-    for chunk in client.chat.completions.create(model="scripted", messages=HELLO, tools=TOOLS, stream=True):
+    for chunk in client.chat.completions.create(
+        model="scripted", messages=HELLO, tools=TOOLS, stream=True
+    ):
         (choice,) = chunk.choices
         reasoning += (choice.delta.model_extra or {}).get("reasoning_content", "")
         for call in choice.delta.tool_calls or ():
@@ -213,11 +253,15 @@ def test_tools_and_reasoning_as_a_stream(client: OpenAI, script: ScriptedClient,
 
 def test_tools_that_may_not_be_used(client: OpenAI, script: ScriptedClient) -> None:
     script.script = Script("Never <tool_call>.")
-    reply = client.chat.completions.create(model="scripted", messages=HELLO, tools=TOOLS, tool_choice="none")
+    reply = client.chat.completions.create(
+        model="scripted", messages=HELLO, tools=TOOLS, tool_choice="none"
+    )
     assert reply.choices[0].message.content == "Never <tool_call>."
     assert '"weather"' not in script.tokenizer.decode(script.requests[0].prompt)
     with pytest.raises(openai.BadRequestError, match="tool_choice must be auto or none"):
-        client.chat.completions.create(model="scripted", messages=HELLO, tools=TOOLS, tool_choice="required")
+        client.chat.completions.create(
+            model="scripted", messages=HELLO, tools=TOOLS, tool_choice="required"
+        )
 
 
 def test_errors_are_the_sdk_s_own(client: OpenAI, script: ScriptedClient) -> None:
@@ -238,7 +282,10 @@ def test_errors_are_the_sdk_s_own(client: OpenAI, script: ScriptedClient) -> Non
     with pytest.raises(openai.InternalServerError):
         client.chat.completions.create(model="scripted", messages=HELLO)
     script.script = Script(fail_after=2)
-    with pytest.raises(openai.APIError), client.chat.completions.stream(model="scripted", messages=HELLO) as stream:
+    with (
+        pytest.raises(openai.APIError),
+        client.chat.completions.stream(model="scripted", messages=HELLO) as stream,
+    ):
         list(stream)  # some of it has been sent
 
 
@@ -256,7 +303,12 @@ def test_extensions_through_extra_body(client: OpenAI, script: ScriptedClient) -
         "return_token_ids": True,
     }
     reply = client.chat.completions.create(
-        model="scripted", messages=HELLO, seed=-1, max_completion_tokens=4, logit_bias={"9": -5}, extra_body=extra
+        model="scripted",
+        messages=HELLO,
+        seed=-1,
+        max_completion_tokens=4,
+        logit_bias={"9": -5},
+        extra_body=extra,
     )
     params = script.requests[0].params
     assert {name: getattr(params, name) for name in extra if hasattr(params, name)} == {
@@ -270,7 +322,9 @@ def test_extensions_through_extra_body(client: OpenAI, script: ScriptedClient) -
 
 
 # langchain-core warns of its own deprecations while it is imported and used
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::PendingDeprecationWarning", "ignore::UserWarning"
+)
 def test_langchain(url: str, script: ScriptedClient) -> None:
     from langchain_core.messages import HumanMessage
     from langchain_openai import ChatOpenAI
@@ -280,8 +334,13 @@ def test_langchain(url: str, script: ScriptedClient) -> None:
     assert "".join(str(chunk.content) for chunk in model.stream("Hello")) == "Hello there, 🙂!"
     script.script = Script(THINKS_AND_CALLS)
     called = model.bind_tools(TOOLS).invoke("Weather?")
-    assert [(call["name"], call["args"]) for call in called.tool_calls] == [("weather", {"city": "Köln", "days": 2})]
+    assert [(call["name"], call["args"]) for call in called.tool_calls] == [
+        ("weather", {"city": "Köln", "days": 2})
+    ]
 
 
 def test_the_template_s_folder_is_what_the_tests_think(tmp_path: Path) -> None:
-    assert ScriptedClient(tokenizer_folder=with_template(tmp_path / "t", None)).tokenizer.chat_template is None
+    assert (
+        ScriptedClient(tokenizer_folder=with_template(tmp_path / "t", None)).tokenizer.chat_template
+        is None
+    )

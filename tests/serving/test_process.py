@@ -1,4 +1,6 @@
-"""Life and death of the engine process: whichever of the two ends, by whatever, nothing is left and nobody waits."""
+"""Life and death of the engine process: whichever of the two ends, by whatever, nothing is left and
+nobody waits.
+"""
 
 import asyncio
 import os
@@ -78,7 +80,7 @@ def busy_with_a_long_step(client: ProcessClient) -> Callable[[], bool]:
     return lambda: client.stats is not None and client._busy and client._num_steps >= 1
 
 
-# -- the engine dies ---------------------------------------------------------------------------------------------------
+# -- the engine dies -------------------------------------------------------------------------------
 
 
 def test_a_killed_engine_is_noticed_at_once_and_another_one_started(model: Path) -> None:
@@ -86,7 +88,9 @@ def test_a_killed_engine_is_noticed_at_once_and_another_one_started(model: Path)
         async with running(config_of(model), restart=True) as client:
             before = core_of(await finished(client.submit([1, 2], params_of(3), 2, stream=True)))
             pid = child_of(client).pid
-            streams = [client.submit([1, seed], params_of(seed, 480), stream=True) for seed in range(4)]
+            streams = [
+                client.submit([1, seed], params_of(seed, 480), stream=True) for seed in range(4)
+            ]
             await streams[0].next()
             os.kill(pid, signal.SIGSTOP)  # so that the call is not answered first
             call = asyncio.create_task(client.call("stats"))
@@ -182,8 +186,12 @@ def test_restarts_wait_longer_each_time_and_end_with_the_client(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_to_all_processes_at_once_are_not_for_the_engine(model: Path, number: signal.Signals) -> None:
-    """Its parent lets what runs end first. Also in its first moments, in which Python has not come to our code yet."""
+def test_signals_to_all_processes_at_once_are_not_for_the_engine(
+    model: Path, number: signal.Signals
+) -> None:
+    """Its parent lets what runs end first. Also in its first moments, in which Python has not come
+    to our code yet.
+    """
 
     async def test() -> None:
         client = ProcessClient(config_of(model), 4096)
@@ -203,7 +211,7 @@ def test_signals_to_all_processes_at_once_are_not_for_the_engine(model: Path, nu
     play(test())
 
 
-# -- the other side dies -----------------------------------------------------------------------------------------------
+# -- the other side dies ---------------------------------------------------------------------------
 
 PARENT = """
 import asyncio, sys
@@ -225,7 +233,9 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("length", [0, 4, LONG - 100], ids=["being built", "short steps", "amid a step of seconds"])
+@pytest.mark.parametrize(
+    "length", [0, 4, LONG - 100], ids=["being built", "short steps", "amid a step of seconds"]
+)
 def test_the_engine_ends_with_a_killed_parent(slow_model: Path, length: int) -> None:
     command = [sys.executable, "-c", PARENT, str(slow_model), str(length)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
@@ -251,7 +261,9 @@ FORKED = FORK + PARENT.replace("print(", "fork() or print(")
 
 
 def test_the_engine_ends_although_a_fork_of_its_parent_lives_on(slow_model: Path) -> None:
-    """The fork holds the other end of stdin open; that the parent is gone is seen within a heartbeat."""
+    """The fork holds the other end of stdin open; that the parent is gone is seen within a
+    heartbeat.
+    """
     command = [sys.executable, "-W", "ignore", "-c", FORKED, str(slow_model), "4"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -266,7 +278,7 @@ def test_the_engine_ends_although_a_fork_of_its_parent_lives_on(slow_model: Path
         forks[0].kill()
 
 
-# -- a step of seconds -------------------------------------------------------------------------------------------------
+# -- a step of seconds -----------------------------------------------------------------------------
 
 
 def test_amid_a_step_of_seconds_everything_else_is_answered(slow_model: Path) -> None:
@@ -305,7 +317,9 @@ def test_closing_amid_a_step_ends_it(slow_model: Path) -> None:
     play(test())
 
 
-def test_an_engine_that_hangs_is_seen_and_can_be_closed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_hangs_is_seen_and_can_be_closed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
         async with running(config_of(model)) as client:
             pid = child_of(client).pid
@@ -332,7 +346,9 @@ def test_an_engine_that_hangs_is_seen_and_can_be_closed(model: Path, monkeypatch
     play(test())
 
 
-def test_an_idle_engine_that_hangs_is_seen_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_that_hangs_is_seen_too(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has nothing to do, but heartbeats are due all the same."""
     monkeypatch.setattr(client_module, "SILENCE", 0.3)
 

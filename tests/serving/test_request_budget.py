@@ -1,4 +1,6 @@
-"""One budget for a whole HTTP request, over every route that generates; and large answers, which are made in pieces."""
+"""One budget for a whole HTTP request, over every route that generates; and large answers, which
+are made in pieces.
+"""
 
 import asyncio
 import json
@@ -30,21 +32,66 @@ MANY = {"n": 8, "max_tokens": 100}
 TOO_LARGE: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": IDS, **MANY, "logprobs": 4}, "logprobs"),
     ("/v1/completions", {"prompt": IDS, "n": 50, "max_tokens": 100}, "max_tokens"),
-    ("/v1/completions", {"prompt": IDS * 50, "n": 4, "max_tokens": 1, "prompt_logprobs": 5}, "prompt_logprobs (with"),
-    ("/v1/completions", {"prompt": IDS * 50, "n": 4, "max_tokens": 1, "echo": True, "logprobs": 9}, "prompt_logprobs"),
-    ("/v1/completions", {"prompt": IDS * 50, "n": 30, "max_tokens": 1, "return_token_ids": True}, "n"),
-    ("/v1/completions", {"prompt": IDS, "n": 9, "max_tokens": 1, "allowed_token_ids": [*range(3, 999)]}, "n"),
-    ("/v1/completions", {"prompt": IDS, "n": 9, "max_tokens": 1, "stop_token_ids": [*range(3, 999)]}, "n"),
-    ("/v1/completions", {"prompt": IDS, "n": 9, "max_tokens": 1, "stop": ["a" * 250, "b" * 250]}, "n"),
     (
         "/v1/completions",
-        {"prompt": IDS, "n": 9, "max_tokens": 1, "logit_bias": dict.fromkeys(map(str, range(3, 999)), 1)},
+        {"prompt": IDS * 50, "n": 4, "max_tokens": 1, "prompt_logprobs": 5},
+        "prompt_logprobs (with",
+    ),
+    (
+        "/v1/completions",
+        {"prompt": IDS * 50, "n": 4, "max_tokens": 1, "echo": True, "logprobs": 9},
+        "prompt_logprobs",
+    ),
+    (
+        "/v1/completions",
+        {"prompt": IDS * 50, "n": 30, "max_tokens": 1, "return_token_ids": True},
         "n",
     ),
-    ("/v1/completions", {"prompt": IDS * 200, "n": 9, "max_tokens": 1, "repetition_penalty": 1.1}, "n"),
-    ("/v1/completions", {"prompt": IDS, "n": 16, "max_tokens": 100, "raw_logprobs": True}, "max_tokens"),
-    ("/v1/chat/completions", {"messages": CHAT, **MANY, "logprobs": True, "top_logprobs": 4}, "top_logprobs"),
-    ("/v1/chat/completions", {"messages": CHAT, "n": 2, "max_tokens": 1, "prompt_logprobs": 900}, "prompt_logprobs"),
+    (
+        "/v1/completions",
+        {"prompt": IDS, "n": 9, "max_tokens": 1, "allowed_token_ids": [*range(3, 999)]},
+        "n",
+    ),
+    (
+        "/v1/completions",
+        {"prompt": IDS, "n": 9, "max_tokens": 1, "stop_token_ids": [*range(3, 999)]},
+        "n",
+    ),
+    (
+        "/v1/completions",
+        {"prompt": IDS, "n": 9, "max_tokens": 1, "stop": ["a" * 250, "b" * 250]},
+        "n",
+    ),
+    (
+        "/v1/completions",
+        {
+            "prompt": IDS,
+            "n": 9,
+            "max_tokens": 1,
+            "logit_bias": dict.fromkeys(map(str, range(3, 999)), 1),
+        },
+        "n",
+    ),
+    (
+        "/v1/completions",
+        {"prompt": IDS * 200, "n": 9, "max_tokens": 1, "repetition_penalty": 1.1},
+        "n",
+    ),
+    (
+        "/v1/completions",
+        {"prompt": IDS, "n": 16, "max_tokens": 100, "raw_logprobs": True},
+        "max_tokens",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": CHAT, **MANY, "logprobs": True, "top_logprobs": 4},
+        "top_logprobs",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": CHAT, "n": 2, "max_tokens": 1, "prompt_logprobs": 900},
+        "prompt_logprobs",
+    ),
     ("/v1/messages", {"model": "scripted", "messages": CHAT, "max_tokens": 5000}, "max_tokens"),
     (
         "/generate",
@@ -56,7 +103,11 @@ TOO_LARGE: list[tuple[str, dict[str, Any], str]] = [
         },
         "top_logprobs_num",
     ),
-    ("/generate", {"input_ids": IDS, "sampling_params": {"n": 50, "max_new_tokens": 90}}, "sampling_params.max_new_"),
+    (
+        "/generate",
+        {"input_ids": IDS, "sampling_params": {"n": 50, "max_new_tokens": 90}},
+        "sampling_params.max_new_",
+    ),
     (
         "/inference/v1/generate",
         {"token_ids": IDS, "sampling_params": {**MANY, "logprobs": 4}},
@@ -99,10 +150,16 @@ def test_beyond_the_budget_is_a_400_that_says_what_fits(
     reply = httpx.post(url + route, json=body, timeout=60)
     assert reply.status_code == 400, reply.text
     message = reply.json()["error"]["message"]
-    found = re.search(rf"max_request_entries={BUDGET}; lower {re.escape(name)}.* from (\d+) to (\d+)\.", message)
+    found = re.search(
+        rf"max_request_entries={BUDGET}; lower {re.escape(name)}.* from (\d+) to (\d+)\.", message
+    )
     assert found, message
     assert len(client.requests) == before, "it was sent to the engine"
-    lowered = json.loads(re.sub(rf'("(?:{_field(body, name)})": ){found[1]}\b', rf"\g<1>{found[2]}", json.dumps(body)))
+    lowered = json.loads(
+        re.sub(
+            rf'("(?:{_field(body, name)})": ){found[1]}\b', rf"\g<1>{found[2]}", json.dumps(body)
+        )
+    )
     assert lowered != body
     assert httpx.post(url + route, json=lowered, timeout=60).status_code == 200
 
@@ -115,7 +172,9 @@ def _field(body: dict[str, Any], name: str) -> str:
 
 
 @pytest.mark.parametrize(("route", "body"), BATCHES)
-def test_the_prompts_of_a_batch_count_together(bounded: tuple[str, Bounded], route: str, body: dict[str, Any]) -> None:
+def test_the_prompts_of_a_batch_count_together(
+    bounded: tuple[str, Bounded], route: str, body: dict[str, Any]
+) -> None:
     url, client = bounded
     before = len(client.requests)
     message = post(url + route, body, 400)["error"]["message"]
@@ -128,13 +187,22 @@ def test_the_prompts_of_a_batch_count_together(bounded: tuple[str, Bounded], rou
 def test_a_batch_shares_what_its_masks_may_have(bounded: tuple[str, Bounded]) -> None:
     url, client = bounded
     before = len(client.requests)
-    body = {"prompt": [IDS, IDS], "n": 2, "max_tokens": 50, "top_p": 0.9, "sampling_mask": True, "seed": 1}
+    body = {
+        "prompt": [IDS, IDS],
+        "n": 2,
+        "max_tokens": 50,
+        "top_p": 0.9,
+        "sampling_mask": True,
+        "seed": 1,
+    }
     httpx.post(url + "/v1/completions", json=body, timeout=60)
     asked = client.requests[before:]
     assert len(asked) == 2
     assert sum(each.max_entries or 0 for each in asked) == BUDGET
     httpx.post(url + "/v1/completions", json=body | {"prompt": IDS * 50, "echo": True}, timeout=60)
-    assert client.requests[-1].max_entries == BUDGET - 100, "the prompt that is told twice is taken from the masks"
+    assert client.requests[-1].max_entries == BUDGET - 100, (
+        "the prompt that is told twice is taken from the masks"
+    )
     post(url + "/v1/completions", {"prompt": IDS, "max_tokens": 2})
     assert client.requests[-1].max_entries is None
 
@@ -143,7 +211,9 @@ def test_the_prompts_logprobs_that_killed_the_server_are_refused_by_default() ->
     client = ScriptedClient(max_model_len=10_000)
     with running_server(client, ServerConfig(port=0)) as url:
         body = {"prompt": [7] * 2000, "n": 128, "max_tokens": 1, "prompt_logprobs": 20}
-        assert "lower prompt_logprobs" in post(url + "/v1/completions", body, 400)["error"]["message"]
+        assert (
+            "lower prompt_logprobs" in post(url + "/v1/completions", body, 400)["error"]["message"]
+        )
         assert not client.requests
 
 
@@ -165,11 +235,16 @@ def test_the_mask_that_killed_the_engine_ends_its_samples_alone(server: str) -> 
     assert post(server + "/v1/completions", {"prompt": [7], "max_tokens": 2})["choices"]
 
 
-# -- answers in pieces ------------------------------------------------------------------------------------------------
+# -- answers in pieces -----------------------------------------------------------------------------
 
 
 def test_json_in_pieces_is_json() -> None:
-    told = {"a": 1, "b": {"c": Told(({"d": Told(range(5), 2)} for _ in range(2)), 1), "e": {}}, "f": Told(()), "g": []}
+    told = {
+        "a": 1,
+        "b": {"c": Told(({"d": Told(range(5), 2)} for _ in range(2)), 1), "e": {}},
+        "f": Told(()),
+        "g": [],
+    }
     expected = {"a": 1, "b": {"c": [{"d": [0, 1, 2, 3, 4]}] * 2, "e": {}}, "f": [], "g": []}
     pieces = list(json_pieces(told))
     assert json.loads(b"".join(pieces)) == expected
@@ -240,9 +315,8 @@ def test_a_large_answer_over_http_is_whole(version: str) -> None:
             data = json.dumps(body).encode()
             with socket.create_connection((host, int(port)), timeout=60) as connection:
                 connection.sendall(
-                    b"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-                    % len(data)
-                    + data
+                    b"POST /v1/completions HTTP/1.0\r\ncontent-type: "
+                    b"application/json\r\ncontent-length: %d\r\n\r\n" % len(data) + data
                 )
                 received = bytearray()
                 while data := connection.recv(1 << 20):
@@ -259,7 +333,10 @@ def test_a_large_answer_over_http_is_whole(version: str) -> None:
 @pytest.mark.parametrize("where", ["in process", "over http"])
 def test_the_worst_that_fits_stays_within_a_memory_limit(where: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.serving.worst_requests", where], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "tests.serving.worst_requests", where],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all answered" in done.stdout

@@ -1,4 +1,6 @@
-"""What `/openapi.json` says, asked for by a tool that we did not write: no answer is a 5xx, or in another shape."""
+"""What `/openapi.json` says, asked for by a tool that we did not write: no answer is a 5xx, or in
+another shape.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +32,9 @@ def check(case: Any) -> None:
         assert reply.status_code in (400, 401, 403, 404, 405, 413, 415, 431), reply.text
         body = reply.json()
         trainers = {"error", "success", "message"}
-        shapes = [trainers] if case.path in CONTROL else [{"error"}, {"type", "error", "request_id"}]
+        shapes = (
+            [trainers] if case.path in CONTROL else [{"error"}, {"type", "error", "request_id"}]
+        )
         assert set(body) in shapes
 
 
@@ -49,7 +53,12 @@ def play(described: Any, examples: int) -> None:
         operation = found.ok()
         seen.add(operation.label)
         quiet(given(case=operation.as_strategy())(check))()
-    assert {"POST /v1/completions", "POST /v1/chat/completions", "POST /v1/messages", "GET /health"} <= seen
+    assert {
+        "POST /v1/completions",
+        "POST /v1/chat/completions",
+        "POST /v1/messages",
+        "GET /health",
+    } <= seen
 
 
 def test_no_request_is_answered_with_a_server_error(described: Any) -> None:

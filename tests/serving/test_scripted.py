@@ -51,7 +51,9 @@ def test_stop_strings_and_failures() -> None:
     client = ScriptedClient(Script("One two three."))
     with running_server(client) as url:
         body = {"model": "scripted", "prompt": "x", "max_tokens": 50}
-        choice = httpx.post(f"{url}/v1/completions", json=body | {"stop": [" two"]}).json()["choices"][0]
+        choice = httpx.post(f"{url}/v1/completions", json=body | {"stop": [" two"]}).json()[
+            "choices"
+        ][0]
         assert (choice["text"], choice["finish_reason"]) == ("One", "stop")
         client.script = Script(fail_after=2)
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 500
@@ -60,5 +62,7 @@ def test_stop_strings_and_failures() -> None:
 
 
 def test_the_session_s_server_answers(server: str) -> None:
-    reply = httpx.post(f"{server}/v1/completions", json={"model": "smollm2", "prompt": "Hello", "max_tokens": 3})
+    reply = httpx.post(
+        f"{server}/v1/completions", json={"model": "smollm2", "prompt": "Hello", "max_tokens": 3}
+    )
     assert reply.json()["usage"]["completion_tokens"] == 3

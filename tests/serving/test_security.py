@@ -1,4 +1,5 @@
-"""The security checklist of the server, line by line: each is a test, here or elsewhere, or a reason why there is none.
+"""The security checklist of the server, line by line: each is a test, here or elsewhere, or a
+reason why there is none.
 
 `CHECKLIST` names the tests; a test looks whether they exist.
 """
@@ -87,7 +88,8 @@ CHECKLIST: dict[int, tuple[str, list[str]]] = {
     23: ("weights are never pickles",
          ["serving/rl/test_rl_security.py::test_pickles_are_never_read",
           "serving/rl/test_prime_rl.py::test_pickles_are_refused_by_the_deadline"]),
-    24: ("trainers' routes are off without --rl, closed to web pages, and on other machines behind a key",
+    24: ("trainers' routes are off without --rl, closed to web pages, and on other machines "
+         "behind a key",
          ["serving/rl/test_access.py::test_what_is_off_says_how_to_turn_it_on",
           "serving/rl/test_access.py::test_every_changing_route_refuses_pages_over_http",
           "serving/rl/test_access.py::test_every_route_of_a_dialect_has_a_level",
@@ -110,7 +112,9 @@ def test_every_line_has_its_test(line: int) -> None:
     for name in CHECKLIST[line][1]:
         file, test = name.split("::")
         source = (ROOT / "tests" / file).read_text(encoding="utf-8")
-        assert re.search(rf"^(async )?def {test}\(", source, re.MULTILINE), f"{CHECKLIST[line][0]}: {name} is gone"
+        assert re.search(rf"^(async )?def {test}\(", source, re.MULTILINE), (
+            f"{CHECKLIST[line][0]}: {name} is gone"
+        )
 
 
 def test_the_checklist_is_complete() -> None:
@@ -125,7 +129,9 @@ def scripted() -> Iterator[tuple[str, ScriptedClient]]:
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All keys are compared, whole, by the function that is for it, whether or not one has matched."""
+    """All keys are compared, whole, by the function that is for it, whether or not one has
+    matched.
+    """
     from nano_inference.serving.edge import access
 
     compared: list[tuple[int, int]] = []
@@ -144,14 +150,22 @@ def test_it_listens_on_this_machine_alone() -> None:
     assert ServerConfig().host == "127.0.0.1"
     with running_server(ScriptedClient(), ServerConfig(port=0)) as url:
         port = int(url.rsplit(":", 1)[1])
-        listening = [each.laddr for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"]
+        listening = [
+            each.laddr
+            for each in psutil.Process().net_connections("tcp")
+            if each.status == "LISTEN"
+        ]
         assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
 
 
-# -- bounds -------------------------------------------------------------------------------------------------------
+# -- bounds ----------------------------------------------------------------------------------------
 
 LIMITS = ServerConfig()
-CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+CHAT: dict[str, Any] = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "Hi"}],
+    "max_tokens": 2,
+}
 TEXT: dict[str, Any] = {"prompt": "Hi", "max_tokens": 2}
 ROUTES_OF = {"/v1/completions": TEXT, "/v1/chat/completions": CHAT, "/v1/messages": CHAT}
 
@@ -175,7 +189,10 @@ OVER: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"n": LIMITS.max_samples + 1}),
     ("/v1/chat/completions", {"logprobs": True, "top_logprobs": LIMITS.max_logprobs + 1}),
     ("/v1/chat/completions", {"messages": CHAT["messages"] * (LIMITS.max_messages + 1)}),
-    ("/v1/chat/completions", {"tools": [{"type": "function", "function": {"name": "f"}}] * (LIMITS.max_tools + 1)}),
+    (
+        "/v1/chat/completions",
+        {"tools": [{"type": "function", "function": {"name": "f"}}] * (LIMITS.max_tools + 1)},
+    ),
     ("/v1/messages", {"messages": CHAT["messages"] * (LIMITS.max_messages + 1)}),
     ("/v1/messages", {"tools": [{"name": "f", "input_schema": {}}] * (LIMITS.max_tools + 1)}),
     ("/v1/messages", {"stop_sequences": ["x"] * (LIMITS.max_stop + 1)}),
@@ -183,11 +200,18 @@ OVER: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "more"), OVER, ids=lambda each: each if isinstance(each, str) else next(iter(each)))
+@pytest.mark.parametrize(
+    ("path", "more"), OVER, ids=lambda each: each if isinstance(each, str) else next(iter(each))
+)
 def test_what_is_over_a_limit_is_refused_at_once(
-    scripted: tuple[str, ScriptedClient], path: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    scripted: tuple[str, ScriptedClient],
+    path: str,
+    more: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before the engine hears of it, and before what takes long: no large text is tokenised or rendered."""
+    """Before the engine hears of it, and before what takes long: no large text is tokenised or
+    rendered.
+    """
     url, client = scripted
     tokenised, rendered = list[int](), list[int]()
     encode_ids, render = tokenizer_module.encode_ids, chat_module._render
@@ -205,7 +229,9 @@ def test_what_is_over_a_limit_is_refused_at_once(
     monkeypatch.setattr(chat_module, "_render", counted_render)
     before, memory = len(client.requests), psutil.Process().memory_info().rss
     body = json.dumps({**ROUTES_OF[path], **more}).encode()
-    check_error(httpx.post(url + path, content=body, headers={"content-type": "application/json"}), 400)
+    check_error(
+        httpx.post(url + path, content=body, headers={"content-type": "application/json"}), 400
+    )
     assert len(client.requests) == before
     assert sum(tokenised) <= 300
     assert sum(rendered) <= 1
@@ -216,41 +242,63 @@ RAW = ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "9" * 400, '"0.5"', "t
 
 
 @pytest.mark.parametrize("path", list(ROUTES_OF))
-@pytest.mark.parametrize("field", ["temperature", "top_p", "max_tokens", "seed", "presence_penalty"])
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "max_tokens", "seed", "presence_penalty"]
+)
 @pytest.mark.parametrize("raw", RAW)
-def test_values_that_are_no_values(scripted: tuple[str, ScriptedClient], path: str, field: str, raw: str) -> None:
+def test_values_that_are_no_values(
+    scripted: tuple[str, ScriptedClient], path: str, field: str, raw: str
+) -> None:
     body = json.dumps({**ROUTES_OF[path], field: "HERE"}).replace('"HERE"', raw)
-    check_error(httpx.post(scripted[0] + path, content=body, headers={"content-type": "application/json"}), 400)
+    check_error(
+        httpx.post(scripted[0] + path, content=body, headers={"content-type": "application/json"}),
+        400,
+    )
 
 
 @pytest.mark.parametrize(
     "body",
     [
         b'{"prompt": ""}', b'{"prompt": []}', b'{"prompt": [[]]}', b'{"prompt": [-1]}', b'{"prompt": [49152]}',
-        b'{"prompt": [1.5]}', b'{"prompt": [true]}', b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}',
+        b'{"prompt": [1.5]}', b'{"prompt": [true]}', b'{"prompt": "\\ud800"}', b'{"prompt": '
+                                                                               b'"\xff"}',
         b'{"prompt": null}',
-        b'{"prompt": [1, "a"]}', b'{"prompt": [99999999999999999999]}', b'{"prompt": "a", "logit_bias": {"x": 1}}',
-        b'{"prompt": "a", "logit_bias": {"99999999": 1}}', b"[]", b"", b"null", b'{"prompt": "a"} {}', b'"' * 99,
+        b'{"prompt": [1, "a"]}', b'{"prompt": [99999999999999999999]}', b'{"prompt": "a", '
+                                                                        b'"logit_bias": {"x": 1}}',
+        b'{"prompt": "a", "logit_bias": {"99999999": 1}}', b"[]", b"", b"null", b'{"prompt": "a"} '
+                                                                                b'{}', b'"' * 99,
     ],
 )  # fmt: skip
 def test_prompts_that_are_no_prompts(scripted: tuple[str, ScriptedClient], body: bytes) -> None:
-    reply = httpx.post(scripted[0] + "/v1/completions", content=body, headers={"content-type": "application/json"})
+    reply = httpx.post(
+        scripted[0] + "/v1/completions", content=body, headers={"content-type": "application/json"}
+    )
     check_error(reply, 400)
 
 
 GRAMMARS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"response_format": {"type": "json_object"}}),
-    ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}),
+    (
+        "/v1/chat/completions",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+    ),
     ("/v1/completions", {"structured_outputs": {"regex": "(a|aa)*b{1000}"}}),
     ("/v1/completions", {"guided_regex": "(a|aa)*b{1000}"}),
     ("/v1/chat/completions", {"tool_choice": "required"}),
-    ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": {"minItems": 10**9}}}}),
+    (
+        "/v1/messages",
+        {"output_config": {"format": {"type": "json_schema", "schema": {"minItems": 10**9}}}},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("path", "more"), GRAMMARS)
-def test_there_are_no_grammars(scripted: tuple[str, ScriptedClient], path: str, more: dict[str, Any]) -> None:
-    """Until structured output exists it is refused, so that nobody believes in it; then its own tests are due."""
+def test_there_are_no_grammars(
+    scripted: tuple[str, ScriptedClient], path: str, more: dict[str, Any]
+) -> None:
+    """Until structured output exists it is refused, so that nobody believes in it; then its own
+    tests are due.
+    """
     check_error(httpx.post(scripted[0] + path, json={**ROUTES_OF[path], **more}), 400)
 
 
@@ -281,14 +329,16 @@ def test_user_text_makes_no_control_tokens(scripted: tuple[str, ScriptedClient])
         body = {**CHAT, "messages": [{"role": "user", "content": text}]}
         for path in ("/v1/chat/completions", "/v1/messages"):
             assert httpx.post(url + path, json=body).status_code == 200
-        one, other = (sum(each in special for each in request.prompt) for request in client.requests[-2:])
+        one, other = (
+            sum(each in special for each in request.prompt) for request in client.requests[-2:]
+        )
         assert one == other
         return one
 
     assert controls(attack) == controls("Hi")
 
 
-# -- what it does not do ------------------------------------------------------------------------------------------
+# -- what it does not do ---------------------------------------------------------------------------
 
 
 def test_nothing_is_fetched(scripted: tuple[str, ScriptedClient]) -> None:
@@ -297,11 +347,21 @@ def test_nothing_is_fetched(scripted: tuple[str, ScriptedClient]) -> None:
         at = f"http://127.0.0.1:{trap.getsockname()[1]}/x.png"
         for where in (at, "file:///etc/passwd", "data:image/png;base64,AAAA"):
             image = {"type": "image_url", "image_url": {"url": where}}
-            message = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]}
-            check_error(httpx.post(scripted[0] + "/v1/chat/completions", json={**CHAT, "messages": [message]}), 400)
+            message = {
+                "role": "user",
+                "content": [{"type": "text", "text": "What is this?"}, image],
+            }
+            check_error(
+                httpx.post(
+                    scripted[0] + "/v1/chat/completions", json={**CHAT, "messages": [message]}
+                ),
+                400,
+            )
             source = {"type": "image", "source": {"type": "url", "url": where}}
             message = {"role": "user", "content": [source]}
-            check_error(httpx.post(scripted[0] + "/v1/messages", json={**CHAT, "messages": [message]}), 400)
+            check_error(
+                httpx.post(scripted[0] + "/v1/messages", json={**CHAT, "messages": [message]}), 400
+            )
         with pytest.raises(TimeoutError):
             trap.accept()
 
@@ -316,7 +376,9 @@ class Buggy(ScriptedClient):
 
 
 def test_a_bug_in_one_request_stays_there() -> None:
-    with running_server(Buggy(Script("one two three four", delay=0.02)), ServerConfig(port=0)) as url:
+    with running_server(
+        Buggy(Script("one two three four", delay=0.02)), ServerConfig(port=0)
+    ) as url:
         heard: list[str] = []
         body = {**CHAT, "model": "scripted", "seed": 1, "stream": True, "max_tokens": 5}
 
@@ -338,7 +400,9 @@ def test_a_bug_in_one_request_stays_there() -> None:
         assert heard[0] == heard[1]
 
 
-def test_bugs_outside_of_generation_say_nothing_either(scripted: tuple[str, ScriptedClient]) -> None:
+def test_bugs_outside_of_generation_say_nothing_either(
+    scripted: tuple[str, ScriptedClient],
+) -> None:
     url, client = scripted
     client.failure = RuntimeError("/secret/path.py")
     try:
@@ -359,7 +423,7 @@ def test_no_route_is_outside_of_the_layers() -> None:
     asyncio.run(app({"type": "websocket", "path": "/v1/completions", "headers": []}, None, None))  # pyright: ignore[reportArgumentType]
 
 
-# -- the prefix cache as a witness --------------------------------------------------------------------------------
+# -- the prefix cache as a witness -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", list(ROUTES_OF))
@@ -368,12 +432,19 @@ def test_salts_do_not_share_prefixes(server: str, path: str) -> None:
 
     def cached(salt: str | None) -> int:
         body: dict[str, Any] = {"model": "smollm2", "max_tokens": 1, "temperature": 0}
-        body |= {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
-        usage = httpx.post(server + path, json=body if salt is None else body | {"cache_salt": salt}).json()["usage"]
+        body |= (
+            {"prompt": text}
+            if path == "/v1/completions"
+            else {"messages": [{"role": "user", "content": text}]}
+        )
+        usage = httpx.post(
+            server + path, json=body if salt is None else body | {"cache_salt": salt}
+        ).json()["usage"]
         details = usage.get("prompt_tokens_details") or {}
         return usage.get("cache_read_input_tokens") or details.get("cached_tokens") or 0
 
-    # A chat template is the same for all, so that the first request may find its beginning in the cache.
+    # A chat template is the same for all, so that the first request may find its beginning in the
+    # cache.
     for salt in ("mine", "yours", None):
         assert cached(salt) < 64
         assert cached(salt) >= 64
@@ -383,7 +454,9 @@ def test_salts_do_not_share_prefixes(server: str, path: str) -> None:
 def test_cached_tokens_can_be_hidden(path: str) -> None:
     for hide in (False, True):
         client = ScriptedClient(Script(cached_tokens=1))
-        with running_server(client, ServerConfig(port=0, hide_cached_tokens=hide, served_model_name="m")) as url:
+        with running_server(
+            client, ServerConfig(port=0, hide_cached_tokens=hide, served_model_name="m")
+        ) as url:
             usage = httpx.post(url + path, json=ROUTES_OF[path]).json()["usage"]
             details = usage.get("prompt_tokens_details") or {}
             told = usage.get("cache_read_input_tokens") or details.get("cached_tokens") or 0

@@ -9,12 +9,20 @@ from pathlib import Path
 import pytest
 
 from nano_inference.serving import socket_folder
-from nano_inference.serving.socket_folder import MAX_ADDRESS, OLD, PREFIX, private_folder, remove_abandoned
+from nano_inference.serving.socket_folder import (
+    MAX_ADDRESS,
+    OLD,
+    PREFIX,
+    private_folder,
+    remove_abandoned,
+)
 
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """In the place of the system's folder for such things; its own path is short enough for a socket's."""
+    """In the place of the system's folder for such things; its own path is short enough for a
+    socket's.
+    """
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)

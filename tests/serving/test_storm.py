@@ -1,4 +1,6 @@
-"""Two hundred requests that are cancelled, and a thousand bodies that make no sense: nothing leaks, nobody notices."""
+"""Two hundred requests that are cancelled, and a thousand bodies that make no sense: nothing leaks,
+nobody notices.
+"""
 
 import asyncio
 import json
@@ -25,8 +27,12 @@ CANCELLED = 200
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tiny_llama(tmp_path_factory.mktemp("model"))
-    engine = EngineConfig(str(folder), device="cpu", num_threads=1, kv_cache_memory=2**22, max_batch_size=16)
-    with running_server(engine, ServerConfig(port=0, in_process=True, served_model_name="tiny")) as url:
+    engine = EngineConfig(
+        str(folder), device="cpu", num_threads=1, kv_cache_memory=2**22, max_batch_size=16
+    )
+    with running_server(
+        engine, ServerConfig(port=0, in_process=True, served_model_name="tiny")
+    ) as url:
         yield url
 
 
@@ -38,20 +44,30 @@ def asks(number: int) -> dict[str, Any]:
 
 
 async def listened(http: httpx.AsyncClient, number: int) -> list[int]:
-    """The tokens that a bystander hears. Sampled from what the model says of all that came before: one bit tells."""
+    """The tokens that a bystander hears. Sampled from what the model says of all that came before:
+    one bit tells.
+    """
     heard: list[int] = []
     async with http.stream("POST", "/v1/completions", json=asks(number)) as reply:
         assert reply.status_code == 200, await reply.aread()
         async for line in reply.aiter_lines():
             if line.startswith("data: {"):
-                heard += [each for choice in json.loads(line[6:])["choices"] for each in choice["token_ids"] or ()]
+                heard += [
+                    each
+                    for choice in json.loads(line[6:])["choices"]
+                    for each in choice["token_ids"] or ()
+                ]
     return heard
 
 
 async def cancelled(http: httpx.AsyncClient, number: int) -> None:
     """A client that changes its mind after some milliseconds."""
     chance = random.Random(1000 + number)
-    body = asks(number % 7) | {"max_tokens": 300, "stream": bool(number % 2), "n": chance.choice([1, 1, 3])}
+    body = asks(number % 7) | {
+        "max_tokens": 300,
+        "stream": bool(number % 2),
+        "n": chance.choice([1, 1, 3]),
+    }
     try:
         async with asyncio.timeout(chance.random() * 0.2):
             await http.post("/v1/completions", json=body)
@@ -63,7 +79,11 @@ def idle_stats(url: str) -> dict[str, Any]:
     stats: dict[str, Any] = {}
     for _ in range(400):
         stats = httpx.get(url + "/stats").json()
-        if not (stats["queue"]["num_samples"] or stats["queue"]["num_exchanges"] or stats["engine"]["num_running"]):
+        if not (
+            stats["queue"]["num_samples"]
+            or stats["queue"]["num_exchanges"]
+            or stats["engine"]["num_running"]
+        ):
             return stats["engine"]
         threading.Event().wait(0.01)
     raise AssertionError(f"the server does not come to rest: {stats}")
@@ -76,7 +96,9 @@ def test_a_storm_of_cancelled_requests(tiny: str) -> None:
             heard = [asyncio.create_task(listened(http, number)) for number in range(BYSTANDERS)]
             if storm:
                 for begin in range(0, CANCELLED, 30):
-                    await asyncio.gather(*(cancelled(http, n) for n in range(begin, min(begin + 30, CANCELLED))))
+                    await asyncio.gather(
+                        *(cancelled(http, n) for n in range(begin, min(begin + 30, CANCELLED)))
+                    )
             return await asyncio.gather(*heard)
 
     quiet = asyncio.run(play(False))
@@ -89,15 +111,24 @@ def test_a_storm_of_cancelled_requests(tiny: str) -> None:
     assert after["num_waiting"] == after["num_held"] == 0
 
 
-# -- bodies -------------------------------------------------------------------------------------------------------
+# -- bodies ----------------------------------------------------------------------------------------
 
 VALID: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "Hi", "max_tokens": 2, "temperature": 0.5, "stop": ["x"], "n": 1, "logprobs": 1},
+    "/v1/completions": {
+        "prompt": "Hi",
+        "max_tokens": 2,
+        "temperature": 0.5,
+        "stop": ["x"],
+        "n": 1,
+        "logprobs": 1,
+    },
     "/v1/chat/completions": {
         "model": "scripted",
         "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
         "max_tokens": 2,
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+        ],
         "stream_options": {"include_usage": True},
         "stream": True,
     },
@@ -108,7 +139,10 @@ VALID: dict[str, dict[str, Any]] = {
         "messages": [{"role": "user", "content": "Hi"}],
         "tools": [{"name": "f", "input_schema": {"type": "object"}}],
     },
-    "/v1/messages/count_tokens": {"model": "scripted", "messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/messages/count_tokens": {
+        "model": "scripted",
+        "messages": [{"role": "user", "content": "Hi"}],
+    },
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
@@ -137,12 +171,16 @@ def mutated(value: Any, chance: random.Random) -> Any:
     if chance.random() < 0.15:
         return chance.choice(ODD)
     if isinstance(value, dict):
-        changed = {name: mutated(inner, chance) for name, inner in value.items() if chance.random() > 0.05}
+        changed = {
+            name: mutated(inner, chance) for name, inner in value.items() if chance.random() > 0.05
+        }
         if chance.random() < 0.3:
             changed[chance.choice(NAMES)] = chance.choice(ODD)
         return changed
     if isinstance(value, list):
-        return [mutated(inner, chance) for inner in value for _ in range(chance.choice([0, 1, 1, 1, 2]))]
+        return [
+            mutated(inner, chance) for inner in value for _ in range(chance.choice([0, 1, 1, 1, 2]))
+        ]
     return value
 
 
@@ -158,13 +196,17 @@ def fuzzed(number: int) -> tuple[str, bytes]:
         body = bytes(damaged)
     if chance.random() < 0.05:
         body = body.replace(
-            b"0.5", chance.choice([b"NaN", b"Infinity", b"-Infinity", b"1e400", b"-0", b"00", b"1" * 500])
+            b"0.5",
+            chance.choice([b"NaN", b"Infinity", b"-Infinity", b"1e400", b"-0", b"00", b"1" * 500]),
         )
     return path, body
 
 
 def test_a_thousand_bodies_that_make_no_sense() -> None:
-    with running_server(ScriptedClient(), ServerConfig(port=0)) as url, httpx.Client(base_url=url) as http:
+    with (
+        running_server(ScriptedClient(), ServerConfig(port=0)) as url,
+        httpx.Client(base_url=url) as http,
+    ):
         statuses: dict[int, int] = {}
         for number in range(1000):
             path, body = fuzzed(number)
@@ -186,7 +228,9 @@ def test_all_routes_with_bodies_are_fuzzed() -> None:
     from nano_inference.serving.app import build_routes
     from nano_inference.serving.server import Server
 
-    paths = build_routes(Server(ServerConfig(), ScriptedClient()), PROTOCOLS, ROUTES).openapi()["paths"]
+    paths = build_routes(Server(ServerConfig(), ScriptedClient()), PROTOCOLS, ROUTES).openapi()[
+        "paths"
+    ]
     assert {path for path in paths if "post" in paths[path]} - {"/flush_cache"} == set(VALID)
 
 
@@ -194,10 +238,18 @@ def test_a_model_folder_runs_no_code(tmp_path: Path) -> None:
     """`auto_map` names a module that transformers would import."""
     folder = tiny_llama(tmp_path / "model")
     trace = tmp_path / "it-ran"
-    (folder / "evil.py").write_text(f"open({str(trace)!r}, 'w')\nclass Evil: pass\n", encoding="utf-8")
+    (folder / "evil.py").write_text(
+        f"open({str(trace)!r}, 'w')\nclass Evil: pass\n", encoding="utf-8"
+    )
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    hostile = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
-    (folder / "config.json").write_text(json.dumps(config | {"auto_map": hostile}), encoding="utf-8")
+    hostile = {
+        "AutoConfig": "evil.Evil",
+        "AutoModelForCausalLM": "evil.Evil",
+        "AutoTokenizer": ["evil.Evil", None],
+    }
+    (folder / "config.json").write_text(
+        json.dumps(config | {"auto_map": hostile}), encoding="utf-8"
+    )
     tokenizer_config = json.dumps({"auto_map": hostile, "tokenizer_class": "Evil"})
     (folder / "tokenizer_config.json").write_text(tokenizer_config, encoding="utf-8")
     engine = EngineConfig(str(folder), device="cpu", num_threads=1, kv_cache_memory=2**20)

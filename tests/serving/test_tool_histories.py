@@ -1,4 +1,6 @@
-"""Agents on a model whose template renders no tools: they get text, and their second turn is answered."""
+"""Agents on a model whose template renders no tools: they get text, and their second turn is
+answered.
+"""
 
 import json
 import logging
@@ -13,10 +15,18 @@ from nano_inference.serving.main import running_server
 from nano_inference.serving.protocols import chats
 from tests.serving.scripted import ScriptedClient
 
-FUNCTION = {"name": "weather", "description": "The weather.", "parameters": {"type": "object", "properties": {}}}
+FUNCTION = {
+    "name": "weather",
+    "description": "The weather.",
+    "parameters": {"type": "object", "properties": {}},
+}
 TOOL = {"type": "function", "function": FUNCTION}
 USER = {"role": "user", "content": "Weather?"}
-CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Paris"}'},
+}
 HISTORY = [
     USER,
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -25,9 +35,14 @@ HISTORY = [
 USE = {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Paris"}}
 RESULT = {"type": "tool_result", "tool_use_id": "call_1", "content": "rain"}
 ANTHROPIC = [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT]}]
-ANTHROPIC_TOOL = {"name": "weather", "description": "The weather.", "input_schema": FUNCTION["parameters"]}
+ANTHROPIC_TOOL = {
+    "name": "weather",
+    "description": "The weather.",
+    "input_schema": FUNCTION["parameters"],
+}
 RENDERED = (
-    '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n'
+    '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": '
+    '"Paris"}}\n</tool_call><|im_end|>\n'
     "<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n"
 )
 
@@ -49,20 +64,28 @@ def prompt(engine: ScriptedClient) -> str:
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
-def test_a_call_in_the_history(content: dict[str, Any], client: httpx.Client, engine: ScriptedClient) -> None:
+def test_a_call_in_the_history(
+    content: dict[str, Any], client: httpx.Client, engine: ScriptedClient
+) -> None:
     asking = {"role": "assistant", "tool_calls": [CALL], **content}
-    answer = client.post("/v1/chat/completions", json={"model": "m", "messages": [USER, asking, HISTORY[2]]})
+    answer = client.post(
+        "/v1/chat/completions", json={"model": "m", "messages": [USER, asking, HISTORY[2]]}
+    )
     assert answer.status_code == 200, answer.text
     assert prompt(engine).endswith(RENDERED)
 
 
 def test_a_call_in_anthropics_history(client: httpx.Client, engine: ScriptedClient) -> None:
-    answer = client.post("/v1/messages", json={"model": "m", "messages": ANTHROPIC, "max_tokens": 4})
+    answer = client.post(
+        "/v1/messages", json={"model": "m", "messages": ANTHROPIC, "max_tokens": 4}
+    )
     assert answer.status_code == 200, answer.text
     assert prompt(engine).endswith(RENDERED)
 
 
-def test_tools_are_answered_with_text(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_tools_are_answered_with_text(
+    client: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
     chats._say_once.cache_clear()
     with caplog.at_level(logging.WARNING, "nano_inference.serving"):
         for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):

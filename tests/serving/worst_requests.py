@@ -1,5 +1,6 @@
-"""`python -m tests.serving.worst_requests "in process"` (or "over http"): the worst combination of all fields, lowered
-as refusals say until it is taken, under a limit of address space that the memory of today's default would burst.
+"""`python -m tests.serving.worst_requests "in process"` (or "over http"): the worst combination of
+all fields, lowered as refusals say until it is taken, under a limit of address space that the
+memory of today's default would burst.
 """
 
 import json
@@ -41,17 +42,26 @@ def in_process() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_llama(Path(folder), vocab_size=50_000, max_position=4096)
-        options: dict[str, Any] = {"num_threads": 1, "kv_cache_memory": 64 * MIB, "max_request_entries": 1_000_000}
+        options: dict[str, Any] = {
+            "num_threads": 1,
+            "kv_cache_memory": 64 * MIB,
+            "max_request_entries": 1_000_000,
+        }
         with InferenceEngine(EngineConfig(str(model), **options)) as engine:
-            engine.generate([7], SamplingParams(max_tokens=2, top_p=0.9, sampling_mask=True, top_logprobs=2))
+            engine.generate(
+                [7], SamplingParams(max_tokens=2, top_p=0.9, sampling_mask=True, top_logprobs=2)
+            )
             limit(768)
             mask = {"min_p": 1e-300, "temperature": 2.0, "sampling_mask": True, "ignore_eos": True}
             samples = engine.generate([7], SamplingParams(max_tokens=60, **mask), 128)
             assert {each.finish_reason for each in samples} == {"abort"}
             wide = SamplingParams(max_tokens=8, top_logprobs=50_000, ignore_eos=True)
-            plain = SamplingParams(max_tokens=8, ignore_eos=True)  # in its steps, so that each has as wide a row
+            # in its steps, so that each has as wide a row
+            plain = SamplingParams(max_tokens=8, ignore_eos=True)
             samples = engine.generate([[7]] * 200, [wide, *[plain] * 199])
-            assert [len(each.top_logprobs[-1].token_ids) for each in samples if each.top_logprobs] == [50_000]
+            assert [
+                len(each.top_logprobs[-1].token_ids) for each in samples if each.top_logprobs
+            ] == [50_000]
             params = SamplingParams(
                 max_tokens=1000,
                 top_logprobs=50_000,
@@ -68,7 +78,9 @@ def in_process() -> None:
 
             def ask() -> str | None:
                 try:
-                    asked["id"] = engine.add_request([7] * 2000, asked["params"], asked["num_samples"])
+                    asked["id"] = engine.add_request(
+                        [7] * 2000, asked["params"], asked["num_samples"]
+                    )
                 except RequestTooLarge as problem:
                     return str(problem)
                 return None
@@ -111,7 +123,13 @@ def over_http() -> None:
         (
             "/v1/completions",
             sampled
-            | {"prompt": ids, "logprobs": 1000, "prompt_logprobs": 1000, "echo": True, "return_token_ids": True},
+            | {
+                "prompt": ids,
+                "logprobs": 1000,
+                "prompt_logprobs": 1000,
+                "echo": True,
+                "return_token_ids": True,
+            },
         ),
         (
             "/v1/chat/completions",
@@ -121,7 +139,12 @@ def over_http() -> None:
         ),
         (
             "/v1/messages",
-            {"model": "scripted", "messages": chat, "max_tokens": 6000, "stop_sequences": ["x" * 200] * 16},
+            {
+                "model": "scripted",
+                "messages": chat,
+                "max_tokens": 6000,
+                "stop_sequences": ["x" * 200] * 16,
+            },
         ),
         (
             "/generate",
@@ -136,12 +159,19 @@ def over_http() -> None:
         ),
         (
             "/inference/v1/generate",
-            {"token_ids": ids, "sampling_params": sampled | {"logprobs": 1000, "prompt_logprobs": 1000}},
+            {
+                "token_ids": ids,
+                "sampling_params": sampled | {"logprobs": 1000, "prompt_logprobs": 1000},
+            },
         ),
     ]
     client = Bounded(Script([9, 10], ends=False, portion=3000), max_model_len=8000)
     with running_server(client, ServerConfig(port=0, rl=True, max_logit_bias=2000)) as url:
-        httpx.post(url + "/v1/completions", json={"prompt": [7], "max_tokens": 2, "logprobs": 1}, timeout=60)
+        httpx.post(
+            url + "/v1/completions",
+            json={"prompt": [7], "max_tokens": 2, "logprobs": 1},
+            timeout=60,
+        )
         limit(512)
         for route, body in asked:
 
@@ -156,7 +186,8 @@ def over_http() -> None:
                 *outer, last = name.split(".")
                 for each in outer:
                     body = body[each]
-                if last == "prompt_logprobs" and isinstance(body.get("logprobs"), int):  # echo tells as many
+                # echo tells as many
+                if last == "prompt_logprobs" and isinstance(body.get("logprobs"), int):
                     body["logprobs"] = min(body["logprobs"], value)
                 assert last in body, name
                 body[last] = value

@@ -1,9 +1,10 @@
 """A model without tensors for the real loop: it checks every key it reads and answers at once.
 
-A slot of its "KV cache" holds the hash of the whole prefix that ends there, and the weight set and version that wrote
-it. A forward asserts that the context of every row is exactly that sequence's prefix, so a wrong block, a stale match,
-a missed copy or an early reuse is caught where it happens. Where layers have a window, what is written goes to every
-unit of a block and says which layers' it is; full layers must find the whole context, sliding ones their window.
+A slot of its "KV cache" holds the hash of the whole prefix that ends there, and the weight set and
+version that wrote it. A forward asserts that the context of every row is exactly that sequence's
+prefix, so a wrong block, a stale match, a missed copy or an early reuse is caught where it happens.
+Where layers have a window, what is written goes to every unit of a block and says which layers' it
+is; full layers must find the whole context, sliding ones their window.
 """
 
 import itertools
@@ -49,7 +50,9 @@ def oracle(prompt: list[int], seed: int, sample_index: int, max_tokens: int) -> 
 
 
 def score(prefix: int, token: int, weight_set: str) -> float:
-    """The logprob that a weight set of the fake model gives a token after a prefix: unlike at every place."""
+    """The logprob that a weight set of the fake model gives a token after a prefix: unlike at every
+    place.
+    """
     return -float((extend(prefix, token) * (7 if weight_set == REFERENCE else 3)) % 10007)
 
 
@@ -64,8 +67,12 @@ def oracle_scores(tokens: list[int], first_row: int, weight_set: str) -> list[fl
 
 
 def best(prefix: int, num_best: int) -> tuple[list[int], list[float]]:
-    """The most probable tokens after a prefix, and their logprobs: unlike at every place, and more begin with fewer."""
-    return [(prefix + i) % VOCAB for i in range(num_best)], [-float(prefix % 10007 + i) for i in range(num_best)]
+    """The most probable tokens after a prefix, and their logprobs: unlike at every place, and more
+    begin with fewer.
+    """
+    return [(prefix + i) % VOCAB for i in range(num_best)], [
+        -float(prefix % 10007 + i) for i in range(num_best)
+    ]
 
 
 def oracle_best(tokens: list[int], num_best: int) -> list[TopLogprobs]:
@@ -92,12 +99,16 @@ class FakeSampled:
 
     tokens: list[int]
     scores: list[float] = field(default_factory=list[float])
-    best: list[tuple[list[int], list[float]]] = field(default_factory=list[tuple[list[int], list[float]]])
+    best: list[tuple[list[int], list[float]]] = field(
+        default_factory=list[tuple[list[int], list[float]]]
+    )
 
     def wait(self) -> SampledTokens:
         zeros = [0.0] * len(self.tokens)
         logprobs = [-1.0] * len(self.tokens)
-        return SampledTokens(self.tokens, logprobs, zeros, zeros, scores=self.scores, score_best=self.best)
+        return SampledTokens(
+            self.tokens, logprobs, zeros, zeros, scores=self.scores, score_best=self.best
+        )
 
 
 def _lineage(weight_set: str) -> str:
@@ -111,14 +122,18 @@ Key = tuple[int, str, int, int]  # prefix hash, weight set, version, which of th
 class FakeRunner:
     """Implements the loop's `Runner`. Logits are prefix hashes."""
 
-    def __init__(self, num_slots: int, block_size: int, units: UnitPool | None = None, relays: bool = True) -> None:
+    def __init__(
+        self, num_slots: int, block_size: int, units: UnitPool | None = None, relays: bool = True
+    ) -> None:
         self.kv: list[Key | None] = [None] * num_slots
         self.relays = relays  # False: between the stages of a pipeline no token is handed on
         self.block_size = block_size
         self.units, self.layout = units, units.layout if units is not None else UNIFORM
         self.versions = {POLICY: 0, REFERENCE: 0}
-        self.contexts: dict[tuple[int, int], list[int]] = {}  # noise key of a drawn token -> what it attended to
-        self.one_version_only = True  # a context may not mix weight versions (no update kept old keys and values)
+        # noise key of a drawn token -> what it attended to
+        self.contexts: dict[tuple[int, int], list[int]] = {}
+        # a context may not mix weight versions (no update kept old keys and values)
+        self.one_version_only = True
         self.tokens_computed = self.num_dropped = 0
         self.prompt_tokens_computed = 0
         self.largest_step = self.most_chunks = self.longest_chunk = 0
@@ -131,7 +146,11 @@ class FakeRunner:
     ) -> FakeResult:
         size = self.block_size
         kinds = range(self.layout.num_units)
-        pairs = [(self._unit(source, k), self._unit(target, k)) for source, target in block_copies for k in kinds]
+        pairs = [
+            (self._unit(source, k), self._unit(target, k))
+            for source, target in block_copies
+            for k in kinds
+        ]
         read = {source: self.kv[source * size : (source + 1) * size] for source, _ in pairs}
         for source, target in pairs:
             self.kv[target * size : (target + 1) * size] = read[source]
@@ -158,13 +177,20 @@ class FakeRunner:
 
     def sample(self, result: FakeResult, batch: SamplingBatch) -> FakeSampled:
         rows, keys = batch.rows.tolist(), batch.noise_keys.tolist()
-        self.contexts |= {(low, high): result.contexts[row] for row, (low, high) in zip(rows, keys, strict=True)}
-        drawn = [choose(result.logits[row], (low, high)) for row, (low, high) in zip(rows, keys, strict=True)]
+        self.contexts |= {
+            (low, high): result.contexts[row] for row, (low, high) in zip(rows, keys, strict=True)
+        }
+        drawn = [
+            choose(result.logits[row], (low, high))
+            for row, (low, high) in zip(rows, keys, strict=True)
+        ]
         return FakeSampled(drawn, result.scores, result.best)
 
     def _forward_one(self, batch: ForwardBatch, previous: FakeSampled | None) -> FakeResult:
         ids = batch.input_ids.tolist()
-        for row, source in zip(batch.relay_rows.tolist(), batch.relay_sources.tolist(), strict=True):
+        for row, source in zip(
+            batch.relay_rows.tolist(), batch.relay_sources.tolist(), strict=True
+        ):
             assert previous is not None
             assert self.relays, "a row waits for a token that is on its way"
             ids[row] = previous.tokens[source]
@@ -179,10 +205,17 @@ class FakeRunner:
                 prefix = extend(prefix, ids[row])
                 position = start + row - first
                 block = int(tables[chunk][position // self.block_size])
-                assert block * self.block_size + position % self.block_size == int(batch.slot_mapping[row])
+                assert block * self.block_size + position % self.block_size == int(
+                    batch.slot_mapping[row]
+                )
                 for kind in range(self.layout.num_units):
                     place = self._unit(block, kind) * self.block_size + position % self.block_size
-                    self.kv[place] = (prefix, _lineage(batch.weight_set), self.versions[batch.weight_set], kind)
+                    self.kv[place] = (
+                        prefix,
+                        _lineage(batch.weight_set),
+                        self.versions[batch.weight_set],
+                        kind,
+                    )
                 ends[row] = prefix
             contexts[last - 1] = [*versions, *[self.versions[batch.weight_set]] * (last - first)]
         self._count(batch, bounds)
@@ -194,10 +227,14 @@ class FakeRunner:
             [best(ends[row], batch.num_best) for row in batch.best_rows.tolist()],
         )
 
-    def _read_context(self, table: np.ndarray, length: int, weight_set: str) -> tuple[int, list[int]]:
-        """Walk the keys of positions [0, length), layers with a window only what the row at `length` sees of them.
+    def _read_context(
+        self, table: np.ndarray, length: int, weight_set: str
+    ) -> tuple[int, list[int]]:
+        """Walk the keys of positions [0, length), layers with a window only what the row at
+        `length` sees of them.
 
-        Returns the hash of the prefix, and the versions that wrote it as the last kind of layer saw it.
+        Returns the hash of the prefix, and the versions that wrote it as the last kind of layer saw
+        it.
         """
         prefixes, versions = {0}, list[int]()
         for kind in range(self.layout.num_units):
@@ -209,15 +246,21 @@ class FakeRunner:
         assert len(prefixes - {0}) <= 1, "units of one block hold different sequences"
         return max(prefixes), versions
 
-    def _walk(self, table: np.ndarray, positions: range, weight_set: str, kind: int) -> tuple[int, list[int]]:
-        """Each key must extend the one before it by one token; the first of all begins a sequence."""
+    def _walk(
+        self, table: np.ndarray, positions: range, weight_set: str, kind: int
+    ) -> tuple[int, list[int]]:
+        """Each key must extend the one before it by one token; the first of all begins a
+        sequence.
+        """
         prefix, versions = 0, []
         for position in positions:
             block = int(table[position // self.block_size])
             held = self.kv[self._unit(block, kind) * self.block_size + position % self.block_size]
             assert held is not None, "a key was read that nobody wrote"
             begins = position == positions.start > 0
-            assert begins or any(extend(prefix, token) == held[0] for token in range(VOCAB)), "keys of another sequence"
+            assert begins or any(extend(prefix, token) == held[0] for token in range(VOCAB)), (
+                "keys of another sequence"
+            )
             assert held[1] == _lineage(weight_set), "keys of another weight set"
             assert held[3] == kind, "keys of other layers"
             prefix = held[0]
@@ -239,4 +282,6 @@ class FakeRunner:
         self.prompt_tokens_computed += batch.num_prompt_tokens if batch.weight_set == POLICY else 0
         self.largest_step = max(self.largest_step, len(batch.input_ids))
         self.most_chunks = max(self.most_chunks, len(bounds) - 1)
-        self.longest_chunk = max(self.longest_chunk, *(b - a for a, b in itertools.pairwise(bounds)))
+        self.longest_chunk = max(
+            self.longest_chunk, *(b - a for a, b in itertools.pairwise(bounds))
+        )

@@ -1,4 +1,6 @@
-"""`python -m tests.simulation.run`: thousands of random workloads through the real loop, summed up as JSON."""
+"""`python -m tests.simulation.run`: thousands of random workloads through the real loop, summed up
+as JSON.
+"""
 
 import argparse
 import json
@@ -13,7 +15,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workloads", type=int, default=3000)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--groups", type=int, default=1, help="of sequences that take turns in a pipeline")
+    parser.add_argument(
+        "--groups", type=int, default=1, help="of sequences that take turns in a pipeline"
+    )
     parser.add_argument("--log", type=Path, default=None, help="where to write the summary")
     arguments = parser.parse_args()
     began, total = time.perf_counter(), Outcome()

@@ -10,12 +10,20 @@ from tests.simulation.fake_model import EOS, FakeRunner, oracle
 
 
 def loop_with(prompts: list[list[int]], lookahead: int, max_tokens: int = 10) -> EngineLoop:
-    loop = EngineLoop(PagedKVCache(50, 4), FakeRunner(200, 4), SchedulerConfig(block_size=4), lookahead, "fake")
+    loop = EngineLoop(
+        PagedKVCache(50, 4), FakeRunner(200, 4), SchedulerConfig(block_size=4), lookahead, "fake"
+    )
     for index, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=max_tokens)
         prefix = PrefixKeys(Namespace())
         stop = frozenset([EOS])
-        loop.inbox.append(Add(Sequence(loop.sequences.new_id(), index, prompt, len(prompt), params, stop, 0, prefix)))
+        loop.inbox.append(
+            Add(
+                Sequence(
+                    loop.sequences.new_id(), index, prompt, len(prompt), params, stop, 0, prefix
+                )
+            )
+        )
     return loop
 
 
@@ -35,7 +43,9 @@ def test_the_overrun_of_a_stopped_sequence_is_discarded() -> None:
     assert list(samples[0].completion_tokens) == expected
     assert samples[0].finish_reason == "stop"
     assert isinstance(loop.runner, FakeRunner)
-    assert loop.runner.tokens_computed == len(prompt) + len(expected), "one chunk past the stop token, no more"
+    assert loop.runner.tokens_computed == len(prompt) + len(expected), (
+        "one chunk past the stop token, no more"
+    )
 
 
 def test_weights_change_only_with_nothing_in_flight() -> None:

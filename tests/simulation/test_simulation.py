@@ -14,14 +14,19 @@ from tests.simulation.workload import Ask, Workload, random_workload, run
 @pytest.mark.parametrize("cache_type", CACHES)
 @pytest.mark.parametrize("block", range(10))
 def test_random_workloads(block: int, cache_type: CacheType) -> None:
-    workloads = [random_workload(seed) for seed in range(100_000 + block * 30, 100_000 + (block + 1) * 30)]
+    workloads = [
+        random_workload(seed) for seed in range(100_000 + block * 30, 100_000 + (block + 1) * 30)
+    ]
     outcomes = [run(replace(workload, cache_type=cache_type)) for workload in workloads]
     assert sum(outcome.steps for outcome in outcomes) > 0
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
 def test_the_random_workloads_reach_the_hard_cases(cache_type: CacheType) -> None:
-    outcomes = [run(replace(random_workload(seed), cache_type=cache_type)) for seed in range(200_000, 200_060)]
+    outcomes = [
+        run(replace(random_workload(seed), cache_type=cache_type))
+        for seed in range(200_000, 200_060)
+    ]
     assert sum(outcome.preemptions for outcome in outcomes) > 20
     assert sum(outcome.tokens_cached for outcome in outcomes) > 100
     assert sum(outcome.aborted for outcome in outcomes) > 0
@@ -31,7 +36,11 @@ def test_the_random_workloads_reach_the_hard_cases(cache_type: CacheType) -> Non
     assert sum(outcome.stragglers for outcome in outcomes) > 20
     assert sum(outcome.belated for outcome in outcomes) > 1
     windowed = [random_workload(seed) for seed in range(200_000, 200_060)]
-    windowed = [replace(workload, cache_type=cache_type) for workload in windowed if workload.layout.num_sliding]
+    windowed = [
+        replace(workload, cache_type=cache_type)
+        for workload in windowed
+        if workload.layout.num_sliding
+    ]
     outcomes = [run(workload) for workload in windowed]
     assert sum(workload.layout.num_full > 0 for workload in windowed) > 5
     assert sum(workload.layout.num_full == 0 for workload in windowed) > 5
@@ -39,28 +48,42 @@ def test_the_random_workloads_reach_the_hard_cases(cache_type: CacheType) -> Non
     assert sum(outcome.tokens_cached for outcome in outcomes) > 50
 
 
-SHAPES = [(1, 2), (1, 5), (3, 4), (6, 1), (6, 6)]  # (prompt tokens, max_tokens); 12 tokens are all that fit
+# (prompt tokens, max_tokens); 12 tokens are all that fit
+SHAPES = [(1, 2), (1, 5), (3, 4), (6, 1), (6, 6)]
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
 @pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize(("tokens", "seqs", "chunk"), [(2, 3, None), (8, 3, None), (8, 2, 2), (8, 3, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "seqs", "chunk"), [(2, 3, None), (8, 3, None), (8, 2, 2), (8, 3, 3)]
+)
 def test_every_schedule_of_three_sequences_on_six_blocks(
     cache_type: CacheType, lookahead: int, tokens: int, seqs: int, chunk: int | None
 ) -> None:
-    config = SchedulerConfig(max_batch_size=seqs, max_tokens_per_batch=tokens, block_size=2, max_chunk_tokens=chunk)
+    config = SchedulerConfig(
+        max_batch_size=seqs, max_tokens_per_batch=tokens, block_size=2, max_chunk_tokens=chunk
+    )
     for shapes in itertools.product(SHAPES, repeat=3):
         for second, third in [(0, 0), (0, 1), (1, 1), (1, 3), (2, 5)]:
             for stems in ((1, 1, 1), (1, 2, 1)):  # all prompts share a stem, or the second does not
                 asks = [
                     Ask([stem] * length, most, arrives=arrives)
-                    for (length, most), arrives, stem in zip(shapes, (0, second, third), stems, strict=True)
+                    for (length, most), arrives, stem in zip(
+                        shapes, (0, second, third), stems, strict=True
+                    )
                 ]
-                run(Workload(asks, config, num_blocks=6, lookahead=lookahead, cache_type=cache_type))
+                run(
+                    Workload(asks, config, num_blocks=6, lookahead=lookahead, cache_type=cache_type)
+                )
 
 
-# A window of three tokens touches two blocks of two. Memory is what 12 tokens alone need, and not one unit more.
-TIGHT = [(BlockLayout(0, 1, 3), 18, 2), (BlockLayout(1, 2, 3), 10, 6 + 2 * 2), (BlockLayout(2, 1, 3), 7, 12 + 2)]
+# A window of three tokens touches two blocks of two. Memory is what 12 tokens alone need, and not
+# one unit more.
+TIGHT = [
+    (BlockLayout(0, 1, 3), 18, 2),
+    (BlockLayout(1, 2, 3), 10, 6 + 2 * 2),
+    (BlockLayout(2, 1, 3), 7, 12 + 2),
+]
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
@@ -82,6 +105,19 @@ def test_every_schedule_of_three_sequences_in_the_least_memory(
             for stems in ((1, 1, 1), (1, 2, 1)):
                 asks = [
                     Ask([stem] * length, most, arrives=arrives)
-                    for (length, most), arrives, stem in zip(shapes, (0, second, third), stems, strict=True)
+                    for (length, most), arrives, stem in zip(
+                        shapes, (0, second, third), stems, strict=True
+                    )
                 ]
-                run(Workload(asks, config, num_blocks, lookahead, {}, cache_type, layout=layout, num_units=num_units))
+                run(
+                    Workload(
+                        asks,
+                        config,
+                        num_blocks,
+                        lookahead,
+                        {},
+                        cache_type,
+                        layout=layout,
+                        num_units=num_units,
+                    )
+                )

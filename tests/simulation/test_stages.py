@@ -1,4 +1,6 @@
-"""The loop with as many groups of sequences as a pipeline has stages: random workloads, small ones, and balance."""
+"""The loop with as many groups of sequences as a pipeline has stages: random workloads, small ones,
+and balance.
+"""
 
 import itertools
 from dataclasses import replace
@@ -49,17 +51,25 @@ LAYOUTS: list[dict[str, Any]] = [
 LIMITS = [(8, 3, None), (2, 2, 2)]
 
 
-def run_all_of_three(groups: int, limits: tuple[int, int, int | None], kv: dict[str, Any], every: int) -> None:
+def run_all_of_three(
+    groups: int, limits: tuple[int, int, int | None], kv: dict[str, Any], every: int
+) -> None:
     tokens, seqs, chunk = limits
     config = SchedulerConfig(
-        max_batch_size=seqs, max_tokens_per_batch=tokens, block_size=2, max_chunk_tokens=chunk, groups=groups
+        max_batch_size=seqs,
+        max_tokens_per_batch=tokens,
+        block_size=2,
+        max_chunk_tokens=chunk,
+        groups=groups,
     )
     stems = ((1, 1, 1), (1, 2, 1))  # all prompts share a stem, or the second does not
     cases = itertools.product(itertools.product(SHAPES, repeat=3), [(0, 0), (0, 1), (1, 3)], stems)
     for shapes, (second, third), letters in itertools.islice(cases, 0, None, every):
         asks = [
             Ask([letter] * length, most, arrives=arrives)
-            for (length, most), arrives, letter in zip(shapes, (0, second, third), letters, strict=True)
+            for (length, most), arrives, letter in zip(
+                shapes, (0, second, third), letters, strict=True
+            )
         ]
         run(Workload(asks, config, lookahead=groups - 1, **kv))
 
@@ -88,7 +98,9 @@ def endless_loop(lengths: list[int], groups: int, **limits: int) -> EngineLoop:
     for index, length in enumerate(lengths):
         params, prefix = SamplingParams(max_tokens=60), PrefixKeys(Namespace())
         prompt = [1 + index % 9] * length
-        loop.inbox.append(Add(Sequence(index, index, prompt, length, params, frozenset(), index, prefix)))
+        loop.inbox.append(
+            Add(Sequence(index, index, prompt, length, params, frozenset(), index, prefix))
+        )
     for _ in lengths:
         loop.sequences.new_id()
     return loop
@@ -115,7 +127,9 @@ def test_every_step_takes_its_share(num_seqs: int, groups: int) -> None:
 
 
 def test_a_long_prompt_is_in_every_step() -> None:
-    """Its chunks draw nothing, so they follow each other through the stages, beside those that decode."""
+    """Its chunks draw nothing, so they follow each other through the stages, beside those that
+    decode.
+    """
     loop = endless_loop([3, 3, 200], 2, max_chunk_tokens=10)
     chunks = []
     loop.step()  # two groups begin, of two and one; then they are of one each, beside the chunks
@@ -134,6 +148,8 @@ def test_an_urgent_newcomer_need_not_wait_for_balance() -> None:
     for _ in range(4):
         loop.step()
     params, prefix = SamplingParams(max_tokens=3, priority=-1), PrefixKeys(Namespace())
-    loop.inbox.append(Add(Sequence(loop.sequences.new_id(), 9, [1, 2], 2, params, frozenset(), 0, prefix)))
+    loop.inbox.append(
+        Add(Sequence(loop.sequences.new_id(), 9, [1, 2], 2, params, frozenset(), 0, prefix))
+    )
     loop.step()
     assert any(seq.request_id == 9 for seq in loop.in_flight[-1].sampled)

@@ -1,4 +1,6 @@
-"""Workloads for the loop: requests with arrivals, aborts and weight changes, under random limits; how to run one."""
+"""Workloads for the loop: requests with arrivals, aborts and weight changes, under random limits;
+how to run one.
+"""
 
 import random
 import typing
@@ -12,7 +14,14 @@ from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.units import UNIFORM, BlockLayout
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE, Group, Sequence
-from nano_inference.types import GROUP_COMPLETE, VERSION_GONE, KvPolicy, SamplingParams, TopLogprobs, TrainingSample
+from nano_inference.types import (
+    GROUP_COMPLETE,
+    VERSION_GONE,
+    KvPolicy,
+    SamplingParams,
+    TopLogprobs,
+    TrainingSample,
+)
 from tests.simulation.fake_model import EOS, VOCAB, FakeRunner, oracle, oracle_best, oracle_scores
 
 POLICIES: tuple[KvPolicy, ...] = typing.get_args(KvPolicy)
@@ -50,7 +59,8 @@ class Workload:
     judged: bool = False  # a reference model scores every sample
     layout: BlockLayout = UNIFORM
     num_units: int | None = None  # None: enough for every block
-    pauses: dict[int, tuple[int, bool]] = field(default_factory=dict)  # first step -> end, newcomers enter meanwhile
+    # first step -> end, newcomers enter meanwhile
+    pauses: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
 
 @dataclass
@@ -91,11 +101,16 @@ def random_workload(seed: int) -> Workload:
                 salt=r.choice([None, None, None, "a"]),
                 prompt_logprobs=(scored := r.random() < 0.15),
                 prompt_top=len(asks) % 3 if scored else 0,
-                min_version=r.randrange(1, len(updates) + 1) if updates and r.random() < 0.15 else None,
+                min_version=r.randrange(1, len(updates) + 1)
+                if updates and r.random() < 0.15
+                else None,
                 max_staleness=r.randrange(0, 3) if r.random() < 0.15 else None,
             )
         )
-    asks = [_limited(ask, len(updates), random.Random(f"{seed} {place}")) for place, ask in enumerate(asks)]
+    asks = [
+        _limited(ask, len(updates), random.Random(f"{seed} {place}"))
+        for place, ask in enumerate(asks)
+    ]
     longest = max(len(ask.prompt) + ask.max_tokens for ask in asks)
     chunked = r.random() < 0.8
     config = SchedulerConfig(
@@ -107,11 +122,21 @@ def random_workload(seed: int) -> Workload:
         enable_chunked_prefill=chunked,
     )
     least = -(-longest // block_size)
-    pauses = {r.randrange(0, 40): (r.randrange(0, 60), r.random() < 0.5) for _ in range(r.choice([0, 0, 0, 1]))}
+    pauses = {
+        r.randrange(0, 40): (r.randrange(0, 60), r.random() < 0.5)
+        for _ in range(r.choice([0, 0, 0, 1]))
+    }
     num_blocks, lookahead = least + r.choice([0, 1, 3, 10, 100]), r.choice([0, 1])
     cache_type = r.choice(["paged", "radix"])
     workload = Workload(
-        asks, config, num_blocks, lookahead, updates, cache_type, judged=r.random() < 0.3, pauses=pauses
+        asks,
+        config,
+        num_blocks,
+        lookahead,
+        updates,
+        cache_type,
+        judged=r.random() < 0.3,
+        pauses=pauses,
     )
     return workload if r.random() < 0.4 else _windowed(workload, longest, r)
 
@@ -125,16 +150,26 @@ def _limited(ask: Ask, num_updates: int, r: random.Random) -> Ask:
     """Not all of its samples are wanted, or it is for one version."""
     if ask.num_samples > 1 and r.random() < 0.4:
         ask = replace(ask, num_wanted=r.randrange(1, ask.num_samples + 1))
-    return replace(ask, exact_version=r.randrange(0, num_updates + 1)) if num_updates and r.random() < 0.1 else ask
+    return (
+        replace(ask, exact_version=r.randrange(0, num_updates + 1))
+        if num_updates and r.random() < 0.1
+        else ask
+    )
 
 
 def _windowed(workload: Workload, longest: int, r: random.Random) -> Workload:
-    """The same for a model that has layers with a window, and memory for the longest request alone or a bit more."""
+    """The same for a model that has layers with a window, and memory for the longest request alone
+    or a bit more.
+    """
     size, chunked = workload.config.block_size, workload.config.enable_chunked_prefill
-    layout = BlockLayout(r.choice([0, 0, 1, 2]), r.choice([1, 1, 2, 5]), r.choice([2, 3, 4, 5, 7, 12, 30]))
+    layout = BlockLayout(
+        r.choice([0, 0, 1, 2]), r.choice([1, 1, 2, 5]), r.choice([2, 3, 4, 5, 7, 12, 30])
+    )
     num_blocks = workload.num_blocks + (r.choice([0, 10, 100]) if layout.num_full == 0 else 0)
     least = layout.most_units(longest, 1 if chunked else longest, size)
-    num_units = least + r.choice([0, 1, 2, layout.num_units, 3 * layout.num_units, 20 * layout.num_units])
+    num_units = least + r.choice(
+        [0, 1, 2, layout.num_units, 3 * layout.num_units, 20 * layout.num_units]
+    )
     if layout.num_full:
         num_blocks = max(1, num_units // layout.num_full)
     return replace(workload, layout=layout, num_blocks=num_blocks, num_units=num_units)
@@ -145,14 +180,19 @@ def run(
     max_steps: int = 4000,
     on_sample: Callable[[TrainingSample, int], object] = lambda sample, step: None,
 ) -> Outcome:
-    """Run to the end, asserting after every step; raises AssertionError on a leak, a livelock or a wrong token.
+    """Run to the end, asserting after every step; raises AssertionError on a leak, a livelock or a
+    wrong token.
 
     `on_sample` is told every sample and the step that it came with.
     """
     config = workload.config
     kind = CACHES[workload.cache_type]
-    cache = kind(workload.num_blocks, config.block_size, layout=workload.layout, num_units=workload.num_units)
-    runner = FakeRunner(cache.num_units * config.block_size, config.block_size, cache.units, config.groups == 1)
+    cache = kind(
+        workload.num_blocks, config.block_size, layout=workload.layout, num_units=workload.num_units
+    )
+    runner = FakeRunner(
+        cache.num_units * config.block_size, config.block_size, cache.units, config.groups == 1
+    )
     runner.one_version_only = "keep" not in workload.updates.values()
     loop = EngineLoop(cache, runner, config, workload.lookahead, "fake")
     if workload.judged:
@@ -161,7 +201,12 @@ def run(
     samples: list[TrainingSample] = []
     ends: dict[tuple[int, int], int] = {}  # (request, sample) -> the step that it came with
     last_event = max(
-        [0, *workload.updates, *(end for end, _ in workload.pauses.values()), *(ask.arrives for ask in workload.asks)]
+        [
+            0,
+            *workload.updates,
+            *(end for end, _ in workload.pauses.values()),
+            *(ask.arrives for ask in workload.asks),
+        ]
     )
     for step in range(max_steps):
         if step > last_event and not loop.has_pending():
@@ -182,7 +227,9 @@ def run(
     outcome.tokens_computed, outcome.tokens_cached = runner.tokens_computed, loop.num_cached_tokens
     outcome.samples = len(samples)
     outcome.previous = runner.num_dropped
-    outcome.mixed = sum(len(entry.versions) > 1 for sample in samples for entry in sample.kv_versions)
+    outcome.mixed = sum(
+        len(entry.versions) > 1 for sample in samples for entry in sample.kv_versions
+    )
     outcome.stragglers = sum(sample.stop_reason == GROUP_COMPLETE for sample in samples)
     outcome.belated = sum(sample.stop_reason == VERSION_GONE for sample in samples)
     outcome.aborted = sum(sample.finish_reason == "abort" for sample in samples)
@@ -190,12 +237,16 @@ def run(
 
 
 def _check_flights(loop: EngineLoop) -> None:
-    """Through a pipeline no sequence is on its way twice, and nobody takes more than a share of it."""
+    """Through a pipeline no sequence is on its way twice, and nobody takes more than a share of
+    it.
+    """
     groups = loop.config.groups
     assert len(loop.in_flight) <= loop.lookahead
     if groups > 1:
         drawn = [seq.seq_id for flight in loop.in_flight for seq in flight.sampled]
-        assert len(drawn) == len(set(drawn)), "a sequence was planned again while its token was on its way"
+        assert len(drawn) == len(set(drawn)), (
+            "a sequence was planned again while its token was on its way"
+        )
 
 
 def _post_messages(loop: EngineLoop, runner: FakeRunner, workload: Workload, step: int) -> None:
@@ -207,7 +258,9 @@ def _post_messages(loop: EngineLoop, runner: FakeRunner, workload: Workload, ste
     if step in workload.updates:
         version = 1 + sum(earlier < step for earlier in workload.updates)
         loop.inbox.append(
-            ChangeWeights(POLICY, runner.change_policy, workload.updates[step], version, runner.set_aside)
+            ChangeWeights(
+                POLICY, runner.change_policy, workload.updates[step], version, runner.set_aside
+            )
         )
     for start, (end, enters) in workload.pauses.items():
         if step == start < end:
@@ -247,45 +300,71 @@ def _check_scores(workload: Workload, ask: Ask, sample: TrainingSample) -> None:
     if sample.prompt_logprobs is not None:
         expected = oracle_scores(ask.prompt, 0, POLICY)
         found = list(sample.prompt_logprobs[1:])
-        assert found == (expected[: len(found)] if sample.finish_reason == "abort" else expected), "wrong prompt scores"
+        assert found == (expected[: len(found)] if sample.finish_reason == "abort" else expected), (
+            "wrong prompt scores"
+        )
     assert (sample.prompt_top_logprobs is not None) == (ask.prompt_top > 0)
     if sample.prompt_top_logprobs is not None:
         assert len(sample.prompt_top_logprobs) == len(sample.prompt_logprobs or ())
         tops = oracle_best(ask.prompt, ask.prompt_top)[: len(sample.prompt_top_logprobs) - 1]
-        assert list(sample.prompt_top_logprobs) == [TopLogprobs((), ()), *tops], "wrong best tokens of a prompt"
+        assert list(sample.prompt_top_logprobs) == [TopLogprobs((), ()), *tops], (
+            "wrong best tokens of a prompt"
+        )
     if sample.ref_logprobs is not None:
         tokens = [*sample.prompt_tokens, *sample.completion_tokens]
-        assert list(sample.ref_logprobs) == oracle_scores(tokens, len(ask.prompt) - 1, REFERENCE), "wrong scores"
+        assert list(sample.ref_logprobs) == oracle_scores(tokens, len(ask.prompt) - 1, REFERENCE), (
+            "wrong scores"
+        )
     unscored = sample.finish_reason == "abort" or ask.aborted is not None or not workload.judged
     assert unscored or sample.ref_logprobs is not None, "a sample was not scored"
 
 
-def _check_versions(workload: Workload, runner: FakeRunner, ask: Ask, sample: TrainingSample) -> None:
+def _check_versions(
+    workload: Workload, runner: FakeRunner, ask: Ask, sample: TrainingSample
+) -> None:
     """What a sample says of versions is what the model saw, token by token."""
     length = len(sample.completion_tokens)
     spans, entries = sample.weight_versions, sample.kv_versions
-    assert [i for span in spans for i in range(span.start, span.end)] == list(range(length)), "version spans have gaps"
-    assert [i for e in entries for i in range(e.token_start, e.token_end)] == list(range(length)), "entries have gaps"
-    assert not length or sample.oldest_weight_version >= (ask.min_version or 0), "sampled by a version that was too old"
+    assert [i for span in spans for i in range(span.start, span.end)] == list(range(length)), (
+        "version spans have gaps"
+    )
+    assert [i for e in entries for i in range(e.token_start, e.token_end)] == list(range(length)), (
+        "entries have gaps"
+    )
+    assert not length or sample.oldest_weight_version >= (ask.min_version or 0), (
+        "sampled by a version that was too old"
+    )
     newest = sample.weight_versions[-1].version if length else 0
-    assert ask.max_staleness is None or newest - sample.oldest_weight_version <= ask.max_staleness, "it is too stale"
-    assert not length or ask.exact_version in (None, spans[0].version), "begun by another version than it is for"
+    assert (
+        ask.max_staleness is None or newest - sample.oldest_weight_version <= ask.max_staleness
+    ), "it is too stale"
+    assert not length or ask.exact_version in (None, spans[0].version), (
+        "begun by another version than it is for"
+    )
     assert sample.stop_reason != VERSION_GONE or (ask.exact_version is not None and not length)
     if workload.layout.num_sliding:
         return
     sampled_by = [span.version for span in spans for _ in range(span.start, span.end)]
     for start, end, versions in entries:
         context = [span.version for span in versions for _ in range(span.start, span.end)]
-        assert [p for span in versions for p in range(span.start, span.end)] == list(range(len(context)))
+        assert [p for span in versions for p in range(span.start, span.end)] == list(
+            range(len(context))
+        )
         for token in range(start, end):
             position = len(ask.prompt) + token
             low, high = noise_keys([(sample.seed, sample.sample_index, position)])[0]
-            assert context[:position] == runner.contexts[int(low), int(high)], "a context of other versions"
+            assert context[:position] == runner.contexts[int(low), int(high)], (
+                "a context of other versions"
+            )
             assert context[position - 1] == sampled_by[token]
 
 
-def _check_groups(workload: Workload, samples: list[TrainingSample], ends: dict[tuple[int, int], int]) -> None:
-    """The rest of a group ends in the step in which enough have finished, and nothing that has finished is lost."""
+def _check_groups(
+    workload: Workload, samples: list[TrainingSample], ends: dict[tuple[int, int], int]
+) -> None:
+    """The rest of a group ends in the step in which enough have finished, and nothing that has
+    finished is lost.
+    """
     for request_id, ask in enumerate(workload.asks):
         group = [sample for sample in samples if sample.request_id == request_id]
         finished = [sample for sample in group if sample.finish_reason != "abort"]
@@ -303,19 +382,27 @@ def _check_groups(workload: Workload, samples: list[TrainingSample], ends: dict[
         steps = sorted(ends[request_id, sample.sample_index] for sample in finished)
         if stragglers:
             complete = steps[ask.num_wanted - 1]
-            assert {ends[request_id, sample.sample_index] for sample in stragglers} == {complete}, "they went on"
+            assert {ends[request_id, sample.sample_index] for sample in stragglers} == {complete}, (
+                "they went on"
+            )
             assert steps[-1] == complete, "one finished after the group was complete"
 
 
-def _check_end(workload: Workload, loop: EngineLoop, runner: FakeRunner, samples: list[TrainingSample]) -> None:
+def _check_end(
+    workload: Workload, loop: EngineLoop, runner: FakeRunner, samples: list[TrainingSample]
+) -> None:
     config, cache = workload.config, loop.cache
     assert cache.num_free_blocks() == cache.num_blocks, "a block leaked"
     assert cache.num_free_units() == cache.num_units, "a unit leaked"
     assert runner.largest_step <= config.max_tokens_per_batch, "a step took too many tokens"
     assert runner.most_chunks <= config.max_batch_size, "a step took too many sequences"
-    assert runner.longest_chunk <= (config.max_chunk_tokens or runner.longest_chunk), "a chunk is too long"
+    assert runner.longest_chunk <= (config.max_chunk_tokens or runner.longest_chunk), (
+        "a chunk is too long"
+    )
     by_key = {(sample.request_id, sample.sample_index): sample for sample in samples}
-    live = [i for i, ask in enumerate(workload.asks) if ask.aborted is None or ask.aborted > ask.arrives]
+    live = [
+        i for i, ask in enumerate(workload.asks) if ask.aborted is None or ask.aborted > ask.arrives
+    ]
     expected = {(i, n) for i in live for n in range(workload.asks[i].num_samples)}
     assert expected <= set(by_key), "a sample is lost"
     assert len(samples) == len(by_key), "a sample came twice"
@@ -323,14 +410,22 @@ def _check_end(workload: Workload, loop: EngineLoop, runner: FakeRunner, samples
         ask = workload.asks[request_id]
         alone = oracle(ask.prompt, 1000 + request_id, index, ask.max_tokens)
         got = list(sample.completion_tokens)
-        assert got == (alone[: len(got)] if sample.finish_reason == "abort" else alone), "a wrong token"
+        assert got == (alone[: len(got)] if sample.finish_reason == "abort" else alone), (
+            "a wrong token"
+        )
         assert len(sample.logprobs) == len(got), "arrays are not aligned"
         _check_scores(workload, ask, sample)
         _check_versions(workload, runner, ask, sample)
     assert not loop.has_pending()
     assert not loop.sequences.held
     assert PREVIOUS not in loop.sequences.versions, "old weights are kept for nobody"
-    untouched = not loop.num_preemptions and not workload.updates and all(a.aborted is None for a in workload.asks)
+    untouched = (
+        not loop.num_preemptions
+        and not workload.updates
+        and all(a.aborted is None for a in workload.asks)
+    )
     if untouched:
         prompts = sum(len(ask.prompt) for ask in workload.asks)
-        assert runner.prompt_tokens_computed == prompts - loop.num_cached_tokens, "a prompt was computed twice"
+        assert runner.prompt_tokens_computed == prompts - loop.num_cached_tokens, (
+            "a prompt was computed twice"
+        )

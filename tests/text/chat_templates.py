@@ -1,6 +1,9 @@
-"""Chat templates in the ways of three families: how they ask for tools, write calls and show what tools answered."""
+"""Chat templates in the ways of three families: how they ask for tools, write calls and show what
+tools answered.
+"""
 
-# Tools in the system message as JSON lines, calls and answers between tags; answers of one turn share a user message.
+# Tools in the system message as JSON lines, calls and answers between tags; answers of one turn
+# share a user message.
 QWEN = """{%- macro show(call) %}
     {{- '<tool_call>\\n{"name": "' ~ call.name ~ '", "arguments": ' }}
     {%- if call.arguments is string %}{{ call.arguments }}{% else %}{{ call.arguments | tojson }}{% endif %}
@@ -99,7 +102,8 @@ LLAMA = """{{- bos_token }}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
 """
 
-# Tools as signatures built by recursive macros; arguments are iterated; contents are lists of parts only.
+# Tools as signatures built by recursive macros; arguments are iterated; contents are lists of parts
+# only.
 HERMES = """{%- macro type_of(spec) %}
     {%- if spec.type == 'array' %}list[{{ type_of(spec['items']) }}]
     {%- elif spec.type == 'object' %}dict

@@ -31,14 +31,23 @@ def render(template: str, messages: Sequence[Mapping[str, object]] = USER) -> st
 
 
 def test_renders_a_conversation() -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<b>Hi</b> & bye"}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "<b>Hi</b> & bye"},
+    ]
     expected = "<|system|>Be brief.</s><|user|><b>Hi</b> & bye</s>"
     assert render(CHATML, messages) == expected + "<|assistant|>"
-    assert render_chat(CHATML, messages, add_generation_prompt=False, special_tokens=TOKENS) == expected
+    assert (
+        render_chat(CHATML, messages, add_generation_prompt=False, special_tokens=TOKENS)
+        == expected
+    )
 
 
 def test_block_lines_leave_no_blank_lines() -> None:
-    template = "{% for message in messages %}\n    {% if true %}\n{{ message.content }}\n    {% endif %}\n{% endfor %}"
+    template = (
+        "{% for message in messages %}\n    {% if true %}\n{{ message.content }}\n    {% "
+        "endif %}\n{% endfor %}"
+    )
     assert render(template) == "Hi\n"
 
 
@@ -49,7 +58,10 @@ def test_loop_controls_and_generation_blocks() -> None:
 
 
 def test_absent_variables_are_what_transformers_passes() -> None:
-    assert render("{{ tools is none and documents is none }} {{ bos_token is defined }}") == "True False"
+    assert (
+        render("{{ tools is none and documents is none }} {{ bos_token is defined }}")
+        == "True False"
+    )
 
 
 def test_tojson_escapes_no_html_and_no_unicode() -> None:
@@ -85,7 +97,13 @@ def test_sandbox_refuses(template: str) -> None:
 
 @pytest.mark.parametrize(
     "template",
-    ["{% for %}", "{{ messages[0].content + 1 }}", "{{ absent.role }}", "{{ 1 // 0 }}", "{% unknown %}"],
+    [
+        "{% for %}",
+        "{{ messages[0].content + 1 }}",
+        "{{ absent.role }}",
+        "{{ 1 // 0 }}",
+        "{% unknown %}",
+    ],
 )
 def test_broken_template(template: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template failed"):
@@ -122,9 +140,13 @@ def test_encode_chat_adds_no_tokens_of_its_own(tmp_path: Path) -> None:
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.add_special_tokens(["<s>", "</s>", "<|user|>", "<|assistant|>"])
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     backend.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "bos_token": "<s>"})
+    )
     with pytest.raises(InvalidRequest, match="no chat template"):
         encode_chat(load_tokenizer(tmp_path), USER)
     (tmp_path / "chat_template.jinja").write_text(CHATML)

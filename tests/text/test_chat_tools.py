@@ -1,4 +1,6 @@
-"""Conversations with tools, as clients of OpenAI's protocol write them, in the templates of three families."""
+"""Conversations with tools, as clients of OpenAI's protocol write them, in the templates of three
+families.
+"""
 
 import json
 from typing import Any
@@ -26,10 +28,17 @@ TOOL: dict[str, Any] = {
         },
     },
 }
-CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)},
+}
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": [{"type": "text", "text": "Wea"}, {"type": "text", "text": "ther?"}]},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "Wea"}, {"type": "text", "text": "ther?"}],
+    },
     {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "audio": None},
     {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
     {"role": "assistant", "content": "It rains.", "tool_calls": None},
@@ -41,7 +50,9 @@ JSON_ARGUMENTS = json.dumps(ARGUMENTS, ensure_ascii=False)
 def render(name: str, messages: list[dict[str, Any]] = CONVERSATION, **options: Any) -> str:
     kwargs = {"date_string": "today"} | options.pop("template_kwargs", {})
     options = {"tools": [TOOL]} | options
-    return render_chat(TEMPLATES[name], messages, special_tokens=TOKENS, template_kwargs=kwargs, **options)
+    return render_chat(
+        TEMPLATES[name], messages, special_tokens=TOKENS, template_kwargs=kwargs, **options
+    )
 
 
 def test_qwen() -> None:
@@ -50,20 +61,25 @@ def test_qwen() -> None:
     assert f"\n<tools>\n{json.dumps(TOOL)}\n</tools>\n" in text
     assert text.endswith(
         "<|im_start|>user\nWeather?<|im_end|>\n"
-        f'<|im_start|>assistant\n<tool_call>\n{{"name": "get_weather", "arguments": {JSON_ARGUMENTS}}}\n</tool_call>'
+        f'<|im_start|>assistant\n<tool_call>\n{{"name": "get_weather", "arguments": '
+        f"{JSON_ARGUMENTS}}}\n</tool_call>"
         "<|im_end|>\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\nIt rains.<|im_end|>\n<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>assistant\nIt rains.<|im_end|>\n<|im_start|>user\nAnd "
+        "then?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
 def test_llama() -> None:
     text = render("llama")
-    assert text.startswith("<s><|start_header_id|>system<|end_header_id|>\n\nToday: today\n\nBe brief.<|eot_id|>")
+    assert text.startswith(
+        "<s><|start_header_id|>system<|end_header_id|>\n\nToday: today\n\nBe brief.<|eot_id|>"
+    )
     assert json.dumps(TOOL, indent=4) + "\n\nWeather?<|eot_id|>" in text
     assert f'\n\n{{"name": "get_weather", "parameters": {JSON_ARGUMENTS}}}<|eot_id|>' in text
     assert '<|start_header_id|>ipython<|end_header_id|>\n\n"rain"<|eot_id|>' in text
     two = render("llama", [CONVERSATION[1], {"role": "assistant", "tool_calls": [CALL, CALL]}])
-    assert two.count('{"name": "get_weather", "parameters": {"city"') == 2  # a message each: it renders one a message
+    # a message each: it renders one a message
+    assert two.count('{"name": "get_weather", "parameters": {"city"') == 2
 
 
 def test_a_template_of_parts() -> None:
@@ -83,7 +99,8 @@ def test_no_tools(name: str) -> None:
     assert "Weather?" in plain
     assert render(name, CONVERSATION[:2], tools=[]) == plain
     assert (
-        render(name, CONVERSATION[:2], tools=None, add_generation_prompt=False) == plain[: plain.rindex("<|", 0, -20)]
+        render(name, CONVERSATION[:2], tools=None, add_generation_prompt=False)
+        == plain[: plain.rindex("<|", 0, -20)]
     )
 
 
@@ -94,29 +111,49 @@ def test_arguments_that_are_no_object_stay_text() -> None:
             "qwen", [CONVERSATION[1], {"role": "assistant", "tool_calls": [call]}]
         )
     empty = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
-    assert '"parameters": {}}' in render("llama", [CONVERSATION[1], {"role": "assistant", "tool_calls": [empty]}])
+    assert '"parameters": {}}' in render(
+        "llama", [CONVERSATION[1], {"role": "assistant", "tool_calls": [empty]}]
+    )
 
 
 def test_what_a_template_cannot_stand_is_rewritten() -> None:
     def last(template: str) -> str:
-        return render_chat(template, CONVERSATION, special_tokens=TOKENS, add_generation_prompt=False)
+        return render_chat(
+            template, CONVERSATION, special_tokens=TOKENS, add_generation_prompt=False
+        )
 
     loop = "{% for m in messages %}|{{ m.role }} "
-    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
-    assert "|assistant get_weather{" in last(loop + "{{ m.content + '' }}" + calls)  # wants a string, and JSON text
-    assert "|assistant none get_weather{" in last(loop + "{{ 'none ' if m.content is none else m.content }}" + calls)
-    assert "|tool get_weather rain|" in last(loop + "{{ m.name ~ ' ' if m.name }}{{ m.content }}{% endfor %}")
+    calls = (
+        "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% "
+        "endfor %}{% endfor %}"
+    )
+    # wants a string, and JSON text
+    assert "|assistant get_weather{" in last(loop + "{{ m.content + '' }}" + calls)
+    assert "|assistant none get_weather{" in last(
+        loop + "{{ 'none ' if m.content is none else m.content }}" + calls
+    )
+    assert "|tool get_weather rain|" in last(
+        loop + "{{ m.name ~ ' ' if m.name }}{{ m.content }}{% endfor %}"
+    )
     assert last("{{ messages[-1].content ~ messages[2].refusal is defined }}") == "And then?False"
     developer = [{"role": "developer", "content": "x"}]
     assert render_chat("{{ messages[0].role }}", developer, special_tokens={}) == "system"
-    assert render_chat("{{ messages[0].role }}{# developer #}", developer, special_tokens={}) == "developer"
+    assert (
+        render_chat("{{ messages[0].role }}{# developer #}", developer, special_tokens={})
+        == "developer"
+    )
     thought = [{"role": "assistant", "content": "x", "reasoning": "y"}]
     assert render_chat("{{ messages[0].reasoning_content }}", thought, special_tokens={}) == "y"
 
 
 def test_parts_reach_a_template_that_knows_them() -> None:
-    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    template = "{% set c = messages[0].content %}{% if c is string %}{{ c }}{% else %}{{ c[0].text }}{% endif %}"
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    ]
+    template = (
+        "{% set c = messages[0].content %}{% if c is string %}{{ c }}{% else %}{{ "
+        "c[0].text }}{% endif %}"
+    )
     assert render_chat(template, parts, special_tokens={}) == "ab"
     assert render_chat(template + "{{ c is string }}", parts, special_tokens={}) == "abTrue"
     image = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]
@@ -138,11 +175,19 @@ def test_the_last_message_goes_on(name: str, content: str) -> None:
 
 def test_a_message_that_is_not_rendered_cannot_go_on() -> None:
     with pytest.raises(InvalidRequest, match="leaves the last message out"):
-        render_chat("x", CONVERSATION, special_tokens={}, add_generation_prompt=False, continue_final_message=True)
+        render_chat(
+            "x",
+            CONVERSATION,
+            special_tokens={},
+            add_generation_prompt=False,
+            continue_final_message=True,
+        )
 
 
 def test_template_kwargs() -> None:
-    assert render("qwen", template_kwargs={"enable_thinking": False}).endswith("<think>\n\n</think>\n\n")
+    assert render("qwen", template_kwargs={"enable_thinking": False}).endswith(
+        "<think>\n\n</think>\n\n"
+    )
     for name in (
         *(
             "messages",
@@ -154,7 +199,19 @@ def test_template_kwargs() -> None:
             "bos_token",
             "x_token",
         ),
-        *("range", "namespace", "raise_exception", "strftime_now", "self", "loop", "__class__", "_x", "a b", "", "a.b"),
+        *(
+            "range",
+            "namespace",
+            "raise_exception",
+            "strftime_now",
+            "self",
+            "loop",
+            "__class__",
+            "_x",
+            "a b",
+            "",
+            "a.b",
+        ),
     ):
         with pytest.raises(InvalidRequest, match="cannot be set by a request"):
             render("qwen", template_kwargs={name: "x"})
@@ -166,7 +223,11 @@ def test_data_that_cannot_be_rendered() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    for bad, words in (("\ud800", "surrogate"), (deep, "nested too deeply"), ({"\udfff": 1}, "surrogate")):
+    for bad, words in (
+        ("\ud800", "surrogate"),
+        (deep, "nested too deeply"),
+        ({"\udfff": 1}, "surrogate"),
+    ):
         with pytest.raises(InvalidRequest, match=words):
             render("qwen", [{"role": "user", "content": bad}])
     with pytest.raises(InvalidRequest, match="a chat message is a str"):
@@ -183,7 +244,9 @@ def test_equal_to_transformers(name: str, thinking: bool) -> None:
         {
             "role": "assistant",
             "content": "",
-            "tool_calls": [{"type": "function", "function": TOOL["function"] | {"arguments": ARGUMENTS}}],
+            "tool_calls": [
+                {"type": "function", "function": TOOL["function"] | {"arguments": ARGUMENTS}}
+            ],
         },
         {
             "role": "tool",
@@ -201,11 +264,21 @@ def test_equal_to_transformers(name: str, thinking: bool) -> None:
     for tools in ([TOOL], None):
         for prompt in (True, False):
             for go_on in (False,) if prompt else (True, False):
-                options = {"tools": tools, "add_generation_prompt": prompt, "continue_final_message": go_on}
+                options = {
+                    "tools": tools,
+                    "add_generation_prompt": prompt,
+                    "continue_final_message": go_on,
+                }
                 [expected], _ = utils.render_jinja_template(
                     [messages], chat_template=TEMPLATES[name], **options, **kwargs, **TOKENS
                 )
                 assert (
-                    render_chat(TEMPLATES[name], messages, special_tokens=TOKENS, template_kwargs=kwargs, **options)
+                    render_chat(
+                        TEMPLATES[name],
+                        messages,
+                        special_tokens=TOKENS,
+                        template_kwargs=kwargs,
+                        **options,
+                    )
                     == expected
                 )

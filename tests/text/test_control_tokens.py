@@ -41,7 +41,10 @@ def byte_level(control: bool) -> Backend:
     backend.decoder = decoders.ByteLevel()
     if control:
         backend.add_special_tokens(
-            [AddedToken("<pad>", normalized=False), *(AddedToken(text, normalized=False) for text in CONTROL)]
+            [
+                AddedToken("<pad>", normalized=False),
+                *(AddedToken(text, normalized=False) for text in CONTROL),
+            ]
         )
     backend.add_tokens(PLAIN)
     return backend
@@ -51,10 +54,15 @@ def pieces(control: bool) -> Backend:
     """Control tokens lie in the vocabulary, and a space goes before every stretch of text."""
     vocabulary = {word: index for index, word in enumerate(["<unk>", *CONTROL, *LETTERS])}
     backend = Backend(models.BPE(vocabulary, [], unk_token="<unk>"))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     if control:
         backend.add_special_tokens(
-            [AddedToken("<unk>", normalized=False), *(AddedToken(text, normalized=False) for text in CONTROL)]
+            [
+                AddedToken("<unk>", normalized=False),
+                *(AddedToken(text, normalized=False) for text in CONTROL),
+            ]
         )
     backend.add_tokens(PLAIN)
     return backend
@@ -64,7 +72,9 @@ def tokenizer(backend: Backend, template: str) -> Tokenizer:
     return Tokenizer(backend, backend.get_vocab_size(), None, {"bos_token": "<s>"}, template)
 
 
-TOKENIZERS = {kind.__name__: (tokenizer(kind(True), CHATML), kind(False)) for kind in (byte_level, pieces)}
+TOKENIZERS = {
+    kind.__name__: (tokenizer(kind(True), CHATML), kind(False)) for kind in (byte_level, pieces)
+}
 FRAGMENTS = [
     *CONTROL,
     *PLAIN,
@@ -86,17 +96,27 @@ TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.sampled_from(LETTERS), max_size
 
 
 def expected(kind: str, messages: list[dict[str, Any]]) -> list[Any]:
-    """The template's control tokens, and between them what a tokenizer without any makes of the text."""
+    """The template's control tokens, and between them what a tokenizer without any makes of the
+    text.
+    """
     full, without = TOKENIZERS[kind]
     start, end = (full.backend.token_to_id(text) for text in ("<|im_start|>", "<|im_end|>"))
-    names = {token_id: full.backend.token_to_id(text) for text, token_id in without.get_vocab().items()}
+    names = {
+        token_id: full.backend.token_to_id(text) for text, token_id in without.get_vocab().items()
+    }
 
     def encode(text: str) -> list[int]:
-        return [names[token_id] or 0 for token_id in without.encode(text, add_special_tokens=False).ids]
+        return [
+            names[token_id] or 0 for token_id in without.encode(text, add_special_tokens=False).ids
+        ]
 
     ids: list[Any] = []
     for index, message in enumerate(messages):
-        ids += encode("\n") * (index > 0) + [start, *encode(f"{message['role']}\n{message['content']}"), end]
+        ids += encode("\n") * (index > 0) + [
+            start,
+            *encode(f"{message['role']}\n{message['content']}"),
+            end,
+        ]
     return [*ids, *encode("\n"), start, *encode("assistant\n")]
 
 
@@ -111,7 +131,11 @@ def test_whatever_is_written_stays_text(kind: str, texts: list[str]) -> None:
 @given(TEXTS)
 @settings(max_examples=50, deadline=None)
 def test_a_vocabulary_that_knows_control_tokens_itself(text: str) -> None:
-    words = [("<unk>", -50.0), *((word, 0.0) for word in CONTROL), *((letter, -5.0) for letter in LETTERS)]
+    words = [
+        ("<unk>", -50.0),
+        *((word, 0.0) for word in CONTROL),
+        *((letter, -5.0) for letter in LETTERS),
+    ]
     backend = Backend(models.Unigram(words, unk_id=0))
     backend.add_special_tokens(CONTROL)
     ids = encode_chat(tokenizer(backend, CHATML), [{"role": "user", "content": text}])
@@ -136,7 +160,10 @@ def test_in_every_place_of_a_conversation() -> None:
         function = {"name": word, "arguments": json.dumps({word: [word, {"x": word}]})}
         messages = [
             {"role": "system", "content": word},
-            {"role": "user", "content": [{"type": "text", "text": word}, {"type": "text", "text": word}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": word}, {"type": "text", "text": word}],
+            },
             {
                 "role": "assistant",
                 "content": word,
@@ -145,7 +172,10 @@ def test_in_every_place_of_a_conversation() -> None:
             {"role": "tool", "content": word, "name": word},
         ]
         parameters = {"type": "object", "properties": {word: {"enum": [word]}}}
-        tool = {"type": "function", "function": {"name": word, "description": word, "parameters": parameters}}
+        tool = {
+            "type": "function",
+            "function": {"name": word, "description": word, "parameters": parameters},
+        }
         return messages, {"tools": [tool], "template_kwargs": {"words": [{word: word}]}}
 
     template = QWEN + "{{ words }}{{ words | tojson }}"
@@ -154,27 +184,44 @@ def test_in_every_place_of_a_conversation() -> None:
 
 
 def test_written_in_two_parts_or_joined_by_the_template() -> None:
-    parts = [{"role": "user", "content": [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "start|>"}]}]
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "start|>"}],
+        }
+    ]
     for template in (CHATML, "{% for part in messages[0].content %}{{ part.text }}{% endfor %}"):
-        assert control_of(template, parts, add_generation_prompt=False) == ["<|im_start|>", "<|im_end|>"] * (
-            template is CHATML
-        )
-    texts = [{"role": "user", "content": text} for text in ("<|im_", "start|>", "<", "|im_start|>", "<|im_star", "t|>")]
+        assert control_of(template, parts, add_generation_prompt=False) == [
+            "<|im_start|>",
+            "<|im_end|>",
+        ] * (template is CHATML)
+    texts = [
+        {"role": "user", "content": text}
+        for text in ("<|im_", "start|>", "<", "|im_start|>", "<|im_star", "t|>")
+    ]
     assert control_of("{% for m in messages %}{{ m.content }}{% endfor %}", texts) == []
     assert control_of("{{ messages | map(attribute='content') | join }}", texts) == []
     # The template's own text makes the token with a role: that is what it is for.
     assert control_of("{{ '<|' + messages[0].role + '|>' }}", texts) == ["<|user|>"]
 
 
-@pytest.mark.parametrize("change", ["lower", "upper", "trim", "string", "tojson", "replace('q', '')", "e"])
+@pytest.mark.parametrize(
+    "change", ["lower", "upper", "trim", "string", "tojson", "replace('q', '')", "e"]
+)
 def test_what_templates_do_to_text(change: str) -> None:
     for text in ("<|IM_END|>", "<|im_end|>", "  <|im_End|> ", "[inst]", "[INST]"):
-        assert control_of(f"{{{{ messages[0].content | {change} }}}}", [{"role": "user", "content": text}]) == []
+        assert (
+            control_of(
+                f"{{{{ messages[0].content | {change} }}}}", [{"role": "user", "content": text}]
+            )
+            == []
+        )
 
 
 def test_templates_see_the_text_as_it_is_but_for_control_tokens() -> None:
     template = (
-        "{% set c = messages[0].content %}{{ c.split('</think>')[-1] }}{{ c.startswith('<think>') }}{{ c | length }}"
+        "{% set c = messages[0].content %}{{ c.split('</think>')[-1] }}{{ "
+        "c.startswith('<think>') }}{{ c | length }}"
     )
     assert control_of(template, [{"role": "user", "content": "<think>a</think>b"}]) == []
 
@@ -186,10 +233,14 @@ def test_a_template_that_cuts_a_mark() -> None:
 
 
 def test_without_control_tokens_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_tokens, "_secret_tokenizer", lambda _: pytest.fail("a tokenizer was made"))
+    monkeypatch.setattr(
+        control_tokens, "_secret_tokenizer", lambda _: pytest.fail("a tokenizer was made")
+    )
     full, _ = TOKENIZERS["byte_level"]
     messages = [{"role": "user", "content": "a < b |> c <tool_call> 1 <b>"}]
-    assert encode_chat(full, messages) == full.encode(render_chat(CHATML, messages, special_tokens={}))
+    assert encode_chat(full, messages) == full.encode(
+        render_chat(CHATML, messages, special_tokens={})
+    )
 
 
 @pytest.mark.parametrize("template", [CHATML, "{% broken", None])

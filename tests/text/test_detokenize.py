@@ -1,4 +1,6 @@
-"""Text in pieces: joined it is the text of all ids, and no piece was too early or, where it matters, too late."""
+"""Text in pieces: joined it is the text of all ids, and no piece was too early or, where it
+matters, too late.
+"""
 
 import itertools
 
@@ -13,7 +15,8 @@ from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text import vocabularies
 from tests.text.vocabularies import ALL, BYTE_LEVEL, BYTES, GEMMA, LLAMA, PIECES, byte_token
 
-# Emoji joined to one, a flag, a skin tone, stacked marks, right-to-left, Hangul as parts: characters of many parts.
+# Emoji joined to one, a flag, a skin tone, stacked marks, right-to-left, Hangul as parts:
+# characters of many parts.
 CLUSTERS = [
     "👩‍👩‍👧",
     "🇨🇭",
@@ -40,8 +43,11 @@ def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[int]:
     size = tokenizer.vocab_size
     one = st.integers(0, size + 2) | st.just(2**32 - 1)
     if (first := tokenizer.backend.token_to_id("<0x00>")) is not None:
-        # Bytes that begin, go on with and spoil a character: half of all ids, so that runs come about.
-        one |= st.sampled_from([first + byte for byte in (0x41, 0x80, 0x9F, 0x98, 0xC3, 0xE2, 0xF0, 0xFF)])
+        # Bytes that begin, go on with and spoil a character: half of all ids, so that runs come
+        # about.
+        one |= st.sampled_from(
+            [first + byte for byte in (0x41, 0x80, 0x9F, 0x98, 0xC3, 0xE2, 0xF0, 0xFF)]
+        )
     return one
 
 
@@ -91,9 +97,12 @@ def test_real_vocabulary_on_any_ids(smollm2: Tokenizer, data: st.DataObject) -> 
 
 @settings(max_examples=150, deadline=None)
 @given(raw=st.binary(max_size=12), data=st.data())
-@example(raw=b"\xed\xa0\x80\xe0\x80\xf4\x90\xc0\xaf", data=None)  # surrogates, overlong forms, beyond Unicode
+# surrogates, overlong forms, beyond Unicode
+@example(raw=b"\xed\xa0\x80\xe0\x80\xf4\x90\xc0\xaf", data=None)
 def test_any_bytes(raw: bytes, data: st.DataObject | None) -> None:
-    """Python's and the library's ideas of which bytes one U+FFFD stands for are the same, wherever they are cut."""
+    """Python's and the library's ideas of which bytes one U+FFFD stands for are the same, wherever
+    they are cut.
+    """
     ids = [BYTE_LEVEL.backend.token_to_id(character) for character in byte_level_characters(raw)]
     parts = [[token_id] for token_id in ids] if data is None else portions(data.draw, ids)
     detokenizer = Detokenizer(BYTE_LEVEL)
@@ -105,10 +114,15 @@ def byte_level_characters(raw: bytes) -> str:
     """The characters of byte-level tokens, found by decoding every character that could be one."""
     bare = decoders.ByteLevel()
     plain = {chr(code) for code in range(0x80)}
-    found = {bytes([ord(character)]): character for character in plain if ord(character) not in range(0x21)}
+    found = {
+        bytes([ord(character)]): character
+        for character in plain
+        if ord(character) not in range(0x21)
+    }
     found.pop(b"\x7f", None)
     for code in range(0xA1, 0x200):
-        # "Ã" followed by the character is one letter, if it stands for a continuation byte; and so on.
+        # "Ã" followed by the character is one letter, if it stands for a continuation byte; and so
+        # on.
         for lead, base in (("Â", 0), ("Ã", 0x40)):
             text = bare.decode([lead + chr(code)])
             if len(text) == 1 and text != "\ufffd":
@@ -120,23 +134,35 @@ def byte_level_characters(raw: bytes) -> str:
     return "".join(found[bytes([byte])] for byte in raw)
 
 
-@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, LLAMA, GEMMA], ids=["byte level", "llama", "gemma"])
+@pytest.mark.parametrize(
+    "tokenizer", [BYTE_LEVEL, LLAMA, GEMMA], ids=["byte level", "llama", "gemma"]
+)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_nothing_is_held_back_that_no_continuation_can_change(tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_nothing_is_held_back_that_no_continuation_can_change(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
     ids = data.draw(st.lists(ids_of(tokenizer), max_size=8))
     if tokenizer is BYTE_LEVEL:
-        tails = [tokenizer.backend.token_to_id(character) for character in byte_level_characters(b"\x80\x90\xa0\xbf")]
+        tails = [
+            tokenizer.backend.token_to_id(character)
+            for character in byte_level_characters(b"\x80\x90\xa0\xbf")
+        ]
     else:
         tails = [byte_token(tokenizer, byte) for byte in (0x80, 0x90, 0xA0, 0xBF)]
         tails.append(byte_token(tokenizer, 0xFF))
-    continuations = [tail for length in range(4) for tail in itertools.product(tails, repeat=length)]
+    continuations = [
+        tail for length in range(4) for tail in itertools.product(tails, repeat=length)
+    ]
     continuations.append((tokenizer.backend.token_to_id("x"),))
     columns = zip(*(tokenizer.decode([*ids, *tail]) for tail in continuations), strict=False)
-    common = "".join(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+    common = "".join(
+        column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)
+    )
     said = Detokenizer(tokenizer).push(ids)
     assert common.startswith(said)
-    # A U+FFFD written in bytes, too, is common to all when its run breaks; nobody can say so before.
+    # A U+FFFD written in bytes, too, is common to all when its run breaks; nobody can say so
+    # before.
     assert said.rstrip("\ufffd") == common.rstrip("\ufffd")
 
 

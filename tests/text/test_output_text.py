@@ -12,9 +12,12 @@ from nano_inference.text.output_text import OutputText
 from nano_inference.text.tokenizer import Tokenizer
 from tests.text.vocabularies import BYTE_LEVEL, GEMMA, LLAMA, PIECES, byte_token
 
-# Few letters, so that stop strings overlap each other and themselves; emoji in pieces; U+FFFD from broken ones.
+# Few letters, so that stop strings overlap each other and themselves; emoji in pieces; U+FFFD from
+# broken ones.
 LETTERS = ["a", "b", "ab", "aaa", "x", "▁a", "a▁b▁", "ab xa", "aÃ", "🙂", "é", "\ufffd", ""]
-STOP = st.text("ab x", min_size=1, max_size=5) | st.sampled_from(["🙂", "é", "🙂a", "\ufffd", "\ufffda", "aaaa"])
+STOP = st.text("ab x", min_size=1, max_size=5) | st.sampled_from(
+    ["🙂", "é", "🙂a", "\ufffd", "\ufffda", "aaaa"]
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,9 @@ class Expected:
     whole: str
 
 
-def search(tokenizer: Tokenizer, ids: list[int], may_stop: list[bool], stops: tuple[str, ...]) -> Expected:
+def search(
+    tokenizer: Tokenizer, ids: list[int], may_stop: list[bool], stops: tuple[str, ...]
+) -> Expected:
     detokenizer = Detokenizer(tokenizer)
     texts: list[str] = []
     before = ""
@@ -56,16 +61,22 @@ def samples(draw: st.DrawFn, tokenizer: Tokenizer) -> tuple[list[int], list[bool
     else:
         parts = [byte_token(tokenizer, byte) for byte in "🙂é".encode()]
     any_id = st.integers(0, tokenizer.vocab_size + 1)
-    pieces = st.sampled_from([[token_id] for token_id in letters] + [parts[:4], parts[4:], parts[:3], parts[3:]])
+    pieces = st.sampled_from(
+        [[token_id] for token_id in letters] + [parts[:4], parts[4:], parts[:3], parts[3:]]
+    )
     chunks = draw(st.lists(pieces | st.lists(any_id, min_size=1, max_size=1), max_size=12))
     ids = [token_id for chunk in chunks for token_id in chunk]
     return ids, draw(st.lists(st.integers(0, 9).map(bool), min_size=len(ids), max_size=len(ids)))
 
 
-@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, LLAMA, GEMMA], ids=["byte level", "llama", "gemma"])
+@pytest.mark.parametrize(
+    "tokenizer", [BYTE_LEVEL, LLAMA, GEMMA], ids=["byte level", "llama", "gemma"]
+)
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), stops=st.lists(STOP, max_size=3).map(tuple))
-def test_equal_to_a_search_of_the_whole_text(tokenizer: Tokenizer, stops: tuple[str, ...], data: st.DataObject) -> None:
+def test_equal_to_a_search_of_the_whole_text(
+    tokenizer: Tokenizer, stops: tuple[str, ...], data: st.DataObject
+) -> None:
     ids, may_stop = data.draw(samples(tokenizer))
     expected = search(tokenizer, ids, may_stop, stops)
     output = OutputText(tokenizer, stops)
@@ -86,7 +97,9 @@ def test_equal_to_a_search_of_the_whole_text(tokenizer: Tokenizer, stops: tuple[
     assert output.text == expected.whole
 
 
-def feed(tokenizer: Tokenizer, pieces: list[str], stops: tuple[str, ...]) -> tuple[OutputText, list[str | None]]:
+def feed(
+    tokenizer: Tokenizer, pieces: list[str], stops: tuple[str, ...]
+) -> tuple[OutputText, list[str | None]]:
     output = OutputText(tokenizer, stops)
     return output, [output.append(piece_id(tokenizer, piece)) for piece in pieces]
 

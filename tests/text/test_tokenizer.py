@@ -19,14 +19,20 @@ CONFIG = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "model
 
 
 def write_folder(folder: Path, config: dict[str, Any] | None = None) -> Path:
-    """A byte-level BPE without merges: 3 special tokens, then one token a byte. It adds <s> where it is asked to."""
+    """A byte-level BPE without merges: 3 special tokens, then one token a byte. It adds <s> where
+    it is asked to.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<s>", "</s>", "<pad>", *alphabet]
-    backend = Backend(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    backend = Backend(
+        models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<s>", "</s>", "<pad>"])
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     backend.enable_truncation(4)
     backend.enable_padding(pad_id=2, pad_token="<pad>", length=8)
     backend.save(str(folder / "tokenizer.json"))
@@ -113,7 +119,10 @@ def test_transformers_is_not_imported() -> None:
 def test_long_texts_are_the_same_ids(tmp_path: Path, add: bool) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path))
     for text in ("naïve café 🙂 中文</s>" * LONG, "x" * LONG, "x" * (LONG + 1)):
-        assert tokenizer.encode(text, add) == tokenizer.backend.encode(text, add_special_tokens=add).ids
+        assert (
+            tokenizer.encode(text, add)
+            == tokenizer.backend.encode(text, add_special_tokens=add).ids
+        )
 
 
 def test_others_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Calls and answers in the history, in templates that render them, some of them, or none: nothing is lost."""
+"""Calls and answers in the history, in templates that render them, some of them, or none: nothing
+is lost.
+"""
 
 import json
 from typing import Any
@@ -12,7 +14,8 @@ from nano_inference.text.tool_history import CallShape, reshaped
 from tests.text.chat_templates import HERMES, LLAMA, QWEN
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
+    "message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 TEMPLATES = {
@@ -21,51 +24,68 @@ TEMPLATES = {
     "hermes": HERMES,
     "chatml": CHATML,
     "chatml with a system message": (
-        "{% if messages[0].role != 'system' %}{{ raise_exception('a system message comes first') }}{% endif %}" + CHATML
+        "{% if messages[0].role != 'system' %}{{ raise_exception('a system message comes first') "
+        "}}{% endif %}" + CHATML
     ),
     "parts": (
-        "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}{{ part.text }}{% "
+        "endfor %}{% endfor %}"
     ),
     "llama 3": (
         "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] %}"
-        "{% set content = content + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' %}"
-        "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+        "{% set content = content + '<|end_header_id|>\\n\\n' + message['content'] | trim + "
+        "'<|eot_id|>' %}"
+        "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content "
+        "}}{% endfor %}"
     ),
     "gemma": (
-        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role "
+        "not supported') }}"
         "{% endif %}{% for message in messages %}"
         "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+        "{{ raise_exception('Conversation roles must alternate "
+        "user/assistant/user/assistant/...') }}{% endif %}"
         "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
-        "{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"
+        "{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' "
+        "}}{% endfor %}"
     ),
     "llama 2": (
         "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content.strip() }} [/INST]"
         "{% elif m.role == 'assistant' %} {{ m.content.strip() }} </s>{% endif %}{% endfor %}"
     ),
     "lfm2": (
-        "{{- bos_token -}}{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\\n' -}}"
+        "{{- bos_token -}}{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + "
+        "'\\n' -}}"
         "{%- set content = message['content'] -%}{%- if content is not string -%}"
         "{%- set content = content | tojson -%}{%- endif -%}{%- if message['role'] == 'tool' -%}"
-        "{%- set content = '<|tool_response_start|>' + content + '<|tool_response_end|>' -%}{%- endif -%}"
+        "{%- set content = '<|tool_response_start|>' + content + '<|tool_response_end|>' -%}{%- "
+        "endif -%}"
         "{{- content + '<|im_end|>\\n' -}}{%- endfor -%}"
     ),
     "mistral": (
         "{{- bos_token }}{%- for message in messages %}{%- if message.role == 'user' %}"
         "{{- '[INST] ' + message.content + '[/INST]' }}"
-        "{%- elif message.tool_calls is defined and message.tool_calls is not none %}{{- '[TOOL_CALLS] [' }}"
-        "{%- for call in message.tool_calls %}{%- set out = call.function | tojson %}{{- out[:-1] }}"
+        "{%- elif message.tool_calls is defined and message.tool_calls is not none %}{{- "
+        "'[TOOL_CALLS] [' }}"
+        "{%- for call in message.tool_calls %}{%- set out = call.function | tojson %}{{- out[:-1] "
+        "}}"
         "{%- if call.id | length != 9 %}{{- raise_exception('ids have length 9!') }}{%- endif %}"
-        "{{- ', \"id\": \"' + call.id + '\"}' }}{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}"
-        "{{- ']</s>' }}{%- elif message.role == 'assistant' %}{{- ' ' + message.content | trim + '</s>' }}"
-        "{%- elif message.role == 'tool' %}{{- '[TOOL_RESULTS] {\"content\": ' + message.content | string }}"
-        "{%- if message.tool_call_id | length != 9 %}{{- raise_exception('ids have length 9!') }}{%- endif %}"
+        "{{- ', \"id\": \"' + call.id + '\"}' }}{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- "
+        "endfor %}"
+        "{{- ']</s>' }}{%- elif message.role == 'assistant' %}{{- ' ' + message.content | trim + "
+        "'</s>' }}"
+        "{%- elif message.role == 'tool' %}{{- '[TOOL_RESULTS] {\"content\": ' + message.content "
+        "| string }}"
+        "{%- if message.tool_call_id | length != 9 %}{{- raise_exception('ids have length 9!') "
+        "}}{%- endif %}"
         "{{- ', \"call_id\": \"' + message.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
         "{%- else %}{{- raise_exception('no such role') }}{%- endif %}{%- endfor %}"
     ),
     "calls alone": (  # a role that it does not know is left out
-        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content or '' }}"
-        "{% for call in m.tool_calls or [] %}CALL {{ call.function | tojson }}{% endfor %}\n{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.role }}: {{ "
+        "m.content or '' }}"
+        "{% for call in m.tool_calls or [] %}CALL {{ call.function | tojson }}{% endfor %}\n{% "
+        "endif %}{% endfor %}"
     ),
     "a word like nothing": "Answer null where None is right. {{ tools | tojson if tools }}" + QWEN,
 }
@@ -88,9 +108,19 @@ def histories(draw: st.DrawFn) -> list[dict[str, Any]]:
             name = f"{prefix}{turn}{number}"
             function = {"name": word("name", turn, number), "arguments": arguments}
             calls.append({"id": name, "type": "function", "function": function})
-            answers.append({"role": "tool", "tool_call_id": name, "content": word("answer", turn, number)})
+            answers.append(
+                {"role": "tool", "tool_call_id": name, "content": word("answer", turn, number)}
+            )
         said = draw(
-            st.sampled_from([None, "", _MISSING, word("said", turn), [{"type": "text", "text": word("said", turn)}]])
+            st.sampled_from(
+                [
+                    None,
+                    "",
+                    _MISSING,
+                    word("said", turn),
+                    [{"type": "text", "text": word("said", turn)}],
+                ]
+            )
         )
         asking = {"role": "assistant", "content": said, "tool_calls": calls}
         if said is _MISSING:
@@ -105,10 +135,15 @@ def histories(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 def tools_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    names = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
+    names = [
+        call["function"]["name"] for message in messages for call in message.get("tool_calls", ())
+    ]
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
     return [
-        {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": parameters}}
+        {
+            "type": "function",
+            "function": {"name": name, "description": "A tool.", "parameters": parameters},
+        }
         for name in names
     ]
 
@@ -120,7 +155,9 @@ def test_every_call_and_answer_is_rendered(name: str, data: st.DataObject) -> No
     messages = data.draw(histories())
     if "system" in name:
         messages = [{"role": "system", "content": "Be brief."}, *messages]
-    before = json.dumps([{key: repr(value) for key, value in message.items()} for message in messages])
+    before = json.dumps(
+        [{key: repr(value) for key, value in message.items()} for message in messages]
+    )
     tools = tools_of(messages) if data.draw(st.booleans()) else None
     text = render_chat(
         TEMPLATES[name],
@@ -138,7 +175,10 @@ def test_every_call_and_answer_is_rendered(name: str, data: st.DataObject) -> No
         add_generation_prompt=False,
         template_kwargs={"date_string": "today"},
     )
-    assert json.dumps([{key: repr(value) for key, value in message.items()} for message in messages]) == before
+    assert (
+        json.dumps([{key: repr(value) for key, value in message.items()} for message in messages])
+        == before
+    )
     for message in messages:
         for call in message.get("tool_calls", ()):
             number = call["function"]["name"][len(word("name")) - 1 : -1]
@@ -152,14 +192,19 @@ def test_every_call_and_answer_is_rendered(name: str, data: st.DataObject) -> No
 
 
 def test_each_answer_stands_behind_its_call_where_only_one_call_fits_a_message() -> None:
-    calls = [{"id": str(n), "type": "function", "function": {"name": f"f{n}", "arguments": "{}"}} for n in range(2)]
+    calls = [
+        {"id": str(n), "type": "function", "function": {"name": f"f{n}", "arguments": "{}"}}
+        for n in range(2)
+    ]
     answers = [{"role": "tool", "tool_call_id": str(n), "content": f"answer {n}"} for n in (1, 0)]
     messages = [
         {"role": "user", "content": "go"},
         {"role": "assistant", "content": None, "tool_calls": calls},
         *answers,
     ]
-    text = render_chat(LLAMA, messages, special_tokens={"bos_token": ""}, template_kwargs={"date_string": "today"})
+    text = render_chat(
+        LLAMA, messages, special_tokens={"bos_token": ""}, template_kwargs={"date_string": "today"}
+    )
     places = [text.index(each) for each in ('"name": "f0"', "answer 0", '"name": "f1"', "answer 1")]
     assert places == sorted(places)
 
@@ -167,7 +212,10 @@ def test_each_answer_stands_behind_its_call_where_only_one_call_fits_a_message()
 def test_what_a_call_becomes_where_no_template_renders_it() -> None:
     function = {"name": "f", "arguments": '{"city": "Zürich"}'}
     call = {"id": "1", "type": "function", "function": function}
-    asked = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "Well.", "tool_calls": [call, call]}]
+    asked = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "Well.", "tool_calls": [call, call]},
+    ]
     told = [
         {"role": "tool", "content": "rain"},
         {"role": "tool", "content": "sun"},

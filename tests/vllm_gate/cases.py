@@ -1,4 +1,6 @@
-"""Requests that vLLM's server and ours are both asked, all greedy or seeded, so that the answers can be compared."""
+"""Requests that vLLM's server and ours are both asked, all greedy or seeded, so that the answers
+can be compared.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,11 +30,18 @@ def _case(path: str, base: dict[str, Any], name: str, more: dict[str, Any]) -> C
 LEFT_OUT = object()
 _CHAT_BASE = {"model": NAME, "messages": [USER], "max_tokens": 4, "temperature": 0}
 _BASE = {"model": NAME, "prompt": TEXT, "max_tokens": 4, "temperature": 0}
-_TWICE = {"n": 2, "temperature": 0.5, "top_k": 1, "seed": 1}  # sampled, and yet the most probable tokens
+# sampled, and yet the most probable tokens
+_TWICE = {"n": 2, "temperature": 0.5, "top_k": 1, "seed": 1}
 _STREAM = {"stream": True}
 _USAGE = {"stream": True, "stream_options": {"include_usage": True}}
-_CONTINUOUS = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-_TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+_CONTINUOUS = {
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "now", "parameters": {"type": "object", "properties": {}}},
+}
 _CALL = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
 _HISTORY = [
     USER,
@@ -126,7 +135,8 @@ _CHATS: dict[str, dict[str, Any]] = {
     "logprobs-as-ids": {"logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True},
     "logprobs-all": {"logprobs": True, "top_logprobs": -1, "max_tokens": 1},
     "stream-logprobs": _STREAM | {"logprobs": True, "top_logprobs": 2},
-    "stream-echo": _STREAM | {"messages": [USER, {"role": "assistant", "content": "It is"}], "echo": True},
+    "stream-echo": _STREAM
+    | {"messages": [USER, {"role": "assistant", "content": "It is"}], "echo": True},
     "documents": {"documents": [{"title": "a", "text": "b"}]},
     "template-arguments": {"chat_template_kwargs": {"a": 1}},
     "format-text": {"response_format": {"type": "text"}},
@@ -137,7 +147,11 @@ _CHATS: dict[str, dict[str, Any]] = {
     "messages-as-text": {"messages": "Hi"},
     "messages-left-out": {"messages": LEFT_OUT},
     "role-left-out": {"messages": [{"content": "Hi"}]},
-    "picture": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    "picture": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+        ]
+    },
     "top-logprobs-alone": {"top_logprobs": 2},
     "top-logprobs-over": {"logprobs": True, "top_logprobs": 1000},
     "both-ends": {"add_generation_prompt": True, "continue_final_message": True},
@@ -201,17 +215,28 @@ _GENERATES: dict[str, dict[str, Any]] = {
 
 def _generate(name: str, more: dict[str, Any]) -> Case:
     params = {"max_tokens": 4, "temperature": 0} | more
-    return Case(f"generate/{name}", GENERATE, {"model": NAME, "token_ids": IDS, "sampling_params": params})
+    return Case(
+        f"generate/{name}", GENERATE, {"model": NAME, "token_ids": IDS, "sampling_params": params}
+    )
 
 
 CASES = [
     *(_case(CHAT, _CHAT_BASE, f"chat/{name}", more) for name, more in (_SHARED | _CHATS).items()),
-    *(_case(COMPLETIONS, _BASE, f"completions/{name}", more) for name, more in (_SHARED | _TEXTS).items()),
+    *(
+        _case(COMPLETIONS, _BASE, f"completions/{name}", more)
+        for name, more in (_SHARED | _TEXTS).items()
+    ),
     *(_generate(name, more) for name, more in _GENERATES.items()),
-    Case("generate/no-ids", GENERATE, {"model": NAME, "token_ids": [], "sampling_params": {"max_tokens": 1}}),
+    Case(
+        "generate/no-ids",
+        GENERATE,
+        {"model": NAME, "token_ids": [], "sampling_params": {"max_tokens": 1}},
+    ),
     Case("generate/no-params", GENERATE, {"model": NAME, "token_ids": IDS}),
     Case("tokenize/text", "/tokenize", {"model": NAME, "prompt": TEXT}),
-    Case("tokenize/strings", "/tokenize", {"model": NAME, "prompt": TEXT, "return_token_strs": True}),
+    Case(
+        "tokenize/strings", "/tokenize", {"model": NAME, "prompt": TEXT, "return_token_strs": True}
+    ),
     Case("tokenize/chat", "/tokenize", {"model": NAME, "messages": [USER]}),
     Case("tokenize/nothing", "/tokenize", {"model": NAME}),
     Case("tokenize/wrong-model", "/tokenize", {"model": "other", "prompt": TEXT}),

@@ -1,4 +1,6 @@
-"""Where our server answers otherwise than vLLM's, and why. docs/server.md has each reason in its table."""
+"""Where our server answers otherwise than vLLM's, and why. docs/server.md has each reason in its
+table.
+"""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +15,8 @@ class Difference:
     Attributes:
         why: the reason, as docs/server.md tells it.
         cases: patterns of names, as a shell's.
-        line: a regular expression of the whole line, behind `- ` where only vLLM has it and `+ ` where only we do.
+        line: a regular expression of the whole line, behind `- ` where only vLLM has it and `+ `
+            where only we do.
         by_chance: it may be there or not, since it depends on timing.
     """
 
@@ -24,14 +27,19 @@ class Difference:
 
     def covers(self, case: str, line: str) -> bool:
         """Whether it explains this line of this case."""
-        return any(fnmatch(case, each) for each in self.cases) and re.fullmatch(self.line, line) is not None
+        return (
+            any(fnmatch(case, each) for each in self.cases)
+            and re.fullmatch(self.line, line) is not None
+        )
 
 
 def differing(theirs: Sequence[str], own: Sequence[str]) -> list[str]:
     """Lines that only one of two outlines has. Where the statuses differ, they alone."""
     pairs = [(theirs[:1], own[:1]), (theirs, own)]
     for one, other in pairs:
-        found = [f"- {line}" for line in one if line not in other] + [f"+ {line}" for line in other if line not in one]
+        found = [f"- {line}" for line in one if line not in other] + [
+            f"+ {line}" for line in other if line not in one
+        ]
         if found:
             return found
     return []
@@ -47,25 +55,48 @@ DIFFERENCES = (
     Difference("`bad_words` is refused.", ("*/bad-words",), "[-+] status: .*"),
     Difference("`logit_bias` beyond 100 is refused.", ("*/bias-over",), "[-+] status: .*"),
     Difference(
-        "`prompt_logprobs` in a stream come in its last chunk.", ("*/prompt-logprobs-streamed",), "[-+] status: .*"
+        "`prompt_logprobs` in a stream come in its last chunk.",
+        ("*/prompt-logprobs-streamed",),
+        "[-+] status: .*",
     ),
     Difference(
         "With `--rl`, all logprobs may be asked for.",
-        ("*/prompt-logprobs-all", "*/logprobs-all", "*/top-logprobs-over", "completions/logprobs-over"),
+        (
+            "*/prompt-logprobs-all",
+            "*/logprobs-all",
+            "*/top-logprobs-over",
+            "completions/logprobs-over",
+        ),
         "[-+] status: .*",
     ),
-    Difference("`echo` of a chat is refused.", ("chat/echo", "chat/stream-echo"), "[-+] status: .*"),
-    Difference("`documents` are refused where the template renders none.", ("chat/documents",), "[-+] status: .*"),
     Difference(
-        "Tools of a model without a known call format are answered with text.", ("chat/tools-auto",), "[-+] status: .*"
+        "`echo` of a chat is refused.", ("chat/echo", "chat/stream-echo"), "[-+] status: .*"
     ),
-    Difference("Null is the default of every field.", ("completions/null-fields",), "[-+] status: .*"),
     Difference(
-        "`max_tokens: 0` of a completion computes the prompt alone.", ("completions/no-tokens",), "[-+] status: .*"
+        "`documents` are refused where the template renders none.",
+        ("chat/documents",),
+        "[-+] status: .*",
     ),
-    Difference("`logprobs` of a completion is a number.", ("completions/logprobs-true",), "[-+] status: .*"),
+    Difference(
+        "Tools of a model without a known call format are answered with text.",
+        ("chat/tools-auto",),
+        "[-+] status: .*",
+    ),
+    Difference(
+        "Null is the default of every field.", ("completions/null-fields",), "[-+] status: .*"
+    ),
+    Difference(
+        "`max_tokens: 0` of a completion computes the prompt alone.",
+        ("completions/no-tokens",),
+        "[-+] status: .*",
+    ),
+    Difference(
+        "`logprobs` of a completion is a number.", ("completions/logprobs-true",), "[-+] status: .*"
+    ),
     Difference("`sampling_params` may be left out.", ("generate/no-params",), "[-+] status: .*"),
-    Difference("Ids outside the vocabulary are refused.", ("detokenize/outside",), "[-+] status: .*"),
+    Difference(
+        "Ids outside the vocabulary are refused.", ("detokenize/outside",), "[-+] status: .*"
+    ),
     # -- fields
     Difference(
         "Choices tell `seed`, `weight_version` and `weight_versions`.",
@@ -80,13 +111,24 @@ DIFFERENCES = (
     Difference(
         "Fields of features that are not here are left out.",
         _ALL,
-        r"- (chunks: )?(ec_transfer_params|metrics|service_tier|prompt_text|mm_placeholders|prompt_token_id_logprobs"
-        r"|choices\[\]\.message\.(annotations|audio|function_call)|usage\.completion_tokens_details): null",
+        r"- (chunks: )?(ec_transfer_params|metrics|service_tier|prompt_text|mm_placeholders|"
+        r"prompt_token_id_logprobs"
+        r"|choices\[\]\.message\.(annotations|audio|function_call)|"
+        r"usage\.completion_tokens_details): null",
     ),
-    Difference("Reasoning has both its names.", ("chat/*",), r"\+ choices\[\]\.message\.reasoning_content: null"),
-    Difference("Logprobs of a chat tell a `refusal`, as OpenAI's do.", ("chat/*",), r"\+ .*logprobs\.refusal: null"),
     Difference(
-        "Errors have OpenAI's types and codes; trainers' routes add SGLang's `success` and `message`.",
+        "Reasoning has both its names.",
+        ("chat/*",),
+        r"\+ choices\[\]\.message\.reasoning_content: null",
+    ),
+    Difference(
+        "Logprobs of a chat tell a `refusal`, as OpenAI's do.",
+        ("chat/*",),
+        r"\+ .*logprobs\.refusal: null",
+    ),
+    Difference(
+        "Errors have OpenAI's types and codes; trainers' routes add SGLang's `success` and "
+        "`message`.",
         _ALL,
         r"[-+] (error\.(code|type|param|message)|message|success|detail): .*",
     ),
@@ -102,17 +144,23 @@ DIFFERENCES = (
         r"[-+] (chunks: )?choices\[\]\.prompt_logprobs.*",
     ),
     Difference(
-        "What a model writes has the role of the assistant.", ("chat/no-generation-prompt",), ".* choices.*role: .*"
+        "What a model writes has the role of the assistant.",
+        ("chat/no-generation-prompt",),
+        ".* choices.*role: .*",
     ),
     Difference(
-        "`/health` and `/ping` have a body.", ("health", "ping"), "[-+] (body|model_loaded|status): (nothing|bool|str)"
+        "`/health` and `/ping` have a body.",
+        ("health", "ping"),
+        "[-+] (body|model_loaded|status): (nothing|bool|str)",
     ),
     Difference("`/v1/models` tells no permissions.", ("models",), r"- data\[\]\.permission.*"),
     # -- streams
     Difference(
-        "The chunk that ends a choice has an empty delta, and nulls where there is nothing to tell.",
+        "The chunk that ends a choice has an empty delta, and nulls where there is nothing to "
+        "tell.",
         _STREAMS,
-        r"\+ chunks: (choices\[\]\.(delta: \{\}|prompt_logprobs: null|routed_experts: null)|usage: null)",
+        r"\+ chunks: (choices\[\]\.(delta: \{\}|prompt_logprobs: null|routed_experts: null)|"
+        r"usage: null)",
     ),
     Difference(
         "The prompt's ids are told where they are asked for, `echo` or not.",
@@ -122,7 +170,8 @@ DIFFERENCES = (
     Difference(
         "Several tokens may come in one chunk.",
         _STREAMS,
-        r"- chunks: (choices\[\]\.(finish_reason|stop_reason|prompt_token_ids): null|.*top_logprobs\[\]: rows .*)",
+        r"- chunks: (choices\[\]\.(finish_reason|stop_reason|prompt_token_ids): null|"
+        r".*top_logprobs\[\]: rows .*)",
         by_chance=True,
     ),
 )

@@ -1,6 +1,8 @@
-"""What of a reply is compared: status, keys, types, nulls, order of logprob rows, the first chunk of a stream.
+"""What of a reply is compared: status, keys, types, nulls, order of logprob rows, the first chunk
+of a stream.
 
-An outline is a list of lines, `where: what`. Places in lists are left out where all items look alike.
+An outline is a list of lines, `where: what`. Places in lists are left out where all items look
+alike.
 """
 
 import json
@@ -14,9 +16,11 @@ import httpx
 _TOLD = frozenset(("object", "role", "finish_reason", "stop_reason", "rank", "type"))
 # Lists whose every item is told: both must have read the same prompt and said the same tokens.
 _IDS = frozenset(("token_ids", "prompt_token_ids", "tokens"))
-# Objects with a key for each token: their keys are data, and their order matters to readers by position.
+# Objects with a key for each token: their keys are data, and their order matters to readers by
+# position.
 _TABLES = frozenset(("top_logprobs", "prompt_logprobs"))
-_FIRST = re.compile(r"\b(?:role|prompt_token_ids)\b")  # what readers look for in the first chunk of a stream
+# what readers look for in the first chunk of a stream
+_FIRST = re.compile(r"\b(?:role|prompt_token_ids)\b")
 _ROWS = 6  # so many of them are told
 
 
@@ -32,7 +36,8 @@ def outline(reply: httpx.Response) -> list[str]:
 
 
 def _events(text: str) -> list[str]:
-    """Of a stream: what only its first chunk tells, what all chunks hold together, and whether it ended.
+    """Of a stream: what only its first chunk tells, what all chunks hold together, and whether it
+    ended.
 
     How tokens are cut into chunks depends on timing, so ids are told for the whole stream.
     """
@@ -41,11 +46,16 @@ def _events(text: str) -> list[str]:
     ids: dict[str, list[int]] = {}
     for chunk in chunks:
         for choice in chunk.get("choices", ()):
-            ids.setdefault(f"choice {choice['index']}", []).extend(choice.pop("token_ids", None) or ())
+            ids.setdefault(f"choice {choice['index']}", []).extend(
+                choice.pop("token_ids", None) or ()
+            )
     first = [line for line in dict.fromkeys(_lines("", chunks[0])) if _FIRST.search(line)]
     return [
         *(f"first chunk: {line}" for line in first),
-        *(f"chunks: {line}" for line in dict.fromkeys(line for chunk in chunks for line in _lines("", chunk))),
+        *(
+            f"chunks: {line}"
+            for line in dict.fromkeys(line for chunk in chunks for line in _lines("", chunk))
+        ),
         *(f"{choice} in all: {found}" for choice, found in sorted(ids.items())),
         f"ended: {blocks[-1:] == ['[DONE]']}",
     ]

@@ -1,6 +1,8 @@
-"""`python -m tests.vllm_gate.record`: ask vLLM's server everything, and keep the outlines of its replies.
+"""`python -m tests.vllm_gate.record`: ask vLLM's server everything, and keep the outlines of its
+replies.
 
-It needs `make peers` and takes three minutes. The ordinary tests compare our server with what is kept.
+It needs `make peers` and takes three minutes. The ordinary tests compare our server with what is
+kept.
 """
 
 import json

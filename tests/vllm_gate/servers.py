@@ -23,8 +23,18 @@ VLLM = vllm_python(CACHE)
 
 
 def checkpoint(folder: Path) -> Path:
-    """A tiny Llama with heads of 64, which vLLM's CPU kernels want, and with SmolLM2's tokenizer."""
-    tiny_llama(folder, vocab_size=49152, num_heads=2, num_kv_heads=1, hidden=128, tie=True, max_position=LENGTH)
+    """A tiny Llama with heads of 64, which vLLM's CPU kernels want, and with SmolLM2's
+    tokenizer.
+    """
+    tiny_llama(
+        folder,
+        vocab_size=49152,
+        num_heads=2,
+        num_kv_heads=1,
+        hidden=128,
+        tie=True,
+        max_position=LENGTH,
+    )
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (file := resolve_model("smollm2-135m") / name).exists():
             shutil.copy(file, folder / name)
@@ -34,8 +44,12 @@ def checkpoint(folder: Path) -> Path:
 @contextmanager
 def ours(model: Path) -> Iterator[str]:
     """Our server's address."""
-    engine = EngineConfig(str(model), device="cpu", num_threads=1, kv_cache_memory=2**26, dtype="float32")
-    with running_server(engine, ServerConfig(port=0, in_process=True, rl=True, served_model_name=NAME)) as url:
+    engine = EngineConfig(
+        str(model), device="cpu", num_threads=1, kv_cache_memory=2**26, dtype="float32"
+    )
+    with running_server(
+        engine, ServerConfig(port=0, in_process=True, rl=True, served_model_name=NAME)
+    ) as url:
         yield url
 
 
@@ -54,7 +68,14 @@ def vllm(model: Path, log: Path) -> Iterator[str]:
         "generation-config": "vllm",  # no defaults from the checkpoint
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    command = [str(VLLM), "-m", "vllm.entrypoints.openai.api_server", *words, "--enforce-eager", "--enable-scale-out"]
+    command = [
+        str(VLLM),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *words,
+        "--enforce-eager",
+        "--enable-scale-out",
+    ]
     variables = clean_environment() | environment(VllmSetting(eager=True), 1, CACHE)
     with started(command, variables | {"VLLM_CPU_KVCACHE_SPACE": "1"}, port, log) as running:
         yield running.target.url
@@ -63,6 +84,8 @@ def vllm(model: Path, log: Path) -> Iterator[str]:
 def ask(url: str, case: Case) -> httpx.Response:
     """The reply to one request."""
     content = case.body if isinstance(case.body, bytes) else None
-    body = {"json": case.body} if case.body is not None and content is None else {"content": content}
+    body = (
+        {"json": case.body} if case.body is not None and content is None else {"content": content}
+    )
     headers = {"content-type": "application/json"}
     return httpx.request(case.method, url + case.path, **body, headers=headers, timeout=120)

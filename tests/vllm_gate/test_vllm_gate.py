@@ -1,6 +1,7 @@
 """Our server's replies to 214 requests, beside those of a real vLLM server on the same checkpoint.
 
-What vLLM said is kept in vllm.json; where it is installed (`make peers`), the slow test asks it again.
+What vLLM said is kept in vllm.json; where it is installed (`make peers`), the slow test asks it
+again.
 """
 
 from collections.abc import Iterator
@@ -35,7 +36,9 @@ def own(url: str) -> Outlines:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_answers_as_vllm_does(own: Outlines, case: Case) -> None:
     lines = differing(THEIRS[case.name], own[case.name])
-    unexplained = [line for line in lines if not any(each.covers(case.name, line) for each in DIFFERENCES)]
+    unexplained = [
+        line for line in lines if not any(each.covers(case.name, line) for each in DIFFERENCES)
+    ]
     assert not unexplained, "\n" + "\n".join(unexplained)
 
 

@@ -44,7 +44,9 @@ class EngineBackend:
             if sample is None:
                 yield Piece(delta.text or "")
             else:
-                usage = Usage(len(sample.prompt_tokens), len(sample.completion_tokens), sample.cached_tokens)
+                usage = Usage(
+                    len(sample.prompt_tokens), len(sample.completion_tokens), sample.cached_tokens
+                )
                 yield Piece(delta.text or "", finish_reason=sample.finish_reason, usage=usage)
 
 
@@ -58,7 +60,8 @@ class ServerBackend:
         """Stream an answer, as the server sends it."""
         given: dict[str, Any] = {"model": self._model, "messages": messages}
         counted: dict[str, Any] = {}
-        with suppress(InvalidRequest, ServerError):  # some servers cannot count; then they refuse what does not fit
+        # some servers cannot count; then they refuse what does not fit
+        with suppress(InvalidRequest, ServerError):
             counted = self._client.post("/tokenize", given)
         if isinstance(counted.get("count"), int) and isinstance(counted.get("max_model_len"), int):
             params = fitting(params, counted["count"], counted["max_model_len"])
@@ -69,7 +72,8 @@ def fitting(params: SamplingParams, length: int, limit: int) -> SamplingParams:
     """The parameters, with no more tokens than still fit. Raises `InvalidRequest`."""
     if limit - length < 1:
         raise InvalidRequest(
-            f"the conversation has {length} tokens, which leaves no room for an answer: the limit is {limit}; /reset "
+            f"the conversation has {length} tokens, which leaves no room for an answer: the limit "
+            f"is {limit}; /reset "
             "forgets it."
         )
     return replace(params, max_tokens=min(params.max_tokens, limit - length))

@@ -1,4 +1,6 @@
-"""`nano-inference chat`: a conversation in the terminal, with an engine of its own or with a server."""
+"""`nano-inference chat`: a conversation in the terminal, with an engine of its own or with a
+server.
+"""
 
 import sys
 import time
@@ -39,12 +41,16 @@ def chat(
         typer.Argument(
             metavar="[MODEL]",
             show_default=False,
-            help="A Hugging Face folder, a hub id, a .gguf file, or smollm2-135m. With --url: the model's name there; "
+            help="A Hugging Face folder, a hub id, a .gguf file, or smollm2-135m. With --url: the "
+            "model's name there; "
             "default: the first that it serves.",
         ),
     ] = None,
     url: Annotated[
-        str | None, typer.Option("--url", help="Talk to the model of this server, such as http://127.0.0.1:8000.")
+        str | None,
+        typer.Option(
+            "--url", help="Talk to the model of this server, such as http://127.0.0.1:8000."
+        ),
     ] = None,
     api_key: options.ApiKey = None,
     api_key_file: options.ApiKeyFile = None,
@@ -72,8 +78,8 @@ def chat(
 ) -> None:
     """Talk to a model, here or on a server.
 
-    Ctrl-C stops an answer, Ctrl-D leaves. /help lists the commands. If standard input is not a terminal, each of its
-    lines is a message.
+    Ctrl-C stops an answer, Ctrl-D leaves. /help lists the commands. If standard input is not a
+    terminal, each of its lines is a message.
     """
     params = SamplingParams(
         temperature=temperature,
@@ -114,7 +120,11 @@ def _check_given(ctx: typer.Context, model: str | None, url: str | None) -> None
     """Refuse options that could have no effect."""
     if model is None and url is None:
         raise typer.BadParameter("name a MODEL, or a server with --url.")
-    unused, owner = (_OF_A_SERVER, "a server (--url)") if url is None else (_OF_THE_ENGINE, "an engine of your own")
+    unused, owner = (
+        (_OF_A_SERVER, "a server (--url)")
+        if url is None
+        else (_OF_THE_ENGINE, "an engine of your own")
+    )
     for name in unused:
         source = ctx.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -129,8 +139,10 @@ def _require_template(model: str, tokenizer: str | None) -> None:
 
         if load_tokenizer(resolve_model(tokenizer or model)).chat_template is None:
             raise InvalidRequest(
-                f"{tokenizer or model} has no chat template, so it cannot tell your words from its own; let it "
-                f"continue text with `nano-inference generate {model} -p TEXT`, or name with --tokenizer a folder that "
+                f"{tokenizer or model} has no chat template, so it cannot tell your words from "
+                "its own; let it "
+                f"continue text with `nano-inference generate {model} -p TEXT`, or name with "
+                "--tokenizer a folder that "
                 "has one."
             )
 
@@ -190,13 +202,18 @@ class _Session:
             self._say("The conversation is forgotten.\n")
         elif name == "/system":
             self.system = rest.strip() or None
-            self._say("The next answer follows it.\n" if self.system else "There is no system message any more.\n")
+            self._say(
+                "The next answer follows it.\n"
+                if self.system
+                else "There is no system message any more.\n"
+            )
         elif name == "/help":
             for usage, meaning in _COMMANDS.items():
                 errors.print(f"{usage:<14}{meaning}", markup=False)
         else:
             raise InvalidRequest(
-                f"there is no command {name}; /help lists them. To send the line as a message, begin it with a space."
+                f"there is no command {name}; /help lists them. To send the line as a message, "
+                "begin it with a space."
             )
         return True
 
@@ -226,7 +243,8 @@ class _Session:
         write("\n")
         if said:
             self.history += [message, {"role": "assistant", "content": "".join(said)}]
-        self._say(f"{_figures(usage, time.perf_counter() - start, is_cut=is_cut, stopped=pieces.stopped)}\n")
+        seconds = time.perf_counter() - start
+        self._say(f"{_figures(usage, seconds, is_cut=is_cut, stopped=pieces.stopped)}\n")
 
     def _think(self, text: str) -> None:
         """What the model says to itself, which is no part of the answer."""

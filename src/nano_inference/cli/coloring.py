@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from nano_inference.text.tokenizer import Tokenizer
     from nano_inference.types import TrainingSample
 
-# Tokens at least this probable: their style. Foreground and background both, and none of the sixteen colours that a
-# terminal's theme changes, so it reads alike on dark and on light; the less probable the darker, for those who cannot
-# tell the hues apart.
+# Tokens at least this probable: their style. Foreground and background both, and none of the
+# sixteen colours that a terminal's theme changes, so it reads alike on dark and on light; the less
+# probable the darker, for those who cannot tell the hues apart.
 _LEVELS = (
     (0.9, "", "≥ 90 %"),
     (0.5, "color(16) on color(228)", "≥ 50 %"),
@@ -54,7 +54,9 @@ def colored(sample: "TrainingSample", tokenizer: "Tokenizer", console: Console) 
 
 
 def _pieces(sample: "TrainingSample", tokenizer: "Tokenizer") -> Iterator[tuple[str, float]]:
-    """Text token by token. Tokens that make a character together come together, with the least of their logprobs."""
+    """Text token by token. Tokens that make a character together come together, with the least of
+    their logprobs.
+    """
     from nano_inference.text.detokenize import Detokenizer
 
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)

@@ -15,11 +15,20 @@ from nano_inference.types import SamplingParams
 
 
 def complete(
-    url: Annotated[str, typer.Option("--url", help="The server, such as http://127.0.0.1:8000.", show_default=False)],
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to continue.")] = None,
+    url: Annotated[
+        str,
+        typer.Option(
+            "--url", help="The server, such as http://127.0.0.1:8000.", show_default=False
+        ),
+    ],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to continue.")
+    ] = None,
     file: Annotated[
         Path | None,
-        typer.Option("--file", "-f", help="Continue the text of this file, all of it. -: standard input."),
+        typer.Option(
+            "--file", "-f", help="Continue the text of this file, all of it. -: standard input."
+        ),
     ] = None,
     model: options.ServedModel = None,
     api_key: options.ApiKey = None,
@@ -38,7 +47,8 @@ def complete(
 ) -> None:
     """Let a server's model continue a text.
 
-    The prompt comes from -p, from a file or from standard input; the completion goes to standard output as it is made.
+    The prompt comes from -p, from a file or from standard input; the completion goes to standard
+    output as it is made.
     """
     text = _prompt(prompt, file)
     params = SamplingParams(
@@ -73,12 +83,20 @@ def _prompt(given: str | None, file: Path | None) -> str:
     if given is not None and file is not None:
         raise typer.BadParameter("--prompt and --file are two prompts; give one.")
     if given is None and file is None and sys.stdin.isatty():
-        raise typer.BadParameter("there is no prompt; give one with -p TEXT, -f FILE, or on standard input.")
+        raise typer.BadParameter(
+            "there is no prompt; give one with -p TEXT, -f FILE, or on standard input."
+        )
     if given is None:
         try:
-            given = sys.stdin.read() if file is None or str(file) == "-" else file.read_text(encoding="utf-8")
+            given = (
+                sys.stdin.read()
+                if file is None or str(file) == "-"
+                else file.read_text(encoding="utf-8")
+            )
         except (OSError, UnicodeDecodeError) as problem:
-            raise InvalidRequest(f"{file or 'standard input'} cannot be read as UTF-8 text: {problem}") from None
+            raise InvalidRequest(
+                f"{file or 'standard input'} cannot be read as UTF-8 text: {problem}"
+            ) from None
     if not given:
         raise InvalidRequest("the prompt is empty.")
     return given
@@ -87,6 +105,7 @@ def _prompt(given: str | None, file: Path | None) -> str:
 def _figures(usage: Usage, seconds: float) -> str:
     tokens = usage.completion_tokens
     return (
-        f"{tokens:,} tokens in {seconds:.1f} s: {tokens / max(seconds, 1e-9):,.1f} tok/s; {usage.cached_tokens:,} of "
+        f"{tokens:,} tokens in {seconds:.1f} s: {tokens / max(seconds, 1e-9):,.1f} tok/s; "
+        f"{usage.cached_tokens:,} of "
         f"{usage.prompt_tokens:,} prompt tokens cached"
     )

@@ -1,4 +1,6 @@
-"""`nano-inference generate`: samples of prompts, as text, with coloured tokens, or as JSON lines."""
+"""`nano-inference generate`: samples of prompts, as text, with coloured tokens, or as JSON
+lines.
+"""
 
 import time
 from dataclasses import dataclass
@@ -24,26 +26,35 @@ def generate(
     ctx: typer.Context,
     model: options.Model,
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt. May be repeated.")
+        list[str] | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt. May be repeated."),
     ] = None,
     file: Annotated[
         Path | None,
         typer.Option(
             "--file",
             "-f",
-            help='Prompts, one a line; a .jsonl file has {"prompt": ...} or {"messages": [...]} in each. '
+            help='Prompts, one a line; a .jsonl file has {"prompt": ...} or {"messages": [...]} '
+            "in each. "
             "- reads text from standard input.",
         ),
     ] = None,
     num_samples: Annotated[
-        int, typer.Option("--num-samples", "-n", min=1, help="Samples of each prompt; it is computed once for all.")
+        int,
+        typer.Option(
+            "--num-samples",
+            "-n",
+            min=1,
+            help="Samples of each prompt; it is computed once for all.",
+        ),
     ] = 1,
     chat: Annotated[
         bool | None,
         typer.Option(
             "--chat/--no-chat",
             show_default=False,
-            help="Put text into the chat template, as the user's message, or let the model continue it as it is. "
+            help="Put text into the chat template, as the user's message, or let the model "
+            "continue it as it is. "
             "Default: the template, if the model has one.",
         ),
     ] = None,
@@ -53,18 +64,28 @@ def generate(
     min_p: options.MinP = 0.0,
     max_tokens: options.MaxTokens = 256,
     min_tokens: Annotated[
-        int, typer.Option(help="Do not end a completion before so many tokens.", rich_help_panel="Sampling")
+        int,
+        typer.Option(
+            help="Do not end a completion before so many tokens.", rich_help_panel="Sampling"
+        ),
     ] = 0,
     seed: options.Seed = None,
     stop: options.Stop = None,
     stop_token_id: Annotated[
         list[int] | None,
         typer.Option(
-            metavar="ID", help="End a completion with this token. May be repeated.", rich_help_panel="Sampling"
+            metavar="ID",
+            help="End a completion with this token. May be repeated.",
+            rich_help_panel="Sampling",
         ),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.", rich_help_panel="Sampling")
+        bool,
+        typer.Option(
+            "--ignore-eos",
+            help="Go on after the end-of-sequence token.",
+            rich_help_panel="Sampling",
+        ),
     ] = False,
     presence_penalty: options.PresencePenalty = 0.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
@@ -72,13 +93,20 @@ def generate(
     generation_config: options.GenerationDefaults = "auto",
     logprobs: Annotated[
         bool,
-        typer.Option("--logprobs", help="Colour each token by its probability (numbers where there are no colours)."),
+        typer.Option(
+            "--logprobs",
+            help="Colour each token by its probability (numbers where there are no colours).",
+        ),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Write one JSON object a sample to standard output: a TrainingSample.")
+        bool,
+        typer.Option(
+            "--json", help="Write one JSON object a sample to standard output: a TrainingSample."
+        ),
     ] = False,
     top_logprobs: Annotated[
-        int, typer.Option(min=0, help="With --json: also the most probable tokens at every position.")
+        int,
+        typer.Option(min=0, help="With --json: also the most probable tokens at every position."),
     ] = 0,
     ref_model: options.RefModel = None,
     tokenizer: options.Tokenizer = None,
@@ -102,7 +130,9 @@ def generate(
     """
     prompts = _prompts(prompt or [], file)
     if as_json and logprobs:
-        raise typer.BadParameter("--logprobs colours text; --json has every logprob anyway. Leave one of them out.")
+        raise typer.BadParameter(
+            "--logprobs colours text; --json has every logprob anyway. Leave one of them out."
+        )
     if top_logprobs and not as_json:
         raise typer.BadParameter("--top-logprobs are not part of the text; add --json.")
     params = SamplingParams(
@@ -142,7 +172,9 @@ def generate(
         if chat if chat is not None else _has_chat_template(engine):
             prompts = [as_chat(each) for each in prompts]
         # A single text grows before the eyes; of several only whole ones can be read.
-        live = len(prompts) * num_samples == 1 and output.is_terminal and not as_json and not logprobs
+        live = (
+            len(prompts) * num_samples == 1 and output.is_terminal and not as_json and not logprobs
+        )
         run = _sample(engine, prompts, params, num_samples, live=live)
         if as_json:
             from nano_inference.data import json_line  # imports torch
@@ -155,10 +187,14 @@ def generate(
         elif not live:
             _show(engine, prompts, num_samples, run.samples, logprobs=False)
         if errors.is_terminal and len(prompts) * num_samples == 1:
-            errors.print()  # between the text and the figures; after several samples there is an empty line already
+            # between the text and the figures; after several samples there is an empty line already
+            errors.print()
         errors.print(_figures(engine, run), style="dim")
         if run.stopped:
-            errors.print(f"Interrupted: {len(run.samples)} of {len(prompts) * num_samples} samples were finished.")
+            errors.print(
+                f"Interrupted: {len(run.samples)} of {len(prompts) * num_samples} samples were "
+                "finished."
+            )
             raise typer.Exit(130)
 
 
@@ -167,7 +203,9 @@ def _prompts(given: list[str], file: Path | None) -> list[Prompt]:
         raise typer.BadParameter(f"there is no file {file}.", param_hint="--file")
     prompts = [*given, *(read_prompts(file) if file else [])]
     if not prompts:
-        raise typer.BadParameter("there is no prompt; give one with -p TEXT, or a file of them with --file.")
+        raise typer.BadParameter(
+            "there is no prompt; give one with -p TEXT, or a file of them with --file."
+        )
     return prompts
 
 
@@ -179,11 +217,18 @@ class _Run:
 
 
 def _sample(
-    engine: "InferenceEngine", prompts: list[Any], params: SamplingParams, num_samples: int, *, live: bool
+    engine: "InferenceEngine",
+    prompts: list[Any],
+    params: SamplingParams,
+    num_samples: int,
+    *,
+    live: bool,
 ) -> _Run:
     samples: list[TrainingSample] = []
     start = time.perf_counter()
-    stream = engine.generate(prompts, params, num_samples, stream=True, progress=False if live else None)
+    stream = engine.generate(
+        prompts, params, num_samples, stream=True, progress=False if live else None
+    )
     with Interruptible(stream) as deltas:
         for delta in deltas:
             if live and delta.text:
@@ -204,7 +249,12 @@ def _has_chat_template(engine: "InferenceEngine") -> bool:
 
 
 def _show(
-    engine: "InferenceEngine", prompts: list[Prompt], num_samples: int, samples: list[TrainingSample], *, logprobs: bool
+    engine: "InferenceEngine",
+    prompts: list[Prompt],
+    num_samples: int,
+    samples: list[TrainingSample],
+    *,
+    logprobs: bool,
 ) -> None:
     """Completions under headings; a single one has none, so that its text can be piped on."""
     headings = len(prompts) * num_samples > 1
@@ -217,7 +267,9 @@ def _show(
         if headings:
             output.print(_heading(sample))
         if logprobs:
-            output.print(colored(sample, engine.tokenizer, output), soft_wrap=not output.is_terminal)
+            output.print(
+                colored(sample, engine.tokenizer, output), soft_wrap=not output.is_terminal
+            )
         else:
             write(_text(engine, sample) + "\n")
         if headings:
@@ -230,10 +282,16 @@ def _prompt_heading(prompts: list[Prompt], place: int) -> Text:
 
 
 def _heading(sample: TrainingSample) -> Text:
-    facts = [f"{len(sample.completion_tokens)} tokens", sample.finish_reason, f"mean logprob {_mean(sample.logprobs)}"]
+    facts = [
+        f"{len(sample.completion_tokens)} tokens",
+        sample.finish_reason,
+        f"mean logprob {_mean(sample.logprobs)}",
+    ]
     if sample.ref_logprobs is not None:
         facts.append(f"reference {_mean(sample.ref_logprobs)}")
-    return Text.assemble((f"sample {sample.sample_index + 1}", "cyan"), ("  " + ", ".join(facts), "dim"))
+    return Text.assemble(
+        (f"sample {sample.sample_index + 1}", "cyan"), ("  " + ", ".join(facts), "dim")
+    )
 
 
 def _mean(numbers: tuple[float, ...]) -> str:
@@ -255,7 +313,9 @@ def _figures(engine: "InferenceEngine", run: _Run) -> str:
     tokens, cached = stats.completion_tokens, stats.prompt_tokens_cached
     count = len(run.samples)
     return (
-        f"{count} {'sample' if count == 1 else 'samples'}, {tokens:,} tokens in {run.seconds:.1f} s: "
-        f"{tokens / max(run.seconds, 1e-9):,.1f} tok/s; {cached:,} of {cached + stats.prompt_tokens_computed:,} prompt "
+        f"{count} {'sample' if count == 1 else 'samples'}, {tokens:,} tokens in {run.seconds:.1f} "
+        "s: "
+        f"{tokens / max(run.seconds, 1e-9):,.1f} tok/s; {cached:,} of "
+        f"{cached + stats.prompt_tokens_computed:,} prompt "
         "tokens cached"
     )

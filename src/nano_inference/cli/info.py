@@ -1,4 +1,6 @@
-"""`nano-inference info`: what a model is and what an engine would make of it. No weights are read."""
+"""`nano-inference info`: what a model is and what an engine would make of it. No weights are
+read.
+"""
 
 import json
 from collections import Counter
@@ -27,7 +29,9 @@ Rows = list[tuple[str, str]]
 
 def info(
     model: options.Model,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of tables.")
+    ] = False,
     ref_model: options.RefModel = None,
     tokenizer: options.Tokenizer = None,
     dtype: options.Dtype = "auto",
@@ -67,7 +71,9 @@ def info(
     if as_json:
         typer.echo(json.dumps(_as_json(plan, text_side) | _ranks_as_json(plans), indent=2))
         return
-    output.print(Text.assemble((model, "bold"), (f"  {_short(_policy(plan)[0])}", "dim")), soft_wrap=True)
+    output.print(
+        Text.assemble((model, "bold"), (f"  {_short(_policy(plan)[0])}", "dim")), soft_wrap=True
+    )
     for name, rows in (
         ("architecture", _architecture(plan)),
         (f"memory on {plan.device}" + (", of rank 0" if len(plans) > 1 else ""), _memory(plan)),
@@ -89,11 +95,16 @@ def _plans(config: EngineConfig) -> "list[EnginePlan]":
     mesh, engines = mesh_of(config), config.expert_parallel if config.tensor_parallel == 1 else 1
     if mesh.world_size > 1 and engines > 1:
         raise ConfigError(
-            f"expert_parallel={engines} with one tensor rank is engines in lockstep, which have one rank each; give "
+            f"expert_parallel={engines} with one tensor rank is engines in lockstep, which have "
+            "one rank each; give "
             f"tensor_parallel={engines} as well, or none of the others."
         )
     here = mesh.world_size * engines
-    places = [(Place(mesh, rank), (engine, engines)) for engine in range(engines) for rank in range(mesh.world_size)]
+    places = [
+        (Place(mesh, rank), (engine, engines))
+        for engine in range(engines)
+        for rank in range(mesh.world_size)
+    ]
     return [plan_engine(config, rank=Rank(place, here, engines=engine)) for place, engine in places]
 
 
@@ -123,7 +134,10 @@ def _ranks_as_json(plans: "list[EnginePlan]") -> dict[str, Any]:
     return {
         "ranks": [
             {"rank": rank, "memory": asdict(plan.memory_budget)}
-            | {name.replace(" ", "_").replace("-", "_"): list(held) for name, held in _held(plan).items()}
+            | {
+                name.replace(" ", "_").replace("-", "_"): list(held)
+                for name, held in _held(plan).items()
+            }
             for rank, plan in enumerate(plans)
         ]
     }
@@ -140,7 +154,10 @@ def _ranks(plans: "list[EnginePlan]") -> Rows:
             if any(other[name] != own[name] for other in held)
         ]
         if (mesh := _part(plan).place.mesh).context > 1:
-            parts.append(f"part {_part(plan).place.context_rank + 1} of {mesh.context} of each sequence's KV cache")
+            parts.append(
+                f"part {_part(plan).place.context_rank + 1} of {mesh.context} of each sequence's "
+                "KV cache"
+            )
         budget = plan.memory_budget
         parts.append(f"weights {_size(budget.weights)}, KV cache up to {_size(budget.kv_cache)}")
         rows.append((f"rank {rank}", "; ".join(parts)))
@@ -209,15 +226,27 @@ def _architecture(plan: "EnginePlan") -> Rows:
     embedding_size = f"{embedding / 1e6:,.1f} M"
     head = "which is also the head" if spec.tie_word_embeddings else f"{embedding_size} the head"
     dtype = str(plan.dtype).removeprefix("torch.")
-    source = "converted from a quantised file" if spec.quantized_source else f"checkpoint {spec.checkpoint_dtype}"
+    source = (
+        "converted from a quantised file"
+        if spec.quantized_source
+        else f"checkpoint {spec.checkpoint_dtype}"
+    )
     rows = [
         ("class", spec.architecture),
-        ("parameters", f"{_num_parameters(spec) / 1e6:,.1f} M; of these {embedding_size} the embedding, {head}"),
+        (
+            "parameters",
+            f"{_num_parameters(spec) / 1e6:,.1f} M; of these {embedding_size} the embedding, "
+            f"{head}",
+        ),
         ("dtype", f"{dtype} ({source})"),
         ("layers", f"{spec.num_layers}"),
         ("hidden size", f"{spec.hidden_size:,}"),
         ("MLP", _mlp(spec)),
-        ("heads", f"{spec.num_heads} of queries, {spec.num_kv_heads} of keys and values, {spec.head_dim} wide"),
+        (
+            "heads",
+            f"{spec.num_heads} of queries, {spec.num_kv_heads} of keys and values, "
+            f"{spec.head_dim} wide",
+        ),
         ("windows", _windows(spec.windows)),
         ("rope", _rope(spec.rope)),
     ]
@@ -228,7 +257,11 @@ def _architecture(plan: "EnginePlan") -> Rows:
         ("norms", _norms(spec)),
         ("vocabulary", f"{spec.vocab_size:,} rows"),
         ("context", f"{spec.max_position:,} tokens"),
-        ("ends with", ", ".join(f"token {token_id}" for token_id in spec.eos_token_ids) or "no token of its own"),
+        (
+            "ends with",
+            ", ".join(f"token {token_id}" for token_id in spec.eos_token_ids)
+            or "no token of its own",
+        ),
     ]
 
 
@@ -236,9 +269,15 @@ def _mlp(spec: "ModelSpec") -> str:
     moe = spec.moe
     if moe is None:
         return f"{spec.intermediate_size:,}, {spec.activation}"
-    experts = f"{moe.num_experts} experts of {moe.intermediate_size:,}, {moe.experts_per_token} a token"
+    experts = (
+        f"{moe.num_experts} experts of {moe.intermediate_size:,}, {moe.experts_per_token} a token"
+    )
     dense = moe.layers.count(False)
-    where = f"; in {dense} of {spec.num_layers} layers {spec.intermediate_size:,} and no experts" if dense else ""
+    where = (
+        f"; in {dense} of {spec.num_layers} layers {spec.intermediate_size:,} and no experts"
+        if dense
+        else ""
+    )
     return f"{experts}, {spec.activation}{where}"
 
 
@@ -257,7 +296,9 @@ def _rope(rope: "RopeSpec") -> str:
 
 def _norms(spec: "ModelSpec") -> str:
     place = {"pre": "before", "post": "after", "both": "before and after"}[spec.norms]
-    queries = {"head": ", of queries and keys by head", "full": ", of queries and keys", None: ""}[spec.qk_norm]
+    queries = {"head": ", of queries and keys by head", "full": ", of queries and keys", None: ""}[
+        spec.qk_norm
+    ]
     return f"RMS {place} attention and MLP{queries}, epsilon {spec.rms_norm_eps:g}"
 
 
@@ -266,7 +307,11 @@ def _memory(plan: "EnginePlan") -> Rows:
     return [
         ("weights", _size(budget.weights)),
         *((name, _size(size)) for name, size in budget.claims()),
-        ("KV cache", f"{_size(budget.kv_cache)} = {budget.num_blocks:,} blocks of {budget.block_size} tokens"),
+        (
+            "KV cache",
+            f"{_size(budget.kv_cache)} = {budget.num_blocks:,} blocks of {budget.block_size} "
+            "tokens",
+        ),
         ("a token takes", f"{budget.bytes_per_token:,} bytes"),
         ("tokens that fit", f"{budget.num_tokens:,}"),
         ("longest sequence", f"{budget.max_model_len:,} tokens"),
@@ -280,7 +325,8 @@ def _numerics(plan: "EnginePlan") -> Rows:
         ("schedule invariant", "yes" if kept else "no"),
         (
             "",
-            "A token's bits do not depend on batch, chunks, cache or preemption: samples can be replayed."
+            "A token's bits do not depend on batch, chunks, cache or preemption: samples can be "
+            "replayed."
             if kept
             else "The last bits of a logprob may change with what else is in the batch.",
         ),
@@ -290,11 +336,16 @@ def _numerics(plan: "EnginePlan") -> Rows:
 def _tokenizer_rows(tokenizer: "Tokenizer | None") -> Rows:
     if tokenizer is None:
         return [("", "none: prompts must be token ids, or use --tokenizer")]
-    special = [f"{name.removesuffix('_token')} {text}" for name, text in tokenizer.special_tokens.items()]
+    special = [
+        f"{name.removesuffix('_token')} {text}" for name, text in tokenizer.special_tokens.items()
+    ]
     return [
         ("vocabulary", f"{tokenizer.vocab_size:,} tokens"),
         ("special tokens", ", ".join(special) or "none"),
-        ("chat template", "yes" if tokenizer.chat_template is not None else "no: it continues text"),
+        (
+            "chat template",
+            "yes" if tokenizer.chat_template is not None else "no: it continues text",
+        ),
     ]
 
 

@@ -1,4 +1,6 @@
-"""The app: its commands, and what holds for all of them: the version, errors in one line, exit codes."""
+"""The app: its commands, and what holds for all of them: the version, errors in one line, exit
+codes.
+"""
 
 from typing import Annotated, Any
 
@@ -22,7 +24,9 @@ _ERROR_CODES = {"replay": 2}
 
 
 class _Commands(TyperGroup):
-    """Commands whose errors are one line. Exit codes: 1 for an error of the package, 2 for wrong usage."""
+    """Commands whose errors are one line. Exit codes: 1 for an error of the package, 2 for wrong
+    usage.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -60,7 +64,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _start(  # pyright: ignore[reportUnusedFunction]
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
     ] = False,
     verbose: Verbose = False,
 ) -> None:

@@ -26,14 +26,18 @@ def parse_size(text: str | int) -> int:
     """Bytes that `512MiB`, `2GB` or `1.5 GiB` mean. Raises `typer.BadParameter`."""
     parts = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
     if parts is None or parts[2] not in _UNITS:
-        raise typer.BadParameter(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB.")
+        raise typer.BadParameter(
+            f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB."
+        )
     return int(float(parts[1]) * _UNITS[parts[2]])
 
 
 def read_keys(file: Path) -> list[str]:
     """The keys of a file, one a line; empty lines are passed over. Raises `ConfigError`."""
     try:
-        keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        keys = [
+            line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
+        ]
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"the keys in {file} cannot be read: {problem}") from None
     if not keys:
@@ -77,29 +81,47 @@ Model = Annotated[
         metavar="MODEL",
         show_default=False,
         autocompletion=_embedded_names,
-        help="A Hugging Face folder, a hub id, a .gguf file, or a model that a package carries: smollm2-135m.",
+        help="A Hugging Face folder, a hub id, a .gguf file, or a model that a package carries: "
+        "smollm2-135m.",
     ),
 ]
 
 ServedModel = Annotated[
     str | None,
-    typer.Option("--model", show_default=False, help="The model's name there. Default: the first that it serves."),
+    typer.Option(
+        "--model",
+        show_default=False,
+        help="The model's name there. Default: the first that it serves.",
+    ),
 ]
 ApiKey = Annotated[
-    str | None, typer.Option("--api-key", metavar="KEY", help="The server's key. Others can see it with `ps`.")
+    str | None,
+    typer.Option("--api-key", metavar="KEY", help="The server's key. Others can see it with `ps`."),
 ]
-ApiKeyFile = Annotated[Path | None, typer.Option("--api-key-file", help="The server's key is in this file.")]
+ApiKeyFile = Annotated[
+    Path | None, typer.Option("--api-key-file", help="The server's key is in this file.")
+]
 
 _ENGINE = "The engine"
 Tokenizer = Annotated[
-    str | None, option(_ENGINE, "--tokenizer", help="Take tokenizer and chat template from this folder or hub id.")
+    str | None,
+    option(
+        _ENGINE, "--tokenizer", help="Take tokenizer and chat template from this folder or hub id."
+    ),
 ]
 RefModel = Annotated[
-    str | None, option(_ENGINE, "--ref-model", help="A frozen model that scores every sample: ref_logprobs.")
+    str | None,
+    option(_ENGINE, "--ref-model", help="A frozen model that scores every sample: ref_logprobs."),
 ]
-Cache = Annotated[CacheType, option(_ENGINE, "--cache-type", help="How cached prefixes are indexed.")]
-Dtype = Annotated[DType, option(_ENGINE, "--dtype", help="Of weights and KV cache. auto: the checkpoint's.")]
-Device = Annotated[str, option(_ENGINE, "--device", help="cpu, cuda, cuda:1 … auto: cuda if there is one.")]
+Cache = Annotated[
+    CacheType, option(_ENGINE, "--cache-type", help="How cached prefixes are indexed.")
+]
+Dtype = Annotated[
+    DType, option(_ENGINE, "--dtype", help="Of weights and KV cache. auto: the checkpoint's.")
+]
+Device = Annotated[
+    str, option(_ENGINE, "--device", help="cpu, cuda, cuda:1 … auto: cuda if there is one.")
+]
 KVCacheMemory = Annotated[
     int | None,
     option(
@@ -114,53 +136,108 @@ MaxModelLen = Annotated[
     int | None, option(_ENGINE, "--max-model-len", help="Tokens of prompt and completion together.")
 ]
 Threads = Annotated[
-    int | None, option(_ENGINE, "--threads", help="Threads of the CPU operations. Default: the physical cores.")
+    int | None,
+    option(
+        _ENGINE, "--threads", help="Threads of the CPU operations. Default: the physical cores."
+    ),
 ]
 
 BlockSize = Annotated[int, option(_ENGINE, "--block-size", help="Tokens in a KV block.")]
 
 _RANKS = "Several processes"
 TensorParallel = Annotated[
-    int, option(_RANKS, "--tensor-parallel", help="Processes that share every layer of the model: 1, 2, 4, 8 …")
+    int,
+    option(
+        _RANKS,
+        "--tensor-parallel",
+        help="Processes that share every layer of the model: 1, 2, 4, 8 …",
+    ),
 ]
 PipelineParallel = Annotated[
-    int, option(_RANKS, "--pipeline-parallel", help="Stages, each a process with layers of its own.")
+    int,
+    option(_RANKS, "--pipeline-parallel", help="Stages, each a process with layers of its own."),
 ]
 ContextParallel = Annotated[
-    int, option(_RANKS, "--context-parallel", help="Processes that share the KV cache of every sequence: 1, 2, 4 …")
+    int,
+    option(
+        _RANKS,
+        "--context-parallel",
+        help="Processes that share the KV cache of every sequence: 1, 2, 4 …",
+    ),
 ]
 ExpertParallel = Annotated[
-    int, option(_RANKS, "--expert-parallel", help="Processes over which a mixture's experts are spread.")
+    int,
+    option(
+        _RANKS, "--expert-parallel", help="Processes over which a mixture's experts are spread."
+    ),
 ]
 RankTimeout = Annotated[
-    float, option(_RANKS, "--rank-timeout", help="Seconds that one of them may take for what others wait for.")
+    float,
+    option(
+        _RANKS, "--rank-timeout", help="Seconds that one of them may take for what others wait for."
+    ),
 ]
 
 _SAMPLING = "Sampling"
 Temperature = Annotated[
-    float, option(_SAMPLING, "--temperature", "-t", help="0 always takes the most likely token; 1 samples as trained.")
+    float,
+    option(
+        _SAMPLING,
+        "--temperature",
+        "-t",
+        help="0 always takes the most likely token; 1 samples as trained.",
+    ),
 ]
-TopP = Annotated[float, option(_SAMPLING, "--top-p", help="Keep the likeliest tokens with this much mass; 1: all.")]
-TopK = Annotated[int, option(_SAMPLING, "--top-k", help="Keep this many of the likeliest tokens; 0: all.")]
+TopP = Annotated[
+    float,
+    option(_SAMPLING, "--top-p", help="Keep the likeliest tokens with this much mass; 1: all."),
+]
+TopK = Annotated[
+    int, option(_SAMPLING, "--top-k", help="Keep this many of the likeliest tokens; 0: all.")
+]
 MinP = Annotated[
-    float, option(_SAMPLING, "--min-p", help="Keep tokens at least this likely, relative to the likeliest; 0: all.")
+    float,
+    option(
+        _SAMPLING,
+        "--min-p",
+        help="Keep tokens at least this likely, relative to the likeliest; 0: all.",
+    ),
 ]
-MaxTokens = Annotated[int, option(_SAMPLING, "--max-tokens", "-m", help="End a completion after so many tokens.")]
+MaxTokens = Annotated[
+    int, option(_SAMPLING, "--max-tokens", "-m", help="End a completion after so many tokens.")
+]
 Seed = Annotated[
-    int | None, option(_SAMPLING, "--seed", help="The same seed gives the same samples. Default: a fresh one.")
+    int | None,
+    option(_SAMPLING, "--seed", help="The same seed gives the same samples. Default: a fresh one."),
 ]
 Stop = Annotated[
     list[str] | None,
-    option(_SAMPLING, "--stop", metavar="TEXT", help="End a completion before this text. May be repeated."),
+    option(
+        _SAMPLING,
+        "--stop",
+        metavar="TEXT",
+        help="End a completion before this text. May be repeated.",
+    ),
 ]
 PresencePenalty = Annotated[
-    float, option(_SAMPLING, "--presence-penalty", help="Taken off the logits of tokens already in the completion.")
+    float,
+    option(
+        _SAMPLING,
+        "--presence-penalty",
+        help="Taken off the logits of tokens already in the completion.",
+    ),
 ]
 FrequencyPenalty = Annotated[
-    float, option(_SAMPLING, "--frequency-penalty", help="The same, times how often they are in it.")
+    float,
+    option(_SAMPLING, "--frequency-penalty", help="The same, times how often they are in it."),
 ]
 RepetitionPenalty = Annotated[
-    float, option(_SAMPLING, "--repetition-penalty", help="Above 1 disfavours tokens of prompt and completion.")
+    float,
+    option(
+        _SAMPLING,
+        "--repetition-penalty",
+        help="Above 1 disfavours tokens of prompt and completion.",
+    ),
 ]
 
 GenerationDefaults = Annotated[
@@ -173,7 +250,9 @@ GenerationDefaults = Annotated[
 ]
 
 
-def with_recommended(ctx: typer.Context, params: SamplingParams, folder: Path, use: GenerationConfig) -> SamplingParams:
+def with_recommended(
+    ctx: typer.Context, params: SamplingParams, folder: Path, use: GenerationConfig
+) -> SamplingParams:
     """Parameters, of which those that the command line left out are as the model recommends."""
     found = generation_defaults(folder) if use == "auto" else {}
     left_out = {name: value for name, value in found.items() if not _is_given(ctx, name)}
@@ -189,9 +268,15 @@ def _is_given(ctx: typer.Context, name: str) -> bool:
 
 _MESSAGES = "Messages"
 Verbose = Annotated[
-    bool, option(_MESSAGES, "--verbose", "-v", callback=_note_verbose, help="Also show what the engine logs.")
+    bool,
+    option(
+        _MESSAGES, "--verbose", "-v", callback=_note_verbose, help="Also show what the engine logs."
+    ),
 ]
-Debug = Annotated[bool, option(_MESSAGES, "--debug", callback=_note_debug, help="Show an error with its traceback.")]
+Debug = Annotated[
+    bool,
+    option(_MESSAGES, "--debug", callback=_note_debug, help="Show an error with its traceback."),
+]
 
 
 def key_of(key: str | None, file: Path | None) -> str | None:
@@ -200,12 +285,27 @@ def key_of(key: str | None, file: Path | None) -> str | None:
 
 
 def request_body(params: SamplingParams) -> dict[str, Any]:
-    """Parameters as fields of a request. Only what differs from the defaults: other servers do not know them all."""
+    """Parameters as fields of a request. Only what differs from the defaults: other servers do not
+    know them all.
+    """
     default = SamplingParams()
-    fields = {name: getattr(params, name) for name in _SENT if getattr(params, name) != getattr(default, name)}
+    fields = {
+        name: getattr(params, name)
+        for name in _SENT
+        if getattr(params, name) != getattr(default, name)
+    }
     if params.stop:
         fields["stop"] = list(params.stop)
     return {"temperature": params.temperature, "max_tokens": params.max_tokens} | fields
 
 
-_SENT = ("top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos")
+_SENT = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+)

@@ -15,8 +15,9 @@ Prompt = str | list[int] | list[dict[str, Any]]
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts of a file; `-` is standard input. Empty lines are passed over.
 
-    A `.jsonl` file holds an object a line: `{"prompt": ...}` with text or token ids, or `{"messages": [...]}`. Of any
-    other file each line is a prompt. Raises `InvalidRequest`, naming the line.
+    A `.jsonl` file holds an object a line: `{"prompt": ...}` with text or token ids, or
+    `{"messages": [...]}`. Of any other file each line is a prompt. Raises `InvalidRequest`, naming
+    the line.
     """
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
@@ -24,7 +25,9 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise InvalidRequest(f"{path} cannot be read as UTF-8 text: {problem}") from problem
     read: Callable[[str, str], Prompt] = _json_prompt if path.suffix == ".jsonl" else _text_prompt
     # Not splitlines: JSON may hold U+2028 and the like unescaped.
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    lines = [
+        (number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()
+    ]
     if not lines:
         raise InvalidRequest(f"{path} holds no prompt; write one a line.")
     return [read(line, f"{path}, line {number}") for number, line in lines]
@@ -56,19 +59,24 @@ def _json_prompt(line: str, where: str) -> Prompt:
     except ValueError as problem:
         raise InvalidRequest(f"{where} is not JSON: {problem}.") from problem
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
-        raise InvalidRequest(f'{where}: write an object with either "prompt" (text or token ids) or "messages".')
+        raise InvalidRequest(
+            f'{where}: write an object with either "prompt" (text or token ids) or "messages".'
+        )
     prompt = entry.get("prompt", entry.get("messages"))
     wanted = _is_text_or_ids if "prompt" in entry else _is_conversation
     if not prompt or not wanted(prompt):
         raise InvalidRequest(
-            f'{where}: "prompt" must be text or a list of token ids, "messages" a list of {{"role": ..., "content": '
+            f'{where}: "prompt" must be text or a list of token ids, "messages" a list of '
+            '{"role": ..., "content": '
             "...}, and neither may be empty."
         )
     return prompt
 
 
 def _is_text_or_ids(prompt: Any) -> bool:
-    return isinstance(prompt, str) or (isinstance(prompt, list) and all(type(item) is int for item in prompt))
+    return isinstance(prompt, str) or (
+        isinstance(prompt, list) and all(type(item) is int for item in prompt)
+    )
 
 
 def _is_conversation(messages: Any) -> bool:

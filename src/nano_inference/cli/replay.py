@@ -30,14 +30,22 @@ def replay(
             help="Samples as JSON lines, such as `generate --json` writes; or a .parquet file.",
         ),
     ],
-    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="What serves version 0: as for `generate`.")],
+    model: Annotated[
+        str,
+        typer.Option("--model", metavar="MODEL", help="What serves version 0: as for `generate`."),
+    ],
     weights: Annotated[
         list[str] | None,
         typer.Option(
-            "--weights", "-w", metavar="VERSION=MODEL", help="The weights of one version: a folder. May be repeated."
+            "--weights",
+            "-w",
+            metavar="VERSION=MODEL",
+            help="The weights of one version: a folder. May be repeated.",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many samples.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many samples.")
+    ] = None,
     ref_model: options.RefModel = None,
     kv_cache_memory: options.KVCacheMemory = None,
     max_model_len: options.MaxModelLen = None,
@@ -47,9 +55,10 @@ def replay(
 ) -> None:
     """Make every sample of a file again, and compare it with what the file says, bit by bit.
 
-    Tokens, logprobs and all else that follows from prompt, seed and weights are compared. Backend, dtype and device are
-    those that the file names. Exit code 0: all samples are equal; 1: some sample differs (the first difference is
-    shown, and the layer and operation that depends on the schedule, if one does); 2: the file cannot be replayed.
+    Tokens, logprobs and all else that follows from prompt, seed and weights are compared. Backend,
+    dtype and device are those that the file names. Exit code 0: all samples are equal; 1: some
+    sample differs (the first difference is shown, and the layer and operation that depends on the
+    schedule, if one does); 2: the file cannot be replayed.
     """
     folders = _folders(weights or [])
     if not file.is_file():
@@ -76,9 +85,13 @@ def replay(
         count = len(samples) - num_different
         output.print(
             Text.assemble(
-                (f"{count} of {len(samples)} samples", "bold red" if num_different else "bold green"),
+                (
+                    f"{count} of {len(samples)} samples",
+                    "bold red" if num_different else "bold green",
+                ),
                 f" are equal to the bit: {num_tokens:,} tokens looked at, weight "
-                f"version{'s' if len(versions) > 1 else ''} {', '.join(map(str, sorted(versions)))}, "
+                f"version{'s' if len(versions) > 1 else ''} "
+                f"{', '.join(map(str, sorted(versions)))}, "
                 f"{engine.numerics.fingerprint}",
             ),
             soft_wrap=True,
@@ -92,7 +105,9 @@ def _folders(given: Sequence[str]) -> dict[int, str]:
     for each in given:
         version, _, folder = each.partition("=")
         if not version.strip().isdecimal() or not folder:
-            raise typer.BadParameter(f"{each!r} must be VERSION=FOLDER, such as 3=checkpoints/3.", param_hint="-w")
+            raise typer.BadParameter(
+                f"{each!r} must be VERSION=FOLDER, such as 3=checkpoints/3.", param_hint="-w"
+            )
         if int(version) in folders:
             raise typer.BadParameter(f"version {version} is given twice.", param_hint="--weights")
         folders[int(version)] = folder
@@ -106,7 +121,9 @@ def _read(file: Path) -> list[TrainingSample]:
 
 
 def _numerics(fingerprint: str) -> dict[str, Any]:
-    """The options of the engine that made a sample. What they do not settle is refused later, by name."""
+    """The options of the engine that made a sample. What they do not settle is refused later, by
+    name.
+    """
     parts = fingerprint.split("/")
     if len(parts) != 4:
         return {}
@@ -116,7 +133,9 @@ def _numerics(fingerprint: str) -> dict[str, Any]:
 
 
 def _check(replayer: "Replayer", samples: Sequence[TrainingSample]) -> set[int]:
-    """The weight versions of all samples. Raises `InvalidRequest` before any work, naming all that are missing."""
+    """The weight versions of all samples. Raises `InvalidRequest` before any work, naming all that
+    are missing.
+    """
     from nano_inference.rl.history import versions_of
 
     needed: set[int] = set()
@@ -135,7 +154,9 @@ def _compare(replayer: "Replayer", samples: Sequence[TrainingSample]) -> int:
     from nano_inference.rl.comparison import differences
 
     num_different = 0
-    shown = track(samples, "replaying", console=errors, transient=True, disable=not errors.is_terminal)
+    shown = track(
+        samples, "replaying", console=errors, transient=True, disable=not errors.is_terminal
+    )
     for number, sample in enumerate(shown, start=1):
         found = differences(sample, replayer.replay(sample))
         if found:
@@ -145,11 +166,19 @@ def _compare(replayer: "Replayer", samples: Sequence[TrainingSample]) -> int:
 
 
 def _show(
-    replayer: "Replayer", number: int, sample: TrainingSample, difference: "Difference", *, diagnosed: bool
+    replayer: "Replayer",
+    number: int,
+    sample: TrainingSample,
+    difference: "Difference",
+    *,
+    diagnosed: bool,
 ) -> None:
     from nano_inference.rl.tracing import diagnose
 
-    facts = f"  request {sample.request_id}, sample {sample.sample_index}, {len(sample.completion_tokens)} tokens"
+    facts = (
+        f"  request {sample.request_id}, sample {sample.sample_index}, "
+        f"{len(sample.completion_tokens)} tokens"
+    )
     output.print(Text.assemble((f"sample {number}", "cyan"), (facts, "dim")), soft_wrap=True)
     output.print(Text(f"  {difference}"), soft_wrap=True)
     if diagnosed:

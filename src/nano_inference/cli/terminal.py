@@ -26,13 +26,16 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Text as it may go to a terminal: control characters are shown as U+FFFD. To a file it goes unchanged."""
+    """Text as it may go to a terminal: control characters are shown as U+FFFD. To a file it goes
+    unchanged.
+    """
     return _CONTROL.sub("\ufffd", text) if output.is_terminal else text
 
 
 def write(text: str) -> None:
     """Put a piece of a model's text on standard output, unwrapped and at once."""
-    output.file.write(printable(text))  # not `print`: it would expand tabs and drop what it takes for control codes
+    # not `print`: it would expand tabs and drop what it takes for control codes
+    output.file.write(printable(text))
     output.file.flush()
 
 
@@ -51,7 +54,8 @@ def set_up_logging(*, verbose: bool) -> None:
     logger.propagate = False
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     if not verbose:
-        logging.getLogger("transformers").setLevel(logging.ERROR)  # it converts models, and has much to say about it
+        # it converts models, and has much to say about it
+        logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def load_engine(config: "EngineConfig") -> "InferenceEngine":
@@ -63,11 +67,12 @@ def load_engine(config: "EngineConfig") -> "InferenceEngine":
 
 
 class Interruptible(Generic[Item]):
-    """The deltas of a `generate` or pieces of a reply, until they end or Ctrl-C is pressed. A context manager.
+    """The deltas of a `generate` or pieces of a reply, until they end or Ctrl-C is pressed. A
+    context manager.
 
-    An interrupt in the middle of a step would leave the engine in an unknown state. So the first Ctrl-C is only noted,
-    and the stream ends behind the next delta; closing it aborts what is unfinished. The second one is an ordinary
-    `KeyboardInterrupt`.
+    An interrupt in the middle of a step would leave the engine in an unknown state. So the first
+    Ctrl-C is only noted, and the stream ends behind the next delta; closing it aborts what is
+    unfinished. The second one is an ordinary `KeyboardInterrupt`.
 
     Attributes:
         stopped: Ctrl-C was pressed.
@@ -88,7 +93,10 @@ class Interruptible(Generic[Item]):
                 return
 
     def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         try:
             if kind is None:

@@ -1,4 +1,5 @@
-"""Samples for training code: padded tensors, columns, JSON lines, Parquet. What is written is read back exactly.
+"""Samples for training code: padded tensors, columns, JSON lines, Parquet. What is written is read
+back exactly.
 
 How a field is written follows from its type in `TrainingSample`:
 
@@ -13,13 +14,19 @@ How a field is written follows from its type in `TrainingSample`:
 | `int` or `str`              | `{"int": 2, "str": None}` | struct   | object                                         |
 | `X` or `None`               | None, or as X             | null     | `null`                                         |
 
-`seed` is unsigned in Parquet. Every column must be there, and none besides: a file that was written before a field
-existed is refused by the name of the missing column, since nobody can say what it would have held. Add the column
-with the field's default to read such a file.
+`seed` is unsigned in Parquet. Every column must be there, and none besides: a file that was written
+before a field existed is refused by the name of the missing column, since nobody can say what it
+would have held. Add the column with the field's default to read such a file.
 """
 
 from nano_inference.data.columns import DataError, from_columns, to_columns
-from nano_inference.data.files import json_line, read_jsonl, read_parquet, write_jsonl, write_parquet
+from nano_inference.data.files import (
+    json_line,
+    read_jsonl,
+    read_parquet,
+    write_jsonl,
+    write_parquet,
+)
 from nano_inference.data.padding import pad_samples
 
 __all__ = [

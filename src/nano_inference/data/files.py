@@ -44,7 +44,10 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[TrainingSample]:
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where} is not JSON: {error}") from error
             if not isinstance(row, dict):
-                raise DataError(f"{where} holds a {type(row).__name__}, not an object with a key for each column.")
+                raise DataError(
+                    f"{where} holds a {type(row).__name__}, not an object with a key for each "
+                    "column."
+                )
             check_names(row, where)
             samples.append(make_sample(row, where))
     return samples
@@ -64,7 +67,9 @@ def write_parquet(samples: Iterable[TrainingSample], path: str | os.PathLike[str
         try:
             arrays[name] = pa.array(values, type=kind)
         except (pa.ArrowException, OverflowError, UnicodeError) as error:
-            raise DataError(f"column {name!r} cannot be written to {os.fspath(path)} as {kind}: {error}") from error
+            raise DataError(
+                f"column {name!r} cannot be written to {os.fspath(path)} as {kind}: {error}"
+            ) from error
     with Path(path).open("wb") as file:
         parquet.write_table(pa.table(arrays), file)
 
@@ -92,13 +97,16 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise ConfigError(
-            "Parquet files need pyarrow; install it with `pip install 'nano-inference[data]'`, or use JSON lines."
+            "Parquet files need pyarrow; install it with `pip install 'nano-inference[data]'`, or "
+            "use JSON lines."
         ) from error
     return pa, parquet
 
 
 def _strict(plain: Any) -> Any:
-    """Without the floats that JSON has no number for. Readers of JSON take a null among numbers; few take a word."""
+    """Without the floats that JSON has no number for. Readers of JSON take a null among numbers;
+    few take a word.
+    """
     if isinstance(plain, float) and not math.isfinite(plain):
         return None if math.isnan(plain) else "Infinity" if plain > 0 else "-Infinity"
     if isinstance(plain, list):

@@ -1,4 +1,6 @@
-"""How values of a field's type are written as plain Python values and as Arrow types. See the package's table."""
+"""How values of a field's type are written as plain Python values and as Arrow types. See the
+package's table.
+"""
 
 import collections.abc
 import dataclasses
@@ -40,7 +42,8 @@ class _Scalar:
     choices: tuple[str, ...] | None = None
 
     def to_plain(self, value: Any) -> Any:
-        return float(value) if self.type is float else value  # a caller's 1 is 1.0 in a column of floats
+        # a caller's 1 is 1.0 in a column of floats
+        return float(value) if self.type is float else value
 
     def from_plain(self, plain: Any) -> Any:
         if self.type is float:
@@ -73,7 +76,11 @@ class _List:
     item: Kind
 
     def to_plain(self, value: Any) -> Any:
-        return list(value) if isinstance(self.item, _Scalar) else [self.item.to_plain(item) for item in value]
+        return (
+            list(value)
+            if isinstance(self.item, _Scalar)
+            else [self.item.to_plain(item) for item in value]
+        )
 
     def from_plain(self, plain: Any) -> Any:
         if not isinstance(plain, list | tuple):
@@ -111,12 +118,19 @@ class _Table:
     value: Kind
 
     def to_plain(self, value: Any) -> Any:
-        return [{"key": self.key.to_plain(k), "value": self.value.to_plain(v)} for k, v in value.items()]
+        return [
+            {"key": self.key.to_plain(k), "value": self.value.to_plain(v)} for k, v in value.items()
+        ]
 
     def from_plain(self, plain: Any) -> Any:
-        if not isinstance(plain, list) or not all(isinstance(e, dict) and e.keys() == {"key", "value"} for e in plain):
+        if not isinstance(plain, list) or not all(
+            isinstance(e, dict) and e.keys() == {"key", "value"} for e in plain
+        ):
             raise Mismatch(f"{plain!r} is not a list of objects with key, value.")
-        table = {self.key.from_plain(entry["key"]): self.value.from_plain(entry["value"]) for entry in plain}
+        table = {
+            self.key.from_plain(entry["key"]): self.value.from_plain(entry["value"])
+            for entry in plain
+        }
         if len(table) < len(plain):
             raise Mismatch(f"{plain!r} holds a key twice.")
         return table
@@ -139,12 +153,16 @@ class _Record:
         if not isinstance(plain, dict) or plain.keys() != self.fields.keys():
             raise Mismatch(f"{plain!r} is not an object with {', '.join(self.fields)}.")
         try:
-            return self.type(**{name: kind.from_plain(plain[name]) for name, kind in self.fields.items()})
+            return self.type(
+                **{name: kind.from_plain(plain[name]) for name, kind in self.fields.items()}
+            )
         except InvalidRequest as problem:  # a record that checks itself
             raise Mismatch(str(problem)) from problem
 
     def arrow(self, pa: Any) -> Any:
-        return pa.struct([(name, column_type(pa, name, kind)) for name, kind in self.fields.items()])
+        return pa.struct(
+            [(name, column_type(pa, name, kind)) for name, kind in self.fields.items()]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,9 +175,16 @@ class _Either:
         return {name: value if type(value).__name__ == name else None for name in self.kinds}
 
     def from_plain(self, plain: Any) -> Any:
-        given = [name for name, item in plain.items() if item is not None] if isinstance(plain, dict) else []
+        given = (
+            [name for name, item in plain.items() if item is not None]
+            if isinstance(plain, dict)
+            else []
+        )
         if len(given) != 1 or plain.keys() != self.kinds.keys():
-            raise Mismatch(f"{plain!r} is not an object with one of {', '.join(self.kinds)}, and null for the others.")
+            raise Mismatch(
+                f"{plain!r} is not an object with one of {', '.join(self.kinds)}, and null for "
+                "the others."
+            )
         return self.kinds[given[0]].from_plain(plain[given[0]])
 
     def arrow(self, pa: Any) -> Any:
@@ -193,7 +218,8 @@ def kind_of(annotation: Any) -> Kind:
             return _Scalar(annotation)
         case None if dataclasses.is_dataclass(annotation) or hasattr(annotation, "_fields"):
             return _Record(
-                annotation, {name: kind_of(hint) for name, hint in typing.get_type_hints(annotation).items()}
+                annotation,
+                {name: kind_of(hint) for name, hint in typing.get_type_hints(annotation).items()},
             )
         case typing.Literal:
             return _Scalar(str, arguments)
@@ -211,11 +237,17 @@ def kind_of(annotation: Any) -> Kind:
 
 def _union(members: tuple[Any, ...]) -> Kind:
     some = [member for member in members if member is not type(None)]
-    kind = kind_of(some[0]) if len(some) == 1 else _Either({member.__name__: kind_of(member) for member in some})
+    kind = (
+        kind_of(some[0])
+        if len(some) == 1
+        else _Either({member.__name__: kind_of(member) for member in some})
+    )
     if len(some) == len(members):
         return kind
     if kind == _Scalar(float):
-        raise TypeError("None and nan would be the same in JSON; use another type than float | None")
+        raise TypeError(
+            "None and nan would be the same in JSON; use another type than float | None"
+        )
     return _Optional(kind)
 
 

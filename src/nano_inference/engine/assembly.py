@@ -1,4 +1,6 @@
-"""From a config to the parts of an engine: models by weight set, KV tensors, memory budget, numerics."""
+"""From a config to the parts of an engine: models by weight set, KV tensors, memory budget,
+numerics.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -28,7 +30,13 @@ from nano_inference.engine.memory import (
     require_weights_fit,
     share_for,
 )
-from nano_inference.engine.memory_profile import CudaMemory, DeviceMemory, GraphMemory, guess, measure
+from nano_inference.engine.memory_profile import (
+    CudaMemory,
+    DeviceMemory,
+    GraphMemory,
+    guess,
+    measure,
+)
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.storage import KVStorage, UnitMap, storage_key
 from nano_inference.errors import ConfigError
@@ -49,7 +57,10 @@ from nano_inference.scheduling.sequence import POLICY, REFERENCE
 logger = logging.getLogger("nano_inference")
 
 
-CACHES: dict[CacheType, type[PagedKVCache | RadixKVCache]] = {"paged": PagedKVCache, "radix": RadixKVCache}
+CACHES: dict[CacheType, type[PagedKVCache | RadixKVCache]] = {
+    "paged": PagedKVCache,
+    "radix": RadixKVCache,
+}
 
 
 @dataclass(frozen=True)
@@ -72,9 +83,14 @@ class Rank:
 
 
 def rank_in_lockstep(config: EngineConfig, engines: Group) -> Rank:
-    """The place of an engine, which is one rank, among those that have the experts in common with it."""
+    """The place of an engine, which is one rank, among those that have the experts in common with
+    it.
+    """
     if mesh_of(config).world_size > 1:
-        raise ConfigError("engines in lockstep have one rank each; use expert_parallel with tensor_parallel instead.")
+        raise ConfigError(
+            "engines in lockstep have one rank each; use expert_parallel with tensor_parallel "
+            "instead."
+        )
     place = engines.rank, engines.size
     return Rank(Place(), joints=lambda part: Joints(part, engines=engines), engines=place)
 
@@ -100,14 +116,19 @@ class Parts:
     """What an engine is made of."""
 
     folder: Path  # of the policy
-    runner: ModelRunner  # with the models, and the KV tensors, by weight set; sets of one shape share
+    # with the models, and the KV tensors, by weight set; sets of one shape share
+    runner: ModelRunner
     cache: PagedKVCache | RadixKVCache
     memory_budget: MemoryBudget
     numerics: Numerics
 
 
 def plan_engine(
-    config: EngineConfig, memory: DeviceMemory | None = None, *, try_kernels: bool = False, rank: Rank | None = None
+    config: EngineConfig,
+    memory: DeviceMemory | None = None,
+    *,
+    try_kernels: bool = False,
+    rank: Rank | None = None,
 ) -> EnginePlan:
     """Read the configurations of a config's models and decide all that follows from them.
 
@@ -134,7 +155,9 @@ def plan_engine(
     parts = {name: part_of(spec, rank.place, rank.engines) for name, spec in specs.items()}
     dtype = resolve_dtype(config.dtype, specs[POLICY])
     make_ops = choose_ops(config, specs, dtype, device, try_kernels=try_kernels)
-    claims = _guessed_claims(config, parts, dtype, memory or _memory_of(device), kernels=make_ops(1).name == "cuda")
+    claims = _guessed_claims(
+        config, parts, dtype, memory or _memory_of(device), kernels=make_ops(1).name == "cuda"
+    )
     budget = plan_memory(config, list(parts.values()), claims, dtype, device, rank.ranks_here)
     ops = make_ops(budget.num_blocks)
     return EnginePlan(
@@ -162,30 +185,39 @@ def assemble(
     Args:
         config: of the engine.
         memory: of the card, as in `plan_engine`.
-        graph_memory: measures what CUDA graphs take (`measure`); None: by capturing them, where there are any.
+        graph_memory: measures what CUDA graphs take (`measure`); None: by capturing them, where
+            there are any.
         rank: whose parts these are, where several share the models; None: there is one.
 
     Raises `ConfigError` or `ModelLoadError`.
     """
     device = choose_device(config.device)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels of Triton go to the current
+    # kernels of Triton go to the current
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         return _assemble(config, memory, graph_memory, rank)
 
 
 def _assemble(
-    config: EngineConfig, memory: DeviceMemory | None, graph_memory: GraphMemory | None, rank: Rank | None
+    config: EngineConfig,
+    memory: DeviceMemory | None,
+    graph_memory: GraphMemory | None,
+    rank: Rank | None,
 ) -> Parts:
     plan = plan_engine(config, memory, try_kernels=True, rank=rank)
     device = plan.device
     graph_memory = graph_memory or _graph_memory(plan)
     torch.set_num_threads(num_threads(config))
-    logger.info("%s", start_up_line(config, plan.ops, plan.numerics, device, graph_memory is not None))
+    logger.info(
+        "%s", start_up_line(config, plan.ops, plan.numerics, device, graph_memory is not None)
+    )
     try_attention(config, plan.specs, plan.memory_budget.num_blocks, plan.dtype, device)
     memory = memory or _memory_of(device)
     models = _load(plan)
     if memory is not None and plan.ops.name == "cuda":
         claims = measure(config, models, plan.memory_budget.weights, memory, graph_memory)
-        budget = plan_memory(config, list(plan.parts.values()), claims, plan.dtype, device, plan.rank.ranks_here)
+        budget = plan_memory(
+            config, list(plan.parts.values()), claims, plan.dtype, device, plan.rank.ranks_here
+        )
         plan = replace(plan, memory_budget=budget)
     plan = replace(plan, memory_budget=plan.rank.agree(plan.memory_budget))
     _tell_of_memory(plan, memory)
@@ -202,14 +234,21 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
     try:
         by_key = {
             storage_key(spec, budget.layout): KVStorage(
-                spec, budget.num_blocks, config.block_size // config.context_parallel, plan.dtype, device, units
+                spec,
+                budget.num_blocks,
+                config.block_size // config.context_parallel,
+                plan.dtype,
+                device,
+                units,
             )
             for spec in specs.values()
         }
     except torch.OutOfMemoryError:
         raise ConfigError(
-            f"the KV cache of {gibibytes(budget.kv_cache)} does not fit on {device} any more: somebody else has taken "
-            f"memory meanwhile; lower gpu_memory_utilization={config.gpu_memory_utilization:g}, or start again."
+            f"the KV cache of {gibibytes(budget.kv_cache)} does not fit on {device} any more: "
+            "somebody else has taken "
+            f"memory meanwhile; lower gpu_memory_utilization={config.gpu_memory_utilization:g}, "
+            "or start again."
         ) from None
     storages = {name: by_key[storage_key(spec, budget.layout)] for name, spec in specs.items()}
     return Parts(
@@ -233,7 +272,14 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
             params[name] = (
                 {key: param.clone() for key, param in params[POLICY].items()}
                 if frozen_copy
-                else load_params(each, plan.specs[name], plan.dtype, plan.device, plan.ops.allocate, plan.parts[name])
+                else load_params(
+                    each,
+                    plan.specs[name],
+                    plan.dtype,
+                    plan.device,
+                    plan.ops.allocate,
+                    plan.parts[name],
+                )
             )
         return {
             name: Decoder(part.spec, params[name], plan.ops, positions, plan.rank.joints(part))
@@ -245,15 +291,22 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
         if memory is not None:
             memory.release()
             reading, weights = memory.read(), budget.weights
-            require_weights_fit(Claims(weights, others=reading.used, total=reading.total), plan.device)
+            require_weights_fit(
+                Claims(weights, others=reading.used, total=reading.total), plan.device
+            )
         raise ConfigError(
-            f"the weights ({gibibytes(budget.weights)}) do not fit on {plan.device}; use a smaller model, "
+            f"the weights ({gibibytes(budget.weights)}) do not fit on {plan.device}; use a "
+            "smaller model, "
             "or a card that nobody else uses."
         ) from None
 
 
 def _guessed_claims(
-    config: EngineConfig, parts: Mapping[str, ModelPart], dtype: torch.dtype, memory: DeviceMemory | None, kernels: bool
+    config: EngineConfig,
+    parts: Mapping[str, ModelPart],
+    dtype: torch.dtype,
+    memory: DeviceMemory | None,
+    kernels: bool,
 ) -> Claims:
     """What the memory is for beside the KV cache, before anything runs."""
     weights = sum(num_bytes(param_table(part.whole, part), dtype) for part in parts.values())
@@ -276,15 +329,27 @@ def _memory_of(device: torch.device) -> DeviceMemory | None:
 def _tell_of_memory(plan: EnginePlan, memory: DeviceMemory | None) -> None:
     budget, asked = plan.memory_budget, plan.config.max_model_len
     if asked is not None and budget.max_model_len < asked:
-        logger.warning("max_model_len=%d is lowered to %d.%s", asked, budget.max_model_len, _would_hold(plan, memory))
-    for line in str(budget).splitlines():  # a log line each: those that servers write hold no line ends
+        logger.warning(
+            "max_model_len=%d is lowered to %d.%s",
+            asked,
+            budget.max_model_len,
+            _would_hold(plan, memory),
+        )
+    # a log line each: those that servers write hold no line ends
+    for line in str(budget).splitlines():
         logger.info("%s", line)
 
 
 def _would_hold(plan: EnginePlan, memory: DeviceMemory | None) -> str:
-    """Which share of the card would hold the longest sequence, where the KV cache is what limits it."""
+    """Which share of the card would hold the longest sequence, where the KV cache is what limits
+    it.
+    """
     longest = longest_asked(plan.config, list(plan.specs.values()))
-    if memory is None or plan.memory_budget.max_model_len >= longest or plan.config.kv_cache_memory is not None:
+    if (
+        memory is None
+        or plan.memory_budget.max_model_len >= longest
+        or plan.config.kv_cache_memory is not None
+    ):
         return ""
     share = share_for(plan.memory_budget, longest, memory.read().total)
     if share > 1:
@@ -296,7 +361,8 @@ def _require_same_vocabulary(specs: Mapping[str, ModelSpec], config: EngineConfi
     sizes = {name: spec.vocab_size for name, spec in specs.items()}
     if len(set(sizes.values())) > 1:
         raise ConfigError(
-            f"ref_model_path={config.ref_model_path!r} has a vocabulary of {sizes[REFERENCE]} tokens, the policy "
+            f"ref_model_path={config.ref_model_path!r} has a vocabulary of {sizes[REFERENCE]} "
+            "tokens, the policy "
             f"one of {sizes[POLICY]}; a reference model must have the policy's."
         )
 
@@ -307,17 +373,22 @@ def _require_lockstep(config: EngineConfig, specs: Mapping[str, ModelSpec], rank
     require_experts(config, specs.values())
     if engines != (asked if config.tensor_parallel == 1 else 1):
         raise ConfigError(
-            f"expert_parallel={asked} with tensor_parallel=1 is {asked} engines in lockstep, which are started "
+            f"expert_parallel={asked} with tensor_parallel=1 is {asked} engines in lockstep, "
+            "which are started "
             f"together; this one is one of {engines}."
         )
 
 
-def _runner(plan: EnginePlan, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]) -> ModelRunner:
+def _runner(
+    plan: EnginePlan, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]
+) -> ModelRunner:
     if plan.ops.name != "cuda":
         return ModelRunner(models, storages)
     from nano_inference.engine.cuda_runner import make_runner  # brings in Triton
 
-    return make_runner(plan.config, models, storages, max_model_len=plan.memory_budget.max_model_len)
+    return make_runner(
+        plan.config, models, storages, max_model_len=plan.memory_budget.max_model_len
+    )
 
 
 def _graph_memory(plan: EnginePlan) -> GraphMemory | None:
@@ -327,4 +398,6 @@ def _graph_memory(plan: EnginePlan) -> GraphMemory | None:
     from nano_inference.engine.cuda_runner import graph_memory  # brings in Triton
 
     longest = longest_asked(plan.config, list(plan.specs.values()))
-    return lambda models, storages: graph_memory(plan.config, models, storages, max_model_len=longest)
+    return lambda models, storages: graph_memory(
+        plan.config, models, storages, max_model_len=longest
+    )

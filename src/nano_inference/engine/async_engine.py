@@ -1,4 +1,6 @@
-"""`AsyncInferenceEngine`: the same engine for asyncio. One thread steps it; any number of callers await."""
+"""`AsyncInferenceEngine`: the same engine for asyncio. One thread steps it; any number of callers
+await.
+"""
 
 import asyncio
 import threading
@@ -59,7 +61,9 @@ class AsyncInferenceEngine:
         self._owned = self.engine is not given
         self._listeners: set[_Listener] = set()
         self._stopping = False
-        self._thread = threading.Thread(target=self._step_on, name="nano-inference steps", daemon=True)
+        self._thread = threading.Thread(
+            target=self._step_on, name="nano-inference steps", daemon=True
+        )
         self._thread.start()
 
     async def generate(
@@ -73,30 +77,43 @@ class AsyncInferenceEngine:
     ) -> list[TrainingSample]:
         """As `InferenceEngine.generate`: the samples of all prompts, prompt by prompt.
 
-        `request_id` is for a single prompt that another task may want to abort meanwhile: a new one, from
-        `engine.intake.new_request_id()`. Raises `InvalidRequest` for more prompts than that.
+        `request_id` is for a single prompt that another task may want to abort meanwhile: a new
+        one, from `engine.intake.new_request_id()`. Raises `InvalidRequest` for more prompts than
+        that.
         """
         many = many_prompts(prompts)
         if request_id is not None and len(many) != 1:
             raise InvalidRequest(
-                f"request_id={request_id} is the id of one request, and there are {len(many)} prompts."
+                f"request_id={request_id} is the id of one request, and there are {len(many)} "
+                "prompts."
             )
         each = params_for(sampling_params, len(many))
         deltas: list[Delta] = []
         with self._listen() as listener:
             for prompt, params in zip(many, each, strict=True):
                 options = {"num_wanted": num_wanted, "request_id": request_id}
-                self._submit(listener, prompt, params, num_samples_per_prompt, stream=False, **options)
+                self._submit(
+                    listener, prompt, params, num_samples_per_prompt, stream=False, **options
+                )
             while listener.left:
                 deltas.append(await listener.next())
             return in_order(deltas, listener.request_ids)
 
     async def stream(
-        self, prompt: Any, sampling_params: SamplingParams, num_samples: int = 1, *, num_wanted: int | None = None
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        num_samples: int = 1,
+        *,
+        num_wanted: int | None = None,
     ) -> AsyncIterator[Delta]:
-        """Pieces of one prompt's samples as they grow; each sample's last piece has it whole, in `finished`."""
+        """Pieces of one prompt's samples as they grow; each sample's last piece has it whole, in
+        `finished`.
+        """
         with self._listen() as listener:
-            self._submit(listener, prompt, sampling_params, num_samples, stream=True, num_wanted=num_wanted)
+            self._submit(
+                listener, prompt, sampling_params, num_samples, stream=True, num_wanted=num_wanted
+            )
             while listener.left:
                 yield await listener.next()
 
@@ -111,8 +128,14 @@ class AsyncInferenceEngine:
         """As `InferenceEngine.resume_from`, and waits for the sample."""
         with self._listen() as listener:
             self._require_running()
-            options = {"append": append, "max_new_tokens": max_new_tokens, "version": version, "sink": listener.take}
-            request_id = await asyncio.to_thread(self.engine.resume_from, sample, **options)  # waits for a step
+            options = {
+                "append": append,
+                "max_new_tokens": max_new_tokens,
+                "version": version,
+                "sink": listener.take,
+            }
+            # waits for a step
+            request_id = await asyncio.to_thread(self.engine.resume_from, sample, **options)
             listener.expect(request_id, 1)
             self._require_running()
             while True:
@@ -130,8 +153,15 @@ class AsyncInferenceEngine:
         complete: bool = False,
         check_finite: bool = False,
     ) -> int:
-        """As `InferenceEngine.update_weights`, and waits until the weights serve; returns their version."""
-        options = {"kv_policy": kv_policy, "version": version, "complete": complete, "check_finite": check_finite}
+        """As `InferenceEngine.update_weights`, and waits until the weights serve; returns their
+        version.
+        """
+        options = {
+            "kv_policy": kv_policy,
+            "version": version,
+            "complete": complete,
+            "check_finite": check_finite,
+        }
         update = await asyncio.to_thread(self.engine.update_weights, weights, blocking, **options)
         while not update.done():  # the stepping thread applies it between two steps
             self._require_running()
@@ -147,7 +177,8 @@ class AsyncInferenceEngine:
         await asyncio.to_thread(self.engine.resume)
 
     def stop(self) -> None:
-        """Stop stepping. What is awaited raises `EngineDead`; the engine itself is shut down only if it was made here.
+        """Stop stepping. What is awaited raises `EngineDead`; the engine itself is shut down only
+        if it was made here.
 
         Waits for the step that is running.
         """
@@ -203,12 +234,14 @@ class AsyncInferenceEngine:
             while not self._stopping:
                 engine.shared.work_arrived.wait()
                 engine.shared.work_arrived.clear()
-                engine.shared.require_alive()  # a paused engine has no work, and those who await it are to be told
+                # a paused engine has no work, and those who await it are to be told
+                engine.shared.require_alive()
                 while engine.shared.has_work() and not self._stopping:
                     engine.shared.advance()
         except EngineDead as problem:
             self._fail(problem)
-        except BaseException as problem:  # a bug: nobody would step any more, and all would wait for ever
+        except BaseException as problem:
+            # a bug: nobody would step any more, and all would wait for ever
             dead = failed("the thread that steps has ended", problem)
             self.engine.shared.end(dead.public)
             self._fail(EngineDead(dead.text, dead.public))

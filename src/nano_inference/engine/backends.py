@@ -1,4 +1,6 @@
-"""Which device and which operations a config means here: what is available, what is taken instead, and who is told."""
+"""Which device and which operations a config means here: what is available, what is taken instead,
+and who is told.
+"""
 
 import functools
 import logging
@@ -25,7 +27,9 @@ MakeOps = Callable[[int], Ops]  # of the number of blocks, which flex attention 
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this name. Raises `ConfigError`, with torch's reason where it sees no CUDA device."""
+    """The device of this name. Raises `ConfigError`, with torch's reason where it sees no CUDA
+    device.
+    """
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -35,7 +39,9 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device={name!r} is not a device; use 'cpu', 'cuda' or 'cuda:N'.") from None
+        raise ConfigError(
+            f"device={name!r} is not a device; use 'cpu', 'cuda' or 'cuda:N'."
+        ) from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={name!r} is not supported; use 'cpu', 'cuda' or 'cuda:N'.")
     if device.type == "cuda":
@@ -43,24 +49,33 @@ def choose_device(name: str) -> torch.device:
             raise ConfigError(f"device={name!r} is not available: {availability.why_no_cuda()}")
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise ConfigError(f"device={name!r} is not available: the last of {count} is 'cuda:{count - 1}'.")
+            raise ConfigError(
+                f"device={name!r} is not available: the last of {count} is 'cuda:{count - 1}'."
+            )
     return device
 
 
 def choose_ops(
-    config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device, *, try_kernels: bool = True
+    config: EngineConfig,
+    specs: Specs,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    try_kernels: bool = True,
 ) -> MakeOps:
     """The operations that a config means; with `try_kernels` those of a GPU have run once.
 
-    What was asked for by name and is not available raises `ConfigError`; in the place of what `"auto"` would take there
-    is the reference, and a warning.
+    What was asked for by name and is not available raises `ConfigError`; in the place of what
+    `"auto"` would take there is the reference, and a warning.
     """
     if config.attention == "flex":
         from nano_inference.ops.flex import flex_ops  # brings in torch's compiler
 
         return functools.partial(flex_ops, reference_ops())
     best = _best_backend(config, device)
-    asked = config.backend if config.backend != "auto" else ATTENTION_OF.get(config.attention, "auto")
+    asked = (
+        config.backend if config.backend != "auto" else ATTENTION_OF.get(config.attention, "auto")
+    )
     backend = best if asked == "auto" else asked
     ops, problem = reference_ops(), None
     if backend != "reference":
@@ -68,7 +83,8 @@ def choose_ops(
         if problem is None:
             try:
                 kernels = _KERNELS[backend](config)
-                if try_kernels and device.type == "cuda":  # in the interpreter it would take seconds
+                # in the interpreter it would take seconds
+                if try_kernels and device.type == "cuda":
                     for spec in specs.values():
                         probe(kernels, spec, dtype, device, config.block_size)
                 ops = kernels
@@ -80,7 +96,8 @@ def choose_ops(
         _warn_of_the_reference(backend, problem)
     if config.batch_invariant and not keeps_invariance(ops, device):
         raise ConfigError(
-            f"batch_invariant=True is not kept by the {ops.name} backend on {device}; use backend='cuda' there, or "
+            f"batch_invariant=True is not kept by the {ops.name} backend on {device}; use "
+            "backend='cuda' there, or "
             "leave it out."
         )
     return lambda num_blocks: ops
@@ -89,27 +106,33 @@ def choose_ops(
 def _best_backend(config: EngineConfig, device: torch.device) -> Backend:
     if device.type == "cpu":
         return "cpu"
-    return "cuda" if config.context_parallel == 1 else "reference"  # no kernel there computes attention in part
+    # no kernel there computes attention in part
+    return "cuda" if config.context_parallel == 1 else "reference"
 
 
 def keeps_invariance(ops: Ops, device: torch.device) -> bool:
     """Whether a row's bits depend on its own context alone."""
-    # The reference's products are the library's: on a GPU it chooses a kernel by the shape of a whole batch.
+    # The reference's products are the library's: on a GPU it chooses a kernel by the shape of a
+    # whole batch.
     return ops.schedule_invariant and (ops.name == "cuda" or device.type == "cpu")
 
 
 def captures_graphs(config: EngineConfig) -> bool:
-    """Whether decode steps are captured on a GPU. FlashInfer plans every step on the host, and ranks that exchange rows
-    with experts find out there how many go where: no graph can hold that.
+    """Whether decode steps are captured on a GPU. FlashInfer plans every step on the host, and
+    ranks that exchange rows with experts find out there how many go where: no graph can hold that.
     """
     return config.cuda_graphs and config.attention != "flashinfer" and config.expert_parallel == 1
 
 
-def numerics_of(config: EngineConfig, ops: Ops, dtype: torch.dtype, device: torch.device) -> Numerics:
+def numerics_of(
+    config: EngineConfig, ops: Ops, dtype: torch.dtype, device: torch.device
+) -> Numerics:
     """What decides the bits of these operations."""
     invariant, backend, kind = keeps_invariance(ops, device), ops.name, device.type
     if backend == "cuda":  # other kernels, other bits
-        backend += "-invariant" if invariant else "-flashinfer" if config.attention == "flashinfer" else ""
+        backend += (
+            "-invariant" if invariant else "-flashinfer" if config.attention == "flashinfer" else ""
+        )
     if kind == "cuda":  # products add up as the instructions of a generation do
         kind += "-sm{}{}".format(*torch.cuda.get_device_capability(device))
     return Numerics(
@@ -119,11 +142,15 @@ def numerics_of(config: EngineConfig, ops: Ops, dtype: torch.dtype, device: torc
         device=kind,
         torch=torch.__version__,
         schedule_invariant=invariant,
-        tensor_parallel=1 if ops.in_segments and config.tensor_parallel <= SEGMENTS else config.tensor_parallel,
+        tensor_parallel=1
+        if ops.in_segments and config.tensor_parallel <= SEGMENTS
+        else config.tensor_parallel,
     )
 
 
-def start_up_line(config: EngineConfig, ops: Ops, numerics: Numerics, device: torch.device, graphs: bool) -> str:
+def start_up_line(
+    config: EngineConfig, ops: Ops, numerics: Numerics, device: torch.device, graphs: bool
+) -> str:
     """What runs, in a line of the log."""
     own = "triton" if ops.name == "cuda" else ops.name
     attention = config.attention if config.attention != "auto" else own
@@ -140,14 +167,19 @@ def start_up_line(config: EngineConfig, ops: Ops, numerics: Numerics, device: to
 def try_attention(
     config: EngineConfig, specs: Specs, num_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Find out now, not in the middle of a step, whether the attention that was asked for runs here."""
+    """Find out now, not in the middle of a step, whether the attention that was asked for runs
+    here.
+    """
     if config.attention == "flex":
         from nano_inference.ops.flex import HeadShape, require_flex
 
         shapes = [
-            HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale) for spec in specs.values()
+            HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
+            for spec in specs.values()
         ]
-        require_flex(shapes, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, device=device)
+        require_flex(
+            shapes, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, device=device
+        )
 
 
 def lookahead_of(config: EngineConfig, device: torch.device) -> int:
@@ -161,11 +193,15 @@ MOST_THREADS = 64  # or as many as there are cores: a process cannot be sure to 
 
 
 def num_threads(config: EngineConfig) -> int:
-    """Threads of the CPU kernels and of torch. Raises ConfigError for more than this machine has any use for."""
+    """Threads of the CPU kernels and of torch. Raises ConfigError for more than this machine has
+    any use for.
+    """
     most = max(MOST_THREADS, psutil.cpu_count() or 1)
     if config.num_threads is not None and config.num_threads > most:
         would_do = psutil.cpu_count(logical=False) or 1
-        raise ConfigError(f"num_threads={config.num_threads} is too many for this machine; {would_do} would do.")
+        raise ConfigError(
+            f"num_threads={config.num_threads} is too many for this machine; {would_do} would do."
+        )
     return config.num_threads or psutil.cpu_count(logical=False) or torch.get_num_threads()
 
 
@@ -189,7 +225,9 @@ _KERNELS: dict[Backend, Callable[[EngineConfig], Ops]] = {
 @functools.cache  # one warning a process
 def _warn_of_the_reference(backend: Backend, problem: str) -> None:
     kernels = backend.upper()
-    logger.warning("The reference backend runs, many times slower than the %s kernels: %s", kernels, problem)
+    logger.warning(
+        "The reference backend runs, many times slower than the %s kernels: %s", kernels, problem
+    )
 
 
 @functools.cache
@@ -203,7 +241,10 @@ def _no_kernels_for(
     """Why a backend's kernels cannot run these models, or None."""
     head_dims = [spec.head_dim for spec in specs.values()]
     if backend == "cuda":
-        if config.attention == "flashinfer" and (problem := availability.problem_with_flashinfer(dtype)) is not None:
+        if (
+            config.attention == "flashinfer"
+            and (problem := availability.problem_with_flashinfer(dtype)) is not None
+        ):
             raise ConfigError(f"attention='flashinfer' is not available: {problem}")
         return availability.problem_with(device, dtype, head_dims)
     if device.type != "cpu":

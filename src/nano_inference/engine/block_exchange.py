@@ -1,8 +1,9 @@
 """KV blocks that leave an engine and enter another one, by their names.
 
-A name is a chain of hashes over token ids, rooted in weight set, version, salt and adapter; whoever takes blocks in
-makes it again from the tokens that came with them, so a block can never be found under a name that is not its own. What
-stands in it is believed: engines that exchange blocks trust each other, and their versions name the same weights.
+A name is a chain of hashes over token ids, rooted in weight set, version, salt and adapter; whoever
+takes blocks in makes it again from the tokens that came with them, so a block can never be found
+under a name that is not its own. What stands in it is believed: engines that exchange blocks trust
+each other, and their versions name the same weights.
 """
 
 import math
@@ -28,10 +29,12 @@ class BlockFormat:
     """What must agree before a block of one engine means anything to another.
 
     Attributes:
-        numerics: fingerprint of the arithmetic; it decides also in which order a backend keeps what is in a block.
+        numerics: fingerprint of the arithmetic; it decides also in which order a backend keeps what
+            is in a block.
         block_size: tokens.
         dtype: of keys and values.
-        shapes: of one block's part on each rank: [2, layers, KV heads, block_size, head_dim], keys first.
+        shapes: of one block's part on each rank: [2, layers, KV heads, block_size, head_dim], keys
+            first.
     """
 
     numerics: str
@@ -74,7 +77,9 @@ class BlockPiece:
 class BlockExchange:
     """Takes blocks out of an engine's cache and puts others' in, between steps. For any thread."""
 
-    def __init__(self, shared: SharedLoop, cache: IndexedKVCache, runner: ModelRunner, *, enabled: bool) -> None:
+    def __init__(
+        self, shared: SharedLoop, cache: IndexedKVCache, runner: ModelRunner, *, enabled: bool
+    ) -> None:
         self._shared = shared
         self._cache = cache
         self._runner = runner
@@ -91,14 +96,18 @@ class BlockExchange:
             dtype = str(self._runner.storage.keys.dtype).removeprefix("torch.")
             with self._shared.lock:
                 shapes = tuple(self._runner.block_shapes())
-            self._format = BlockFormat(self._shared.loop.numerics, self._cache.block_size, dtype, shapes)
+            self._format = BlockFormat(
+                self._shared.loop.numerics, self._cache.block_size, dtype, shapes
+            )
         return self._format
 
     def require_enabled(self) -> None:
         """Raise `InvalidRequest` where prefixes are not cached."""
         self._shared.require_alive()
         if not self._enabled:
-            raise InvalidRequest("blocks are exchanged by prefix, and enable_prefix_caching is off.")
+            raise InvalidRequest(
+                "blocks are exchanged by prefix, and enable_prefix_caching is off."
+            )
 
     def names(self, token_ids: Sequence[int], salt: str | None = None) -> tuple[int, ...]:
         """Names of the full blocks of a prompt under the weights that serve."""
@@ -111,12 +120,16 @@ class BlockExchange:
         with self._shared.lock:
             return self._cache.count(names)
 
-    def export_blocks(self, names: Sequence[int], first: int = 0, max_bytes: int = MOST_BYTES) -> BlockPiece | None:
-        """Blocks of a chain from place `first` on, as many as are here and as `max_bytes` hold (one at least).
+    def export_blocks(
+        self, names: Sequence[int], first: int = 0, max_bytes: int = MOST_BYTES
+    ) -> BlockPiece | None:
+        """Blocks of a chain from place `first` on, as many as are here and as `max_bytes` hold (one
+        at least).
 
-        `names` begin at the head of the chain. None: block `first` is not here (any more). What was found counts as
-        used, so that it is among the last to be reused while its next pieces are fetched. Blocks that lack what layers
-        with a window stored in them are not found, nor is what follows them.
+        `names` begin at the head of the chain. None: block `first` is not here (any more). What was
+        found counts as used, so that it is among the last to be reused while its next pieces are
+        fetched. Blocks that lack what layers with a window stored in them are not found, nor is
+        what follows them.
 
         Raises `InvalidRequest` where prefixes are not cached, or the weights or the cache sleep.
         """
@@ -145,11 +158,11 @@ class BlockExchange:
     def import_blocks(self, piece: BlockPiece) -> int:
         """Take in blocks; returns how many of the chain, from its head on, are here now.
 
-        They are free blocks that hold a prefix, the last to be reused. Where too few are free, or what comes before
-        them is not here, fewer are taken, or none.
+        They are free blocks that hold a prefix, the last to be reused. Where too few are free, or
+        what comes before them is not here, fewer are taken, or none.
 
-        Raises `InvalidRequest`, with nothing changed, where format, sizes or names do not fit, `VersionGone` where
-        other weights serve.
+        Raises `InvalidRequest`, with nothing changed, where format, sizes or names do not fit,
+        `VersionGone` where other weights serve.
         """
         self.require_enabled()
         self._check(piece)
@@ -161,11 +174,15 @@ class BlockExchange:
             gone = self._shared.loop.sequences.versions[POLICY] != piece.namespace.version
             if gone:
                 return
-            table, cached = self._cache.reserve(piece.token_ids, prefix, piece.first, len(piece.names))
+            table, cached = self._cache.reserve(
+                piece.token_ids, prefix, piece.first, len(piece.names)
+            )
             num_here = len(table)
             if len(table) > cached:
                 fresh = piece.data[cached - piece.first : len(table) - piece.first]
-                self._runner.write_blocks(table[cached:], fresh.split(piece.format.part_bytes, dim=1))
+                self._runner.write_blocks(
+                    table[cached:], fresh.split(piece.format.part_bytes, dim=1)
+                )
                 self._cache.publish(table, piece.token_ids, prefix, range(cached, len(table)))
                 self.num_imported += len(table) - cached
             self._cache.deallocate(table)
@@ -176,7 +193,9 @@ class BlockExchange:
         return num_here
 
     def report(self, lost: bool = False) -> BlockReport:
-        """Names that came and went since the last report; the first one, and one after a `lost` one, is whole."""
+        """Names that came and went since the last report; the first one, and one after a `lost`
+        one, is whole.
+        """
         with self._shared.lock:
             if self._news is None:
                 self._news = BlockNews()
@@ -195,19 +214,29 @@ class BlockExchange:
         ours, theirs, space = self.format, piece.format, piece.namespace
         for name in ("numerics", "block_size", "dtype", "shapes"):
             if getattr(ours, name) != getattr(theirs, name):
-                raise InvalidRequest(f"blocks of {name} {getattr(theirs, name)!r}; here it is {getattr(ours, name)!r}.")
+                raise InvalidRequest(
+                    f"blocks of {name} {getattr(theirs, name)!r}; here it is "
+                    f"{getattr(ours, name)!r}."
+                )
         if space.weight_set != POLICY:
-            raise InvalidRequest(f"blocks of the weight set {space.weight_set!r} are not exchanged.")
+            raise InvalidRequest(
+                f"blocks of the weight set {space.weight_set!r} are not exchanged."
+            )
         if space.version != self._shared.loop.sequences.versions[POLICY]:
             self._refuse_version(space.version)
         count = len(piece.names) - piece.first
         if not 0 <= piece.first < len(piece.names) or len(piece.names) > self._cache.num_blocks:
-            raise InvalidRequest(f"blocks [{piece.first}, {len(piece.names)}) are not a piece that fits this cache.")
+            raise InvalidRequest(
+                f"blocks [{piece.first}, {len(piece.names)}) are not a piece that fits this cache."
+            )
         if len(piece.token_ids) != len(piece.names) * ours.block_size:
-            raise InvalidRequest(f"{len(piece.token_ids)} token ids do not fill {len(piece.names)} blocks.")
+            raise InvalidRequest(
+                f"{len(piece.token_ids)} token ids do not fill {len(piece.names)} blocks."
+            )
         if piece.data.dtype != torch.uint8 or piece.data.shape != (count, ours.block_bytes):
             raise InvalidRequest(
-                f"{piece.data.numel()} bytes of {piece.data.dtype} came for {count} blocks of {ours.block_bytes}."
+                f"{piece.data.numel()} bytes of {piece.data.dtype} came for {count} blocks of "
+                f"{ours.block_bytes}."
             )
         made = PrefixKeys(space)
         made.extend(piece.token_ids, ours.block_size)

@@ -32,8 +32,9 @@ def go_on(
         request_id: a new one.
         num_wanted: how many of these are wanted, as in `add_request`.
         max_staleness: as in `add_request`.
-        version: go on with these weights, where they still serve somebody (`kv_policy="finish_old"`), and then wait
-            for the step that runs; else with those that serve.
+        version: go on with these weights, where they still serve somebody
+            (`kv_policy="finish_old"`), and then wait for the step that runs; else with those that
+            serve.
 
     Raises `InvalidRequest` for what cannot be gone on with, with nothing changed.
     """
@@ -44,7 +45,9 @@ def go_on(
     for sample in samples:
         seq = engine.intake.resumed(sample, (), None, stream=stream)
         is_judged = REFERENCE in loop.sequences.versions
-        if seq.num_completion_tokens and (_may_have_ended(seq, is_judged) or _has_stopped(seq, engine)):
+        if seq.num_completion_tokens and (
+            _may_have_ended(seq, is_judged) or _has_stopped(seq, engine)
+        ):
             raise InvalidRequest("the sample may have ended; nobody knows.")
         seq.request_id, seq.group, seq.max_staleness = request_id, group, max_staleness
         sequences.append(seq)
@@ -63,14 +66,24 @@ def go_on(
 
 
 def _may_have_ended(seq: Sequence, is_judged: bool) -> bool:
-    """Whether its last token may have been its last: one that waited for its reference logprobs looks like this."""
+    """Whether its last token may have been its last: one that waited for its reference logprobs
+    looks like this.
+    """
     ended = seq.token_ids[-1] in seq.stop_ids and seq.num_completion_tokens > seq.params.min_tokens
     return ended or (is_judged and bool(seq.params.stop))
 
 
 def _has_stopped(seq: Sequence, engine: InferenceEngine) -> bool:
-    """Whether its text holds a stop string already: tokens come before the word that they were the last ones."""
+    """Whether its text holds a stop string already: tokens come before the word that they were the
+    last ones.
+    """
     if not seq.params.stop:
         return False
-    text, tokens = OutputText(engine.tokenizer, seq.params.stop), seq.token_ids[seq.num_prompt_tokens :]
-    return any(text.append(token_id, count > seq.params.min_tokens) for count, token_id in enumerate(tokens, start=1))
+    text, tokens = (
+        OutputText(engine.tokenizer, seq.params.stop),
+        seq.token_ids[seq.num_prompt_tokens :],
+    )
+    return any(
+        text.append(token_id, count > seq.params.min_tokens)
+        for count, token_id in enumerate(tokens, start=1)
+    )

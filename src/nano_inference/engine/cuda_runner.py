@@ -1,17 +1,21 @@
-"""`CudaRunner`: steps on a GPU, none of which the host waits for before it has prepared and launched the next.
+"""`CudaRunner`: steps on a GPU, none of which the host waits for before it has prepared and
+launched the next.
 
 A step as the host and the device see it (`EngineLoop.step`, lookahead 1):
 
     host    build n+1 | upload and forward n+1 | wait for n | take in n | draw n+1 | build n+2 | …
-    device  … forward n, draw n                | forward n+1 …                     | draw n+1  | forward n+2 …
-    beside it                                    results of n go to the host
+    device  … forward n, draw n                | forward n+1 …                     | draw n+1  |
+    forward n+2 … beside it                                    results of n go to the host
 
-- All that a forward reads goes up in one copy from pinned memory. A decode step that draws as the one before did needs
-  no other.
-- The token that step n draws is an input of step n+1. It gets there on the device (`DrawResults.token_ids`).
-- Results come down on a side stream while the next forward computes. Waiting for them is the host's only wait.
-- Copies up, kernels and graphs stand on one stream, in order, so nothing is written over that something queued before
-  still reads. Results of n are written over by draw n+1, which is queued when the host has them.
+- All that a forward reads goes up in one copy from pinned memory. A decode step that draws as the
+  one before did needs no other.
+- The token that step n draws is an input of step n+1. It gets there on the device
+  (`DrawResults.token_ids`).
+- Results come down on a side stream while the next forward computes. Waiting for them is the host's
+  only wait.
+- Copies up, kernels and graphs stand on one stream, in order, so nothing is written over that
+  something queued before still reads. Results of n are written over by draw n+1, which is queued
+  when the host has them.
 """
 
 import contextlib
@@ -67,7 +71,9 @@ class Arriving:
         self._queue, self._event, self._columns, self._held = queue, event, columns, held
 
     def wait(self) -> SampledTokens:
-        """The samples. The only place where the host waits for the device. Raises `DeviceHangs`, or a CUDA error."""
+        """The samples. The only place where the host waits for the device. Raises `DeviceHangs`, or
+        a CUDA error.
+        """
         self._queue.wait(self._event)
         self._held = None
         columns = self._columns
@@ -84,7 +90,8 @@ class Arriving:
 
 
 class CudaRunner(ModelRunner):
-    """Replays captured graphs where a step is a decode of the policy and nothing else; computes all others as usual.
+    """Replays captured graphs where a step is a decode of the policy and nothing else; computes all
+    others as usual.
 
     Args:
         models, storages: by weight set.
@@ -115,21 +122,31 @@ class CudaRunner(ModelRunner):
             self._graphs: DecodeGraphs | None = None
             if graphs:
                 self._graphs = DecodeGraphs(
-                    self.models[POLICY], self.storage, queue, self._uploads, self._results, max_blocks=max_blocks
+                    self.models[POLICY],
+                    self.storage,
+                    queue,
+                    self._uploads,
+                    self._results,
+                    max_blocks=max_blocks,
                 )
         self._newest = self._results.token_ids  # tokens of the last draw
         self._no_scores = torch.empty(0, device=self.device)
         self.num_replays = self.num_eager_steps = 0
 
     def capture(self) -> None:
-        """Capture all graphs now, rather than in the first step that needs one. Nothing may be in flight."""
+        """Capture all graphs now, rather than in the first step that needs one. Nothing may be in
+        flight.
+        """
         if self._graphs is not None:
             with self.queue.current():
                 self._graphs.capture_all()
 
     @torch.inference_mode()
     def forward(
-        self, batches: tuple[ForwardBatch, ...], block_copies: tuple[tuple[int, int], ...], previous: Any
+        self,
+        batches: tuple[ForwardBatch, ...],
+        block_copies: tuple[tuple[int, int], ...],
+        previous: Any,
     ) -> StepResult:
         """See `ModelRunner.forward`. Returns when it is queued."""
         with self.queue.current():
@@ -144,7 +161,11 @@ class CudaRunner(ModelRunner):
     def sample(self, result: StepResult, batch: SamplingBatch) -> Arriving:
         """Draw the samples of a step. Returns when that is queued."""
         with self.queue.current():
-            if self._graphs is not None and result.graph is not None and _draws_every_row(result, batch):
+            if (
+                self._graphs is not None
+                and result.graph is not None
+                and _draws_every_row(result, batch)
+            ):
                 self._graphs.draw(result.graph, batch)
                 self._newest = self._results.token_ids
                 return self._fetch_results(len(batch))
@@ -154,7 +175,9 @@ class CudaRunner(ModelRunner):
             return self._fetch(draw, result)
 
     def close(self) -> None:
-        """Let go of graphs, weights and KV tensors, once the device is done with them, if it ever is."""
+        """Let go of graphs, weights and KV tensors, once the device is done with them, if it ever
+        is.
+        """
         if not self.queue.failed:
             with contextlib.suppress(Exception):  # what failed was told to whoever waited for it
                 self.queue.synchronise()
@@ -162,7 +185,9 @@ class CudaRunner(ModelRunner):
         self._graphs = None  # it knows the KV tensors, and the engine may be known for longer
 
     def _is_decode(self, batches: Sequence[ForwardBatch], graphs: DecodeGraphs) -> bool:
-        """Whether a graph can compute a step: one row of each sequence, a draw from each, all by the policy."""
+        """Whether a graph can compute a step: one row of each sequence, a draw from each, all by
+        the policy.
+        """
         if len(batches) != 1:
             return False
         (batch,) = batches
@@ -187,18 +212,31 @@ class CudaRunner(ModelRunner):
 
     def _fetch_results(self, rows: int) -> Arriving:
         fetched = self._downloads.fetch([self._results.buffer])
-        token_ids, logprobs, raw_logprobs, log_kept_mass = self._results.on_host(fetched.arrays[0], rows)
+        token_ids, logprobs, raw_logprobs, log_kept_mass = self._results.on_host(
+            fetched.arrays[0], rows
+        )
         return Arriving(
-            self.queue, fetched.event, Columns(token_ids, logprobs, raw_logprobs, log_kept_mass), self._results
+            self.queue,
+            fetched.event,
+            Columns(token_ids, logprobs, raw_logprobs, log_kept_mass),
+            self._results,
         )
 
     def _fetch(self, draw: Draw, result: StepResult) -> Arriving:
-        tensors = [draw.token_ids, draw.logprobs, draw.raw_logprobs, draw.log_kept_mass, result.scores]
+        tensors = [
+            draw.token_ids,
+            draw.logprobs,
+            draw.raw_logprobs,
+            draw.log_kept_mass,
+            result.scores,
+        ]
         tensors += [draw.top_ids, draw.top_logprobs]
         tensors += [tensor for best in result.best for tensor in best]
         tensors += [] if draw.kept is None else [draw.kept]
         fetched = self._downloads.fetch(tensors)
-        token_ids, logprobs, raw_logprobs, log_kept_mass, scores, top_ids, top_logprobs, *best = fetched.arrays
+        token_ids, logprobs, raw_logprobs, log_kept_mass, scores, top_ids, top_logprobs, *best = (
+            fetched.arrays
+        )
         best = best[: 2 * len(result.best)]
         columns = Columns(
             token_ids=token_ids,
@@ -214,7 +252,11 @@ class CudaRunner(ModelRunner):
 
 
 def make_runner(
-    config: EngineConfig, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage], *, max_model_len: int
+    config: EngineConfig,
+    models: Mapping[str, Decoder],
+    storages: Mapping[str, KVStorage],
+    *,
+    max_model_len: int,
 ) -> ModelRunner:
     """The runner of the CUDA backend; on a GPU with its graphs captured."""
     model = models[POLICY]
@@ -232,9 +274,15 @@ def make_runner(
 
 
 def graph_memory(
-    config: EngineConfig, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage], *, max_model_len: int
+    config: EngineConfig,
+    models: Mapping[str, Decoder],
+    storages: Mapping[str, KVStorage],
+    *,
+    max_model_len: int,
 ) -> int:
-    """Bytes that the graphs of an engine take on a GPU, found by capturing them over these storages. 0 without any."""
+    """Bytes that the graphs of an engine take on a GPU, found by capturing them over these
+    storages. 0 without any.
+    """
     if not captures_graphs(config):
         return 0
     device = models[POLICY].device
@@ -250,9 +298,15 @@ def graph_memory(
 
 
 def _draws_every_row(result: StepResult, batch: SamplingBatch) -> bool:
-    """Whether a captured draw can draw a step: one sample of each row, in order, with nothing of its own."""
+    """Whether a captured draw can draw a step: one sample of each row, in order, with nothing of
+    its own.
+    """
     rows = len(result.drawn[0][1])
-    return len(batch) == rows and is_plain(batch) and np.array_equal(batch.rows.numpy(), np.arange(rows))
+    return (
+        len(batch) == rows
+        and is_plain(batch)
+        and np.array_equal(batch.rows.numpy(), np.arange(rows))
+    )
 
 
 def _pairs(token_ids: np.ndarray, logprobs: np.ndarray) -> list[tuple[list[int], list[float]]]:

@@ -1,4 +1,6 @@
-"""Who gets what a step made: deltas and samples go to those who wait for their request, the rest to nobody yet."""
+"""Who gets what a step made: deltas and samples go to those who wait for their request, the rest to
+nobody yet.
+"""
 
 import itertools
 import logging
@@ -29,13 +31,17 @@ class Delivery:
         self.broken: set[int] = set()  # requests whose sink has raised, for whoever aborts them
 
     def open(self, request_id: int, num_samples: int, sink: Sink) -> None:
-        """From now on `sink` takes this request's deltas, called by whoever steps. Raises `InvalidRequest`."""
+        """From now on `sink` takes this request's deltas, called by whoever steps. Raises
+        `InvalidRequest`.
+        """
         if request_id in self._waiting:
             raise InvalidRequest(f"request id {request_id} is in use; ask for a new one.")
         self._waiting[request_id] = _Waiting(sink, num_samples)
 
     def abandon(self, request_ids: Iterable[int]) -> list[int]:
-        """Let what is still to come of these requests go nowhere; returns those that have not ended."""
+        """Let what is still to come of these requests go nowhere; returns those that have not
+        ended.
+        """
         unfinished = [request_id for request_id in request_ids if request_id in self._waiting]
         for request_id in unfinished:
             self._waiting[request_id].sink = _nowhere
@@ -46,12 +52,16 @@ class Delivery:
         return set(self._waiting)
 
     def note(self, queue_times: Iterable[tuple[int, float]]) -> None:
-        """How long requests waited before they were let in, for the deltas that end their samples."""
+        """How long requests waited before they were let in, for the deltas that end their
+        samples.
+        """
         for request_id, seconds in queue_times:
             if waiting := self._waiting.get(request_id):
                 waiting.queued = seconds
 
-    def hand_out(self, streamed: Iterable[Delta], samples: Iterable[TrainingSample]) -> list[TrainingSample]:
+    def hand_out(
+        self, streamed: Iterable[Delta], samples: Iterable[TrainingSample]
+    ) -> list[TrainingSample]:
         """Give each its own; returns the samples that nobody waits for."""
         for delta in streamed:
             if waiting := self._waiting.get(delta.request_id):
@@ -69,12 +79,16 @@ class Delivery:
         return unclaimed
 
     def _hand(self, delta: Delta, waiting: _Waiting) -> None:
-        """Give a delta to its sink. One that raises gets no other, and nobody else is the worse for it."""
+        """Give a delta to its sink. One that raises gets no other, and nobody else is the worse for
+        it.
+        """
         try:
             waiting.sink(delta)
         except Exception as problem:
             kind = type(problem).__name__
-            logger.error("Request %d: its sink raised %s.", delta.request_id, kind, exc_info=problem)
+            logger.error(
+                "Request %d: its sink raised %s.", delta.request_id, kind, exc_info=problem
+            )
             waiting.sink = _nowhere
             if delta.request_id in self._waiting:  # else it has ended
                 self.broken.add(delta.request_id)
@@ -84,23 +98,42 @@ def next_delta(seq: Sequence, before: int, text: str | None) -> Delta:
     """A streaming sequence's tokens from place `before` on, and what is known of them."""
     version = seq.version_starts[-1][0] if len(seq.token_ids) > before else 0
     past = seq.contexts[-1].past if version and seq.contexts else ()
-    return _delta(seq, before - seq.num_prompt_tokens, seq.num_completion_tokens, text, version, past)
+    return _delta(
+        seq, before - seq.num_prompt_tokens, seq.num_completion_tokens, text, version, past
+    )
 
 
 def deltas_since(seq: Sequence, told: int) -> list[Delta]:
-    """A sequence's completion tokens from place `told` on, without text: a delta for each way to compute them."""
-    starts = {start for _, start in seq.version_starts} | {context.token_start for context in seq.contexts}
+    """A sequence's completion tokens from place `told` on, without text: a delta for each way to
+    compute them.
+    """
+    starts = {start for _, start in seq.version_starts} | {
+        context.token_start for context in seq.contexts
+    }
     end = seq.num_completion_tokens
     deltas: list[Delta] = []
-    for begin, stop in itertools.pairwise([told, *sorted(start for start in starts if told < start < end), end]):
+    for begin, stop in itertools.pairwise(
+        [told, *sorted(start for start in starts if told < start < end), end]
+    ):
         if begin < stop:
-            version = next(version for version, start in reversed(seq.version_starts) if start <= begin)
-            past = next((each.past for each in reversed(seq.contexts) if each.token_start <= begin), ())
+            version = next(
+                version for version, start in reversed(seq.version_starts) if start <= begin
+            )
+            past = next(
+                (each.past for each in reversed(seq.contexts) if each.token_start <= begin), ()
+            )
             deltas.append(_delta(seq, begin, stop, None, version, past))
     return deltas
 
 
-def _delta(seq: Sequence, begin: int, end: int, text: str | None, version: int, past: tuple[VersionSpan, ...]) -> Delta:
+def _delta(
+    seq: Sequence,
+    begin: int,
+    end: int,
+    text: str | None,
+    version: int,
+    past: tuple[VersionSpan, ...],
+) -> Delta:
     """A sequence's completion tokens [begin, end)."""
     first, params, new = seq.num_prompt_tokens, seq.params, slice(begin, end)
     return Delta(
@@ -120,7 +153,9 @@ def _delta(seq: Sequence, begin: int, end: int, text: str | None, version: int, 
 
 
 def _last_delta(sample: TrainingSample, queued: float) -> Delta:
-    """The delta that brings a sample. Its tokens and text were in earlier ones, if anybody wanted to see them grow."""
+    """The delta that brings a sample. Its tokens and text were in earlier ones, if anybody wanted
+    to see them grow.
+    """
     return Delta(
         request_id=sample.request_id,
         sample_index=sample.sample_index,

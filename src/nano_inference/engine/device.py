@@ -1,7 +1,9 @@
-"""What the CUDA runner asks of a device: copies that the host does not wait for, events, captured graphs.
+"""What the CUDA runner asks of a device: copies that the host does not wait for, events, captured
+graphs.
 
-`CudaQueue` is a GPU. `HostQueue` keeps the same rules in the host's memory, where Triton's interpreter runs kernels:
-everything is done at once, and a captured graph is the function itself, called again on the same static tensors.
+`CudaQueue` is a GPU. `HostQueue` keeps the same rules in the host's memory, where Triton's
+interpreter runs kernels: everything is done at once, and a captured graph is the function itself,
+called again on the same static tensors.
 """
 
 import contextlib
@@ -16,7 +18,9 @@ from torch import Tensor
 from nano_inference.errors import NanoInferenceError, RankLost
 
 DEADLINE = 300.0  # seconds for which a step may keep the device busy
-NAP = 20e-6  # seconds between two looks at an event; a look holds Python's lock for a microsecond, a nap does not
+# seconds between two looks at an event; a look holds Python's lock for a microsecond, a nap does
+# not
+NAP = 20e-6
 
 # What torch, Triton and CUDA's libraries say of a device where they raise a plain RuntimeError.
 _SIGNS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUBLAS_STATUS_", "NCCL error")
@@ -40,7 +44,8 @@ class Event(Protocol):
 class Captured(Protocol):
     """Work that was captured once and runs again, on the same tensors, by one call."""
 
-    output: Any  # what the captured function returned, known after a replay: a tensor that each replay writes to
+    # what the captured function returned, known after a replay: a tensor that each replay writes to
+    output: Any
 
     def replay(self) -> None:
         """Queue it behind all that is queued."""
@@ -51,7 +56,8 @@ class DeviceQueue(Protocol):
     """The work of one device, in order, and copies beside it.
 
     Attributes:
-        captures_early: graphs are captured before they are needed, all at once; else one by one, as they are.
+        captures_early: graphs are captured before they are needed, all at once; else one by one, as
+            they are.
         deadline: seconds that `wait` waits.
         failed: it has not answered, or with an error: nobody need wait for it again.
     """
@@ -65,22 +71,29 @@ class DeviceQueue(Protocol):
         ...
 
     def pinned(self, num_words: int) -> Tensor:
-        """Host memory that copies may read or write while the host goes on: int64 [num_words], not initialised."""
+        """Host memory that copies may read or write while the host goes on: int64 [num_words], not
+        initialised.
+        """
         ...
 
     def upload(self, source: Tensor, target: Tensor) -> Event:
-        """Copy pinned memory to the device, in order with its work. `source` may be written again after the event."""
+        """Copy pinned memory to the device, in order with its work. `source` may be written again
+        after the event.
+        """
         ...
 
     def download(self, copies: Copies) -> Event:
-        """Copy to pinned memory what the work queued so far computes, beside work that is queued later.
+        """Copy to pinned memory what the work queued so far computes, beside work that is queued
+        later.
 
         Sources must stay as they are until the event.
         """
         ...
 
     def wait(self, event: Event) -> None:
-        """Return once the device has passed an event. Raises `DeviceHangs`, or what the device raised."""
+        """Return once the device has passed an event. Raises `DeviceHangs`, or what the device
+        raised.
+        """
         ...
 
     def synchronise(self) -> None:
@@ -92,27 +105,32 @@ class DeviceQueue(Protocol):
         ...
 
     def capture(self, run: Callable[[], Any], pool: Pool) -> Captured:
-        """Capture a function, after a run that compiles and warms up all that it calls, where there is such a thing.
+        """Capture a function, after a run that compiles and warms up all that it calls, where there
+        is such a thing.
 
-        `run` waits for nothing and reads no value of the device; what it is to read anew in each replay stands in
-        tensors that it did not make.
+        `run` waits for nothing and reads no value of the device; what it is to read anew in each
+        replay stands in tensors that it did not make.
         """
         ...
 
 
 def is_device_failure(problem: BaseException) -> bool:
-    """Whether what was raised is the device's own, or another rank's, and no single request's: memory out, a CUDA
-    error, no answer.
+    """Whether what was raised is the device's own, or another rank's, and no single request's:
+    memory out, a CUDA error, no answer.
     """
-    if isinstance(problem, DeviceHangs | RankLost | torch.OutOfMemoryError | torch.AcceleratorError):
+    if isinstance(
+        problem, DeviceHangs | RankLost | torch.OutOfMemoryError | torch.AcceleratorError
+    ):
         return True
     return isinstance(problem, RuntimeError) and any(sign in str(problem) for sign in _SIGNS)
 
 
 def wait_for(event: Event, deadline: float) -> None:
-    """Look at an event until the device has passed it. `cudaEventSynchronize` would know no deadline.
+    """Look at an event until the device has passed it. `cudaEventSynchronize` would know no
+    deadline.
 
-    The next step is queued already when the host waits: a look that comes some microseconds late costs nothing.
+    The next step is queued already when the host waits: a look that comes some microseconds late
+    costs nothing.
     """
     if event.query():
         return
@@ -120,7 +138,8 @@ def wait_for(event: Event, deadline: float) -> None:
     while not event.query():
         if time.monotonic() > end:
             raise DeviceHangs(
-                f"the device hangs: it has not finished a step in {deadline:g} seconds; restart the process, and look "
+                f"the device hangs: it has not finished a step in {deadline:g} seconds; restart "
+                "the process, and look "
                 "for errors of the card in the system's log (dmesg, nvidia-smi)."
             )
         time.sleep(NAP)
@@ -152,7 +171,9 @@ class _Waits:
 
 
 class CudaQueue(_Waits):
-    """A GPU. Work goes to the stream that is current, so kernels, graphs and uploads stand in one order."""
+    """A GPU. Work goes to the stream that is current, so kernels, graphs and uploads stand in one
+    order.
+    """
 
     captures_early = True
 
@@ -161,7 +182,8 @@ class CudaQueue(_Waits):
         self.device = device
         with self.current():
             self._side = torch.cuda.Stream()  # results leave on it while the next step computes
-            self._capturing = torch.cuda.Stream()  # one for all graphs of a pool: then they share its memory
+            # one for all graphs of a pool: then they share its memory
+            self._capturing = torch.cuda.Stream()
 
     def current(self) -> AbstractContextManager[Any]:
         """See `DeviceQueue`."""
@@ -191,19 +213,23 @@ class CudaQueue(_Waits):
                 self.wait(self._mark(stream))
 
     def new_pool(self) -> Pool:
-        """See `DeviceQueue`. A pool is not used again once its graphs are gone: torch refuses that."""
+        """See `DeviceQueue`. A pool is not used again once its graphs are gone: torch refuses
+        that.
+        """
         return torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], Any], pool: Pool) -> Captured:
         """See `DeviceQueue`."""
         stream = self._capturing
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # this one: the vendor's library keeps a workspace for each stream
+        # this one: the vendor's library keeps a workspace for each stream
+        with torch.cuda.stream(stream):
             run()
         torch.cuda.current_stream().wait_stream(stream)
         self.synchronise()  # entering the capture waits too, but knows no deadline
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use CUDA meanwhile, to receive weights for one. The default would end the capture for that.
+        # Other threads may use CUDA meanwhile, to receive weights for one. The default would end
+        # the capture for that.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             output = run()
         return _CudaGraph(graph, output, run)
@@ -224,7 +250,9 @@ class Passed:
 
 
 class _CalledAgain:
-    """A function in place of a graph: what it returns is copied to where that of the first call stands."""
+    """A function in place of a graph: what it returns is copied to where that of the first call
+    stands.
+    """
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run = run

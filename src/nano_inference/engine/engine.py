@@ -1,4 +1,6 @@
-"""`InferenceEngine`: owns the loop and the parts it runs on; takes requests in and hands samples out."""
+"""`InferenceEngine`: owns the loop and the parts it runs on; takes requests in and hands samples
+out.
+"""
 
 from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import cached_property, partial
@@ -23,7 +25,16 @@ from nano_inference.engine.weight_update import WeightUpdate
 from nano_inference.errors import InvalidRequest
 from nano_inference.scheduling.sequence import POLICY, REFERENCE
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import Delta, EngineStats, KvPolicy, Limits, Memory, PauseMode, SamplingParams, TrainingSample
+from nano_inference.types import (
+    Delta,
+    EngineStats,
+    KvPolicy,
+    Limits,
+    Memory,
+    PauseMode,
+    SamplingParams,
+    TrainingSample,
+)
 
 if TYPE_CHECKING:
     from nano_inference.engine.async_engine import AsyncInferenceEngine
@@ -32,18 +43,23 @@ if TYPE_CHECKING:
 class InferenceEngine:
     """Token ids in; tokens, logprobs and weight versions out. A context manager.
 
-    One thread steps at a time; any may generate, add, abort or update. A request's failure is its own: what cannot be
-    served is refused with a typed error before anything changes.
+    One thread steps at a time; any may generate, add, abort or update. A request's failure is its
+    own: what cannot be served is refused with a typed error before anything changes.
     """
 
     def __init__(
-        self, config: EngineConfig, launcher: Launcher | None = None, *, lockstep: Lockstep | None = None
+        self,
+        config: EngineConfig,
+        launcher: Launcher | None = None,
+        *,
+        lockstep: Lockstep | None = None,
     ) -> None:
         """Build an engine.
 
         Args:
             config: of the engine.
-            launcher: who starts the other ranks, where there are several (docs/parallelism.md); None: this process.
+            launcher: who starts the other ranks, where there are several (docs/parallelism.md);
+                None: this process.
             lockstep: with the engines that have the experts in common; None: it has them to itself.
         """
         self.config = config
@@ -54,13 +70,17 @@ class InferenceEngine:
         self.model_folder, self.cache = parts.folder, parts.cache
         self.max_model_len = self.memory_budget.max_model_len
         lookahead = lookahead_of(config, self.model.device)
-        self.loop = EngineLoop(self.cache, self.runner, config.scheduler, lookahead, self.numerics.fingerprint)
+        self.loop = EngineLoop(
+            self.cache, self.runner, config.scheduler, lookahead, self.numerics.fingerprint
+        )
         if REFERENCE in self.runner.models:
             self.loop.sequences.versions[REFERENCE] = 0
         checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
         self.intake = Intake(checks, self.loop.sequences, self.numerics.fingerprint, config.seed)
         self.shared = SharedLoop(self.loop, partial(faults.why, config=config, loop=self.loop))
-        self.blocks = BlockExchange(self.shared, self.cache, self.runner, enabled=config.enable_prefix_caching)
+        self.blocks = BlockExchange(
+            self.shared, self.cache, self.runner, enabled=config.enable_prefix_caching
+        )
         if lockstep is not None:
             self.shared.join(lockstep, self.model.device)
             self.runner.lockstep = lockstep
@@ -70,10 +90,12 @@ class InferenceEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer (or the one at `tokenizer_path`), read when it is first asked for."""
+        """The model's tokenizer (or the one at `tokenizer_path`), read when it is first asked
+        for.
+        """
         return self.intake.checks.tokenizer
 
-    # -- generating ---------------------------------------------------------------------------------------------------
+    # -- generating --------------------------------------------------------------------------------
 
     @overload
     def generate(
@@ -110,30 +132,49 @@ class InferenceEngine:
         """Complete prompts; returns the samples prompt by prompt, whatever order they finish in.
 
         Args:
-            prompts: one prompt or a list of them. A prompt is token ids, a string, or a chat (a list of messages
-                `{"role": ..., "content": ...}`, put into the model's template). Samples of text have `text`.
+            prompts: one prompt or a list of them. A prompt is token ids, a string, or a chat (a
+                list of messages `{"role": ..., "content": ...}`, put into the model's template).
+                Samples of text have `text`.
             sampling_params: one for all, or one for each prompt.
-            num_samples_per_prompt: samples of each prompt; the prompt is computed once for all of them.
-            stream: return an iterator of `Delta` instead: pieces of all samples as they grow. Closing it aborts.
-            progress: True shows a bar, False none, None one where generation is long and stderr is a terminal. Or a
-                function that is called after every step with (finished samples, samples in all, completion tokens).
+            num_samples_per_prompt: samples of each prompt; the prompt is computed once for all of
+                them.
+            stream: return an iterator of `Delta` instead: pieces of all samples as they grow.
+                Closing it aborts.
+            progress: True shows a bar, False none, None one where generation is long and stderr is
+                a terminal. Or a function that is called after every step with (finished samples,
+                samples in all, completion tokens).
             num_wanted: of each prompt's samples; as in `add_request`.
 
-        Samples of requests that others added are kept, and returned by the next `step()`. Raises `InvalidRequest` or
-        `RequestTooLarge` before anything is added, and `EngineDead`.
+        Samples of requests that others added are kept, and returned by the next `step()`. Raises
+        `InvalidRequest` or `RequestTooLarge` before anything is added, and `EngineDead`.
         """
         self.shared.require_alive()
-        requests = self.intake.sequences(prompts, sampling_params, num_samples_per_prompt, stream, num_wanted)
+        requests = self.intake.sequences(
+            prompts, sampling_params, num_samples_per_prompt, stream, num_wanted
+        )
         deltas = generation.run(self.shared, requests, progress)
-        return deltas if stream else generation.in_order(deltas, [request.request_id for request in requests])
+        return (
+            deltas
+            if stream
+            else generation.in_order(deltas, [request.request_id for request in requests])
+        )
 
     def generate_text(
-        self, prompt: str | list[str], sampling_params: SamplingParams | None = None, *, stream: bool = False
+        self,
+        prompt: str | list[str],
+        sampling_params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
     ) -> Any:
-        """Text to text. A string gives a string, a list a list; streaming, pieces of text, or (place, piece) pairs."""
+        """Text to text. A string gives a string, a list a list; streaming, pieces of text, or
+        (place, piece) pairs.
+        """
         params = sampling_params or SamplingParams()
         if not isinstance(prompt, str) and not all(isinstance(each, str) for each in prompt):
-            raise InvalidRequest("generate_text takes a string or a list of strings; generate takes all other prompts.")
+            raise InvalidRequest(
+                "generate_text takes a string or a list of strings; generate takes all other "
+                "prompts."
+            )
         if stream:
             self.shared.require_alive()
             pieces = generation.texts(self.shared, self.intake.sequences(prompt, params, 1, True))
@@ -141,7 +182,9 @@ class InferenceEngine:
         texts = [sample.text for sample in self.generate(prompt, params)]
         return texts[0] if isinstance(prompt, str) else texts
 
-    async def generate_async(self, prompt: Any, sampling_params: SamplingParams | None = None) -> AsyncIterator[str]:
+    async def generate_async(
+        self, prompt: Any, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[str]:
         """Pieces of text of one prompt, for asyncio. A thread of the engine's own steps it."""
         async for delta in self._async_engine.stream(prompt, sampling_params or SamplingParams()):
             if delta.text:
@@ -158,25 +201,32 @@ class InferenceEngine:
         num_wanted: int | None = None,
         exact_version: int | None = None,
     ) -> int:
-        """Queue a request; returns its id, which its samples carry. Raises `InvalidRequest` or `RequestTooLarge`.
+        """Queue a request; returns its id, which its samples carry. Raises `InvalidRequest` or
+        `RequestTooLarge`.
 
         Args:
             prompt: as in `generate`, one.
             params: how its tokens are drawn.
             num_samples: how many samples of it.
             min_version: the request waits until weights of this version serve.
-            max_staleness: it ends (`"abort"`, with what it has) when an update leaves the oldest version that it used
-                this many versions behind, and one more.
-            num_wanted: of its samples; when so many have finished, the others end with what they have (`"abort"`,
-                stop_reason "group complete"). None: all.
-            exact_version: its first token is sampled by this version: it waits for it, and is refused (`VersionGone`),
-                or ends with nothing (`"abort"`, stop_reason "the weight version is gone"), when a newer one serves.
+            max_staleness: it ends (`"abort"`, with what it has) when an update leaves the oldest
+                version that it used this many versions behind, and one more.
+            num_wanted: of its samples; when so many have finished, the others end with what they
+                have (`"abort"`, stop_reason "group complete"). None: all.
+            exact_version: its first token is sampled by this version: it waits for it, and is
+                refused (`VersionGone`), or ends with nothing (`"abort"`, stop_reason "the weight
+                version is gone"), when a newer one serves.
         """
         self.shared.require_alive()
         limits = Limits(
-            num_wanted=num_wanted, min_version=min_version, max_staleness=max_staleness, exact_version=exact_version
+            num_wanted=num_wanted,
+            min_version=min_version,
+            max_staleness=max_staleness,
+            exact_version=exact_version,
         )
-        return self.shared.enqueue(self.intake.sequence(prompt, params, num_samples, stream=False, **limits))
+        return self.shared.enqueue(
+            self.intake.sequence(prompt, params, num_samples, stream=False, **limits)
+        )
 
     def resume_from(
         self,
@@ -187,17 +237,20 @@ class InferenceEngine:
         version: int | None = None,
         sink: Sink | None = None,
     ) -> int:
-        """Go on where a sample stopped, token for token as if it had not; returns the id of the new request.
+        """Go on where a sample stopped, token for token as if it had not; returns the id of the new
+        request.
 
-        Its sample has the whole completion, old tokens included. Keys and values that the cache still holds under the
-        serving version are used again; the rest is computed again.
+        Its sample has the whole completion, old tokens included. Keys and values that the cache
+        still holds under the serving version are used again; the rest is computed again.
 
         Args:
             sample: a partial one (`"abort"`), one that ended by length, or, with `append`, any.
-            append: tokens of a tool or an environment to put behind it first. Nothing sampled them: their logprob is 0
-                and their `loss_mask` False.
-            max_new_tokens: sample so many more; None: up to the sample's own `max_tokens`, appended tokens included.
-            version: go on with exactly these weights, until an update says otherwise; None: with those that serve.
+            append: tokens of a tool or an environment to put behind it first. Nothing sampled them:
+                their logprob is 0 and their `loss_mask` False.
+            max_new_tokens: sample so many more; None: up to the sample's own `max_tokens`, appended
+                tokens included.
+            version: go on with exactly these weights, until an update says otherwise; None: with
+                those that serve.
             sink: takes the sample, as in `submit`; None: `step` returns it.
 
         Raises `InvalidRequest` (also for a version that is gone) or `RequestTooLarge`.
@@ -210,7 +263,8 @@ class InferenceEngine:
                 sequence.weight_set = self._updates.weight_set_of(version)
             if sink is not None:
                 self.shared.open([sequence], sink)
-            return self.shared.enqueue_first(sequence)  # what is posted meanwhile may take the version away
+            # what is posted meanwhile may take the version away
+            return self.shared.enqueue_first(sequence)
 
     def submit(
         self,
@@ -223,14 +277,18 @@ class InferenceEngine:
         request_id: int | None = None,
         **limits: Unpack[Limits],
     ) -> int:
-        """Queue a request whose deltas go to `sink`, called by whoever steps; returns its id. Limits: `add_request`.
+        """Queue a request whose deltas go to `sink`, called by whoever steps; returns its id.
+        Limits: `add_request`.
 
-        Without `stream` there is one delta a sample, when it has ended. Where another thread steps, deltas may come
-        before this returns: who must know the id by then gives it (`intake.new_request_id()`). A sink that raises is
-        not called again, and its request is aborted. For engines around this one.
+        Without `stream` there is one delta a sample, when it has ended. Where another thread steps,
+        deltas may come before this returns: who must know the id by then gives it
+        (`intake.new_request_id()`). A sink that raises is not called again, and its request is
+        aborted. For engines around this one.
         """
         self.shared.require_alive()
-        sequence = self.intake.sequence(prompt, params, num_samples, stream=stream, request_id=request_id, **limits)
+        sequence = self.intake.sequence(
+            prompt, params, num_samples, stream=stream, request_id=request_id, **limits
+        )
         self.shared.open([sequence], sink)
         return self.shared.enqueue(sequence)
 
@@ -239,14 +297,17 @@ class InferenceEngine:
         return self.shared.step()
 
     def has_pending(self) -> bool:
-        """Whether a call of `step` has anything to do or to return. Requests that are held or paused are nothing."""
+        """Whether a call of `step` has anything to do or to return. Requests that are held or
+        paused are nothing.
+        """
         return self.shared.has_pending()
 
     def abort(self, request_ids: int | Iterable[int] | None = None) -> list[TrainingSample]:
-        """End requests (None: all) now; returns their partial samples. Those that have ended are passed over.
+        """End requests (None: all) now; returns their partial samples. Those that have ended are
+        passed over.
 
-        A `generate` that waits for one of them returns its partial samples too. A sample that is finished and waits for
-        its reference logprobs is returned as it is, without them.
+        A `generate` that waits for one of them returns its partial samples too. A sample that is
+        finished and waits for its reference logprobs is returned as it is, without them.
         """
         return self.shared.abort(self.intake.request_ids(request_ids))
 
@@ -254,7 +315,7 @@ class InferenceEngine:
         """End requests at the next step boundary, without waiting for it."""
         self.shared.post(Abort(self.intake.request_ids(request_ids)))
 
-    # -- weights ------------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def update_weights(
         self,
@@ -269,17 +330,19 @@ class InferenceEngine:
         """Replace (part of) the policy's weights, in place, between two steps.
 
         Args:
-            weights: tensors by the checkpoint's names, or by transformers' for all experts of a layer; only what
-                changed need be there. Or a folder or file of safetensors, or any iterable of such dicts and of patches
-                (name, flat indices, values).
-            blocking: wait until the weights serve. Otherwise they are applied at the next step boundary (at once where
-                nothing is in flight).
-            kv_policy: what becomes of running requests (`KvPolicy`); None: `"recompute"` if blocking, else `"keep"`.
+            weights: tensors by the checkpoint's names, or by transformers' for all experts of a
+                layer; only what changed need be there. Or a folder or file of safetensors, or any
+                iterable of such dicts and of patches (name, flat indices, values).
+            blocking: wait until the weights serve. Otherwise they are applied at the next step
+                boundary (at once where nothing is in flight).
+            kv_policy: what becomes of running requests (`KvPolicy`); None: `"recompute"` if
+                blocking, else `"keep"`.
             version: number of the new version, larger than every one before; None counts up.
             complete: refuse an update that does not name every tensor.
             check_finite: refuse one that holds nan or infinity.
 
-        Raises `WeightUpdateError`, the old version serving untouched; also where a blocking one would wait for itself.
+        Raises `WeightUpdateError`, the old version serving untouched; also where a blocking one
+        would wait for itself.
         """
         options = {"version": version, "complete": complete, "check_finite": check_finite}
         return self._updates.update(weights, blocking, kv_policy, **options)
@@ -294,10 +357,12 @@ class InferenceEngine:
         check_finite: bool = False,
         timeout: float = 300.0,
     ) -> WeightUpdate:
-        """Begin to receive an update from a trainer, on a thread of its own, while requests go on; returns at once.
+        """Begin to receive an update from a trainer, on a thread of its own, while requests go on;
+        returns at once.
 
-        It is applied between two steps when all of it has arrived and was checked. Whatever goes wrong, a dead peer or
-        a deadline too, fails the returned update and leaves the old version serving.
+        It is applied between two steps when all of it has arrived and was checked. Whatever goes
+        wrong, a dead peer or a deadline too, fails the returned update and leaves the old version
+        serving.
 
         Args:
             transport: what brings it (`engine/transports`).
@@ -313,7 +378,9 @@ class InferenceEngine:
         return self._updates.receive(transport, kv_policy, timeout=timeout, **options)
 
     def weights_checksum(self) -> dict[str, str]:
-        """SHA-256 of every tensor as it serves now, by checkpoint name: its bytes, row by row, as it is held."""
+        """SHA-256 of every tensor as it serves now, by checkpoint name: its bytes, row by row, as
+        it is held.
+        """
         return self._updates.checksum()
 
     def get_weight_version(self) -> int:
@@ -321,23 +388,28 @@ class InferenceEngine:
         return self.weight_sync.version
 
     def weight_set_of(self, version: int) -> str:
-        """The weight set of this version. Raises `InvalidRequest`. For engines around this one; with the lock."""
+        """The weight set of this version. Raises `InvalidRequest`. For engines around this one;
+        with the lock.
+        """
         return self._updates.weight_set_of(version)
 
     def flush_cache(self) -> None:
-        """Forget every cached prefix. Never needed for correctness: a block's name holds its weight version."""
+        """Forget every cached prefix. Never needed for correctness: a block's name holds its weight
+        version.
+        """
         self.shared.require_alive()
         with self.shared.lock:
             self.cache.flush()
 
-    # -- control ------------------------------------------------------------------------------------------------------
+    # -- control -----------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode = "keep") -> list[TrainingSample]:
         """Stop computing until `resume`. Requests and updates are still taken in.
 
         Args:
-            mode: `"keep"`: requests stop where they are and go on later, token for token; `"wait"`: they finish first,
-                newcomers are held; `"abort"`: they end now, and their partial samples are returned.
+            mode: `"keep"`: requests stop where they are and go on later, token for token; `"wait"`:
+                they finish first, newcomers are held; `"abort"`: they end now, and their partial
+                samples are returned.
         """
         return self.shared.pause(mode) or []
 
@@ -350,10 +422,12 @@ class InferenceEngine:
         return self.loop.paused
 
     def sleep(self, weights: bool = False, *, memory: Iterable[Memory] | None = None) -> None:
-        """Pause, and give the KV cache's memory back; with `weights` the weights' too, which wait in a file.
+        """Pause, and give the KV cache's memory back; with `weights` the weights' too, which wait
+        in a file.
 
-        Requests stay, and compute their context again after `wake`; nothing else changes for them. With `memory` these
-        parts of it alone, `"weights"` or `"kv_cache"`; what sleeps already stays so.
+        Requests stay, and compute their context again after `wake`; nothing else changes for them.
+        With `memory` these parts of it alone, `"weights"` or `"kv_cache"`; what sleeps already
+        stays so.
         """
         if memory is None and self.shared.asleep():
             raise InvalidRequest("the engine is asleep already; wake() it first.")
@@ -364,8 +438,9 @@ class InferenceEngine:
     def wake(self, *, memory: Iterable[Memory] | None = None) -> None:
         """Take the memory again and go on. Without a sleep nothing happens.
 
-        With `memory` only these parts of it; the engine goes on when all is awake, and not before `resume` if it was
-        paused as well. Weights that are awake can be updated while the KV cache sleeps.
+        With `memory` only these parts of it; the engine goes on when all is awake, and not before
+        `resume` if it was paused as well. Weights that are awake can be updated while the KV cache
+        sleeps.
         """
         self.shared.wake(None if memory is None else set(memory))
 
@@ -373,14 +448,16 @@ class InferenceEngine:
         """The parts of the memory that sleep."""
         return self.shared.asleep()
 
-    # -- the rest -----------------------------------------------------------------------------------------------------
+    # -- the rest ----------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Counters since the engine was built, and its state now."""
         return collect(self.loop, self.runner)
 
     def shutdown(self) -> None:
-        """Let go of weights and KV cache. Unfinished requests are lost; every later call raises `EngineDead`."""
+        """Let go of weights and KV cache. Unfinished requests are lost; every later call raises
+        `EngineDead`.
+        """
         if "_async_engine" in self.__dict__:
             self._async_engine.stop()
         with self.shared.lock:

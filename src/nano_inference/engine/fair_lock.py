@@ -1,12 +1,16 @@
-"""A lock that goes round: whoever gives it back and wants it again stands behind those who wait already."""
+"""A lock that goes round: whoever gives it back and wants it again stands behind those who wait
+already.
+"""
 
 import threading
 
 
 class FairLock:
-    """Like `threading.RLock`, which a thread that steps in a loop would take again and again before any other wakes up.
+    """Like `threading.RLock`, which a thread that steps in a loop would take again and again before
+    any other wakes up.
 
-    Whoever waits holds the turn, and nobody takes the lock past it: others get it after one step, not after hundreds.
+    Whoever waits holds the turn, and nobody takes the lock past it: others get it after one step,
+    not after hundreds.
     """
 
     def __init__(self) -> None:
@@ -16,7 +20,9 @@ class FairLock:
         self._depth = 0
 
     def acquire(self, blocking: bool = True) -> bool:
-        """Take it, once more if this thread has it; without `blocking` False where another thread has it or waits."""
+        """Take it, once more if this thread has it; without `blocking` False where another thread
+        has it or waits.
+        """
         me = threading.get_ident()
         if self._owner != me:
             if not self._turn.acquire(blocking):

@@ -18,8 +18,8 @@ class Why(NamedTuple):
 
 
 def why(problem: Exception, config: EngineConfig, loop: EngineLoop | None = None) -> Why:
-    """Why an engine has died of what a step raised; out of memory, which settings to change and to what; of a rank
-    that was lost, which requests are.
+    """Why an engine has died of what a step raised; out of memory, which settings to change and to
+    what; of a rank that was lost, which requests are.
     """
     if isinstance(problem, RankLost) and loop is not None:
         added = [message.sequence.request_id for message in loop.inbox if isinstance(message, Add)]
@@ -34,7 +34,10 @@ def why(problem: Exception, config: EngineConfig, loop: EngineLoop | None = None
         public = f"a step ran out of the device's memory; lower {' or '.join(advice)}"
         return Why(f"{public} ({one_line(problem)})", public)
     if is_device_failure(problem):  # such texts are the driver's or ours
-        text = f"a step failed on the device, which this process cannot use any more: {one_line(problem)}"
+        text = (
+            "a step failed on the device, which this process cannot use any more: "
+            f"{one_line(problem)}"
+        )
         return Why(text, text)
     return failed("a step failed", problem)
 

@@ -12,7 +12,8 @@ PATIENCE = 0.5  # seconds between two looks at an engine that is paused
 
 
 def run(engine: SharedLoop, requests: list[Sequence], progress: Progress) -> Generator[Delta]:
-    """Add requests and step until they have ended, yielding their deltas. Closing it aborts what is left.
+    """Add requests and step until they have ended, yielding their deltas. Closing it aborts what is
+    left.
 
     While another thread has paused the engine it waits.
     """

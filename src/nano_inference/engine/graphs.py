@@ -1,15 +1,19 @@
 """Decode steps as captured graphs: a forward and its draw, for a handful of batch sizes.
 
-A step of many sequences that each compute one row launches the same kernels every time, hundreds of them, and for a
-small model launching costs more than computing. A CUDA graph launches them all at once, with the addresses and the
-shapes that it was captured with. So whatever changes from step to step stands at fixed places, a batch is padded to the
-next size that was captured, and no kernel learns from the host how much of it is padding.
+A step of many sequences that each compute one row launches the same kernels every time, hundreds of
+them, and for a small model launching costs more than computing. A CUDA graph launches them all at
+once, with the addresses and the shapes that it was captured with. So whatever changes from step to
+step stands at fixed places, a batch is padded to the next size that was captured, and no kernel
+learns from the host how much of it is padding.
 
-A step replays two graphs, because the host looks at the step before in between (stop strings, grammars):
+A step replays two graphs, because the host looks at the step before in between (stop strings,
+grammars):
 
-1. the forward: tokens that the step before has drawn (`relay_tokens`), then `Decoder.trunk`, for a few rows by
+1. the forward: tokens that the step before has drawn (`relay_tokens`), then `Decoder.trunk`, for a
+  few rows by
    `Ops.few_rows` where the backend has it;
-2. the draw: noise keys of this step's positions, the head's product, the draw, its results to their fixed places.
+2. the draw: noise keys of this step's positions, the head's product, the draw, its results to their
+  fixed places.
 """
 
 from bisect import bisect_left
@@ -36,7 +40,9 @@ MOST = 32  # multiples at most; beyond them the step doubles
 
 
 def graph_sizes(largest: int) -> tuple[int, ...]:
-    """Batch sizes that are captured for batches of up to `largest` rows: 1, 2, 4, 8, 16, 32, 48 …, always itself."""
+    """Batch sizes that are captured for batches of up to `largest` rows: 1, 2, 4, 8, 16, 32, 48 …,
+    always itself.
+    """
     step = STEP
     while largest // step > MOST:
         step *= 2
@@ -52,18 +58,24 @@ class DrawResults:
         columns = [Column((largest,), torch.int64), *reals]
         self.largest = largest
         self._first_real = columns[0].num_words
-        self.buffer = torch.zeros(sum(column.num_words for column in columns), dtype=torch.int64, device=device)
+        self.buffer = torch.zeros(
+            sum(column.num_words for column in columns), dtype=torch.int64, device=device
+        )
         self.token_ids, *self._reals = carve(self.buffer, columns)
 
     def write(self, draw: Draw) -> None:
         """Bring a draw here. On the device; can be captured."""
         rows = len(draw.token_ids)
         self.token_ids[:rows].copy_(draw.token_ids)
-        for place, column in zip(self._reals, (draw.logprobs, draw.raw_logprobs, draw.log_kept_mass), strict=True):
+        for place, column in zip(
+            self._reals, (draw.logprobs, draw.raw_logprobs, draw.log_kept_mass), strict=True
+        ):
             place[:rows].copy_(column)
 
     def keep_tokens(self, draw: Draw) -> Tensor:
-        """Where the next step finds the tokens of a draw that was not captured: here, if there is room for them."""
+        """Where the next step finds the tokens of a draw that was not captured: here, if there is
+        room for them.
+        """
         rows = len(draw.token_ids)
         if rows > self.largest:  # a group that forks in one step may be wider than any step
             return draw.token_ids
@@ -71,24 +83,31 @@ class DrawResults:
         return self.token_ids
 
     def on_host(self, words: np.ndarray, rows: int) -> list[np.ndarray]:
-        """The columns in a copy of `buffer`: token ids, logprobs, raw logprobs and log kept mass of the first rows."""
+        """The columns in a copy of `buffer`: token ids, logprobs, raw logprobs and log kept mass of
+        the first rows.
+        """
         reals = words[self._first_real :].view(np.float32).reshape(3, -1)
         return [words[:rows], *(column[:rows] for column in reals)]
 
 
 class DrawParameters:
-    """How the rows of a captured draw are drawn, at fixed places. Brought here only when they have changed."""
+    """How the rows of a captured draw are drawn, at fixed places. Brought here only when they have
+    changed.
+    """
 
     def __init__(self, largest: int, device: torch.device) -> None:
         whole, real = (largest,), torch.float32
-        columns = [Column(whole, dtype) for dtype in (torch.float64, torch.int64, torch.int64, real, real)]
+        columns = [
+            Column(whole, dtype) for dtype in (torch.float64, torch.int64, torch.int64, real, real)
+        ]
         num_words = sum(column.num_words for column in columns)
         self._host = carve(torch.zeros(num_words, dtype=torch.int64), columns)
         self._host[0].fill_(1.0)  # of padding: any temperature but 0, and no filter
         self._host[3].fill_(1.0)
         self._buffer = torch.zeros(num_words, dtype=torch.int64, device=device)
         self._places = carve(self._buffer, columns)
-        self._written: Tensor | None = None  # the streams that stand here; see `SamplingBatch.streams`
+        # the streams that stand here; see `SamplingBatch.streams`
+        self._written: Tensor | None = None
         self._device = device
         for host, place in zip(self._host, self._places, strict=True):
             place.copy_(host)
@@ -109,7 +128,9 @@ class DrawParameters:
         self._written = batch.streams
 
     def batch(self, size: int, keys: Tensor, *, any_filter: bool) -> SamplingBatch:
-        """The first `size` rows as a batch, row i of the logits for sample i; `keys` [size, 2] are its noise keys."""
+        """The first `size` rows as a batch, row i of the logits for sample i; `keys` [size, 2] are
+        its noise keys.
+        """
         temperature, top_k, _, top_p, min_p = (place[:size] for place in self._places)
         ones = torch.ones(size, device=self._device)
         zeros = torch.zeros(size, device=self._device)
@@ -139,13 +160,17 @@ class DrawParameters:
 
 
 def is_plain(batch: SamplingBatch) -> bool:
-    """Whether a captured draw can draw this: nothing that has a size of its own, or a result of its own."""
+    """Whether a captured draw can draw this: nothing that has a size of its own, or a result of its
+    own.
+    """
     entries = len(batch.bias.ids) + len(batch.counts.ids)
     return not (entries or batch.masks or batch.any_mask or batch.most_top)
 
 
 class DecodeGraph(NamedTuple):
-    """The graphs of one size. `forward` must be replayed right before one of `draws`: they share memory."""
+    """The graphs of one size. `forward` must be replayed right before one of `draws`: they share
+    memory.
+    """
 
     inputs: DecodeInputs
     forward: Captured  # its output: hidden rows [size, H], good until the next forward
@@ -155,15 +180,17 @@ class DecodeGraph(NamedTuple):
 class DecodeGraphs:
     """The graphs of one model over one KV storage.
 
-    Captured graphs are kept with the model, which forgets them when weights or KV tensors move (`forget_recorded`);
-    they are then captured again. Weights that are written in place need nothing.
+    Captured graphs are kept with the model, which forgets them when weights or KV tensors move
+    (`forget_recorded`); they are then captured again. Weights that are written in place need
+    nothing.
 
     Args:
         model: whose forward is captured.
         storage: its KV tensors.
         queue: of their device.
         uploads: how steps get there.
-        results: of draws, and their tokens for the next step; its size is that of the largest batch.
+        results: of draws, and their tokens for the next step; its size is that of the largest
+            batch.
         max_blocks: of a sequence's block table.
     """
 
@@ -187,7 +214,9 @@ class DecodeGraphs:
         self._inputs = torch.zeros(num_words, dtype=torch.int64, device=model.device)
 
     def forward(self, batch: ForwardBatch) -> tuple[DecodeGraph, Tensor]:
-        """Compute a batch of single rows; returns its graph, and the rows after the last norm [N, H]."""
+        """Compute a batch of single rows; returns its graph, and the rows after the last norm [N,
+        H].
+        """
         graph = self._graph(self.sizes[bisect_left(self.sizes, len(batch.input_ids))])
         if self.storage.unit_map is not None:
             self.storage.unit_map.units()  # what the graph reads is up to date
@@ -196,7 +225,9 @@ class DecodeGraphs:
         return graph, graph.forward.output[: len(batch.input_ids)]
 
     def draw(self, graph: DecodeGraph, batch: SamplingBatch) -> None:
-        """Draw one sample of each row that `forward` has just computed with this graph, into `results`."""
+        """Draw one sample of each row that `forward` has just computed with this graph, into
+        `results`.
+        """
         self._parameters.follow(batch, self._uploads)
         graph.draws[batch.any_filter].replay()
 
@@ -215,7 +246,8 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _capture(self, sizes: Sequence[int]) -> dict[int, DecodeGraph]:
         self._queue.synchronise()  # results may be on their way to the host
-        before = self.results.buffer.clone()  # warming up draws too, and the next step may want the newest tokens
+        # warming up draws too, and the next step may want the newest tokens
+        before = self.results.buffer.clone()
         pool = self._queue.new_pool()
         graphs = {size: self._capture_one(size, pool) for size in sorted(sizes, reverse=True)}
         self.results.buffer.copy_(before)
@@ -225,7 +257,8 @@ class DecodeGraphs:
         model, results, parameters = self.model, self.results, self._parameters
         inputs = DecodeInputs(self._inputs, size, self.max_blocks)
         inputs.clear()
-        # What a graph asks of the unit map must be answered without a copy: `bind` brings it up to date.
+        # What a graph asks of the unit map must be answered without a copy: `bind` brings it up to
+        # date.
         view = self.storage.bind(inputs.batch.block_tables, inputs.batch.seq_lens)
 
         few_rows = model.ops.few_rows if size <= FEW_ROWS else None
@@ -243,8 +276,11 @@ class DecodeGraphs:
             make_noise_keys(parameters.streams[:size], inputs.batch.positions + 1, keys)
             results.write(model.draw(captured.output, sampling))
 
-        batches = {filters: parameters.batch(size, keys, any_filter=filters) for filters in (False, True)}
+        batches = {
+            filters: parameters.batch(size, keys, any_filter=filters) for filters in (False, True)
+        }
         draws = {
-            filters: self._queue.capture(lambda batch=batch: draw(batch), pool) for filters, batch in batches.items()
+            filters: self._queue.capture(lambda batch=batch: draw(batch), pool)
+            for filters, batch in batches.items()
         }
         return DecodeGraph(inputs, captured, draws)

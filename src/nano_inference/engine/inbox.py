@@ -25,18 +25,21 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class ChangeWeights:
-    """Call `write` when nothing is in flight; it returns the new version of `weight_set`, or None if it failed.
+    """Call `write` when nothing is in flight; it returns the new version of `weight_set`, or None
+    if it failed.
 
-    With `wait` and `finish_old` it may have to wait, and later updates behind it. `version` is the one that `write`
-    will return, so that requests that come later can be held for it.
+    With `wait` and `finish_old` it may have to wait, and later updates behind it. `version` is the
+    one that `write` will return, so that requests that come later can be held for it.
     """
 
     weight_set: str
     write: Callable[[], int | None]
     kv_policy: KvPolicy = "recompute"
     version: int | None = None
-    set_aside: Callable[[], bool] | None = None  # keep the old weights as `previous`; False: the update failed
-    is_void: Callable[[], bool] = lambda: False  # whether it has failed, so that `write` will do nothing
+    # keep the old weights as `previous`; False: the update failed
+    set_aside: Callable[[], bool] | None = None
+    # whether it has failed, so that `write` will do nothing
+    is_void: Callable[[], bool] = lambda: False
 
 
 Message = Add | Abort | ChangeWeights

@@ -7,7 +7,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Unpack
 
-from nano_inference.engine.requests import Params, RequestChecks, checked_ids, is_text, many_prompts, params_for
+from nano_inference.engine.requests import (
+    Params,
+    RequestChecks,
+    checked_ids,
+    is_text,
+    many_prompts,
+    params_for,
+)
 from nano_inference.errors import InvalidRequest, VersionGone
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.options import is_whole
@@ -27,7 +34,9 @@ class Intake:
         seed: source of fresh request seeds; None: entropy.
     """
 
-    def __init__(self, checks: RequestChecks, sequences: Sequences, numerics: str, seed: int | None) -> None:
+    def __init__(
+        self, checks: RequestChecks, sequences: Sequences, numerics: str, seed: int | None
+    ) -> None:
         self.checks = checks
         self._sequences = sequences
         self._numerics = numerics
@@ -42,22 +51,35 @@ class Intake:
             return self._num_requests - 1
 
     def request_ids(self, given: int | Iterable[int] | None) -> frozenset[int] | None:
-        """Ids of requests, live or ended; None: all. Raises `InvalidRequest` for one that was never given out."""
+        """Ids of requests, live or ended; None: all. Raises `InvalidRequest` for one that was never
+        given out.
+        """
         if given is None:
             return None
         ids = frozenset([given] if isinstance(given, int) else given)
         for each in ids:
             if not isinstance(each, int) or not 0 <= each < self._num_requests:
-                raise InvalidRequest(f"{each!r} is not the id of a request; {self._num_requests} were made, from 0 on.")
+                raise InvalidRequest(
+                    f"{each!r} is not the id of a request; {self._num_requests} were made, from 0 "
+                    "on."
+                )
         return ids
 
     def sequences(
-        self, prompts: Any, sampling_params: Params, num_samples: int, stream: bool, num_wanted: int | None = None
+        self,
+        prompts: Any,
+        sampling_params: Params,
+        num_samples: int,
+        stream: bool,
+        num_wanted: int | None = None,
     ) -> list[Sequence]:
         """One request a prompt; raises as `sequence` does."""
         many, one = many_prompts(prompts), self.sequence
         pairs = zip(many, params_for(sampling_params, len(many)), strict=True)
-        return [one(prompt, each, num_samples, stream=stream, num_wanted=num_wanted) for prompt, each in pairs]
+        return [
+            one(prompt, each, num_samples, stream=stream, num_wanted=num_wanted)
+            for prompt, each in pairs
+        ]
 
     def sequence(
         self,
@@ -69,11 +91,15 @@ class Intake:
         request_id: int | None = None,
         **limits: Unpack[Limits],
     ) -> Sequence:
-        """A new request. Raises `InvalidRequest` (`VersionGone` for an `exact_version`) or `RequestTooLarge`."""
+        """A new request. Raises `InvalidRequest` (`VersionGone` for an `exact_version`) or
+        `RequestTooLarge`.
+        """
         checks = self.checks
         self.request_ids(request_id)
         token_ids = checks.token_ids(prompt)
-        most_mask_ids = checks.require(len(token_ids), params, num_samples, limits.get("max_entries"))
+        most_mask_ids = checks.require(
+            len(token_ids), params, num_samples, limits.get("max_entries")
+        )
         for name in ("min_version", "max_staleness", "exact_version"):
             _require_version(name, limits.get(name))
         self._require_not_gone(limits.get("exact_version"))
@@ -105,9 +131,16 @@ class Intake:
         )
 
     def resumed(
-        self, sample: TrainingSample, append: Iterable[int], max_new_tokens: int | None, *, stream: bool
+        self,
+        sample: TrainingSample,
+        append: Iterable[int],
+        max_new_tokens: int | None,
+        *,
+        stream: bool,
     ) -> Sequence:
-        """A request that goes on where a sample stopped. Raises `InvalidRequest` or `RequestTooLarge`."""
+        """A request that goes on where a sample stopped. Raises `InvalidRequest` or
+        `RequestTooLarge`.
+        """
         appended = checked_ids(append, self.checks.spec.vocab_size)
         params = self._params_to_go_on(sample, len(appended), max_new_tokens)
         prompt_len, drawn = len(sample.prompt_tokens), len(sample.completion_tokens)
@@ -125,7 +158,8 @@ class Intake:
             cached_tokens=sample.cached_tokens,
             version_starts=[(span.version, span.start) for span in sample.weight_versions],
             past_contexts=sample.kv_versions,
-            appended=_appended_before(sample) + ((range(drawn, drawn + len(appended)),) if appended else ()),
+            appended=_appended_before(sample)
+            + ((range(drawn, drawn + len(appended)),) if appended else ()),
             scored=range(prompt_len - 1) if params.prompt_logprobs else range(0),
             # Of a prompt that was not computed to its end they may be another version's.
             scores=list((sample.prompt_logprobs or ())[1:]) if drawn else [],
@@ -150,25 +184,33 @@ class Intake:
         if version is not None and version < serving:
             raise VersionGone(f"exact_version={version} is gone; this engine serves {serving}.")
 
-    def _params_to_go_on(self, sample: TrainingSample, num_appended: int, max_new_tokens: int | None) -> SamplingParams:
+    def _params_to_go_on(
+        self, sample: TrainingSample, num_appended: int, max_new_tokens: int | None
+    ) -> SamplingParams:
         params = sample.sampling_params
         if params is None:
             raise InvalidRequest("the sample has no sampling_params, so nobody knows how to go on.")
         if sample.numerics != self._numerics:
             raise InvalidRequest(
-                f"the sample was made by {sample.numerics!r} and this engine computes with {self._numerics!r}; other "
+                f"the sample was made by {sample.numerics!r} and this engine computes with "
+                f"{self._numerics!r}; other "
                 "bits would follow. Add its tokens as a prompt instead."
             )
         known = len(sample.completion_tokens) + num_appended
         if sample.finish_reason == "stop" and not num_appended:
-            raise InvalidRequest("the sample ended by itself (finish_reason 'stop'); append tokens to go on with it.")
+            raise InvalidRequest(
+                "the sample ended by itself (finish_reason 'stop'); append tokens to go on with it."
+            )
         if max_new_tokens is not None:
             if not is_whole(max_new_tokens, 1):
-                raise InvalidRequest(f"max_new_tokens={max_new_tokens!r} must be a positive integer.")
+                raise InvalidRequest(
+                    f"max_new_tokens={max_new_tokens!r} must be a positive integer."
+                )
             return replace(params, max_tokens=known + max_new_tokens)
         if known >= params.max_tokens:
             raise InvalidRequest(
-                f"the sample has {known} of max_tokens={params.max_tokens} completion tokens; say max_new_tokens."
+                f"the sample has {known} of max_tokens={params.max_tokens} completion tokens; say "
+                "max_new_tokens."
             )
         return params
 
@@ -180,7 +222,9 @@ def _require_version(name: str, value: int | None) -> None:
 
 def _require_wanted(num_wanted: Any, num_samples: int) -> None:
     if num_wanted is not None and not (is_whole(num_wanted, 1) and num_wanted <= num_samples):
-        raise InvalidRequest(f"num_wanted={num_wanted!r} must be a whole number from 1 to num_samples={num_samples}.")
+        raise InvalidRequest(
+            f"num_wanted={num_wanted!r} must be a whole number from 1 to num_samples={num_samples}."
+        )
 
 
 def _appended_before(sample: TrainingSample) -> tuple[range, ...]:

@@ -7,10 +7,11 @@ from typing import Any
 
 
 class HeldInterrupts:
-    """A block at whose end Ctrl-C takes effect: in the middle of a step it would leave the engine in an unknown state.
+    """A block at whose end Ctrl-C takes effect: in the middle of a step it would leave the engine
+    in an unknown state.
 
-    The second one comes at once. Where Ctrl-C means something else than `KeyboardInterrupt`, and in other threads,
-    which it does not reach, nothing is held.
+    The second one comes at once. Where Ctrl-C means something else than `KeyboardInterrupt`, and in
+    other threads, which it does not reach, nothing is held.
     """
 
     def __enter__(self) -> "HeldInterrupts":
@@ -21,7 +22,10 @@ class HeldInterrupts:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)

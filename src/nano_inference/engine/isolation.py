@@ -1,4 +1,6 @@
-"""Whose fault a draw is: where that of a step raises, every sample is drawn alone, and those that raise again end."""
+"""Whose fault a draw is: where that of a step raises, every sample is drawn alone, and those that
+raise again end.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,8 +34,9 @@ class Isolated(NamedTuple):
 def draw_without_the_failing(draw: Callable[[Chunks], Any], chunks: Chunks) -> Isolated:
     """Draw a step's samples after `draw` of all of them has raised.
 
-    A draw does not depend on its neighbours, so the samples that are left have the bits that they would have had.
-    Raises what `draw` raises of these, and what is the device's: that is nobody's own.
+    A draw does not depend on its neighbours, so the samples that are left have the bits that they
+    would have had. Raises what `draw` raises of these, and what is the device's: that is nobody's
+    own.
     """
     failed: dict[int, Finish] = {}
     for place, seq in enumerate(chunks.sampled):
@@ -44,4 +47,6 @@ def draw_without_the_failing(draw: Callable[[Chunks], Any], chunks: Chunks) -> I
                 raise
             failed[place] = failure(seq, "the draw", problem)
     left = chunks.drawing([place for place in range(len(chunks.sampled)) if place not in failed])
-    return Isolated(left, draw(left), [(chunks.sampled[place], finish) for place, finish in failed.items()])
+    return Isolated(
+        left, draw(left), [(chunks.sampled[place], finish) for place, finish in failed.items()]
+    )

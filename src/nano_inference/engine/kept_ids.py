@@ -1,5 +1,5 @@
-"""Sampling masks and best tokens of a step on the host: one row at a time, so that a step never holds all of them as
-Python's numbers.
+"""Sampling masks and best tokens of a step on the host: one row at a time, so that a step never
+holds all of them as Python's numbers.
 """
 
 from array import array
@@ -8,7 +8,8 @@ from typing import overload
 
 import numpy as np
 
-PackedRow = tuple[bool, bytes]  # whether the bytes are a bit for each id, from 0 on, or int32 ids; whichever is shorter
+# whether the bytes are a bit for each id, from 0 on, or int32 ids; whichever is shorter
+PackedRow = tuple[bool, bytes]
 
 
 class KeptIds(Sequence["array[int]"]):
@@ -29,7 +30,11 @@ class KeptIds(Sequence["array[int]"]):
     @overload
     def __getitem__(self, row: slice) -> "Sequence[array[int]]": ...
     def __getitem__(self, row: int | slice) -> "array[int] | Sequence[array[int]]":
-        return KeptIds(self._kept[row]) if isinstance(row, slice) else _array(np.flatnonzero(self._kept[row]))
+        return (
+            KeptIds(self._kept[row])
+            if isinstance(row, slice)
+            else _array(np.flatnonzero(self._kept[row]))
+        )
 
 
 class PackedIds(Sequence["array[int]"]):
@@ -77,7 +82,9 @@ class BestRows(Sequence[BestRow]):
     def __getitem__(self, row: slice) -> Sequence[BestRow]: ...
     def __getitem__(self, row: int | slice) -> BestRow | Sequence[BestRow]:
         ids, logprobs = self._ids[row], self._logprobs[row]
-        return BestRows(ids, logprobs) if isinstance(row, slice) else (ids.tolist(), logprobs.tolist())
+        return (
+            BestRows(ids, logprobs) if isinstance(row, slice) else (ids.tolist(), logprobs.tolist())
+        )
 
 
 def pack(row: Sequence[int]) -> PackedRow:

@@ -1,6 +1,8 @@
-"""Every kernel of a backend run once at the start, on a model of a layer or two, beside the reference's.
+"""Every kernel of a backend run once at the start, on a model of a layer or two, beside the
+reference's.
 
-A kernel that does not compile for this device, that faults, or that computes nonsense is found before a request is.
+A kernel that does not compile for this device, that faults, or that computes nonsense is found
+before a request is.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,8 +30,22 @@ VOCABULARY = 4096  # rows of the head at most
 LENGTHS = (19, 1, 37)  # rows of the chunks, of which the second is a decode
 CONTEXTS = (19, 90, 100)
 TOLERANCE = 0.05  # of the norm of a result: kernels round where the reference does not
-COMPARED = ("embed", "linear", "rms_norm", "rope_and_store", "attention", "gate", "moe", "logits", "gather_logprobs")
-DRAWS = (SamplingParams(temperature=0.8), SamplingParams(temperature=0), SamplingParams(top_p=0.9, top_k=30))
+COMPARED = (
+    "embed",
+    "linear",
+    "rms_norm",
+    "rope_and_store",
+    "attention",
+    "gate",
+    "moe",
+    "logits",
+    "gather_logprobs",
+)
+DRAWS = (
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=0),
+    SamplingParams(top_p=0.9, top_k=30),
+)
 
 
 class _Failed(Exception):
@@ -37,11 +53,14 @@ class _Failed(Exception):
 
 
 @torch.inference_mode()
-def probe(ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> None:
-    """Run every operation of `ops` with the widths of a model, and compare it roughly with the reference.
+def probe(
+    ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_size: int
+) -> None:
+    """Run every operation of `ops` with the widths of a model, and compare it roughly with the
+    reference.
 
-    Raises `KernelsUnavailable` that names the operation which fails, and `ConfigError` where it leaves the device
-    unusable.
+    Raises `KernelsUnavailable` that names the operation which fails, and `ConfigError` where it
+    leaves the device unusable.
     """
     tiny = _tiny(spec)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
@@ -54,7 +73,11 @@ def probe(ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, b
             f"{where} has no memory left to try the kernels on; use a card that nobody else uses."
         ) from None
     except Exception as problem:
-        told = f"on {where} {problem}" if isinstance(problem, _Failed) else f"on {where} they fail: {one_line(problem)}"
+        told = (
+            f"on {where} {problem}"
+            if isinstance(problem, _Failed)
+            else f"on {where} they fail: {one_line(problem)}"
+        )
         _require_usable(device, told)
         raise KernelsUnavailable(f"{told}.") from problem
 
@@ -79,7 +102,9 @@ def _tiny(spec: ModelSpec) -> ModelSpec:
     )
 
 
-def _run(ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> None:
+def _run(
+    ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_size: int
+) -> None:
     generator = torch.Generator(device).manual_seed(0)
     params = allocate(param_table(spec), dtype, device, ops.allocate)
     for param in params.values():
@@ -90,22 +115,33 @@ def _run(ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, bl
     storage.keys.zero_()  # contexts begin before what is computed here
     storage.values.zero_()
     chunks = [
-        Rows([(7 * place) % spec.vocab_size for place in range(length)], context - length, _table(chunk, per_table))
+        Rows(
+            [(7 * place) % spec.vocab_size for place in range(length)],
+            context - length,
+            _table(chunk, per_table),
+        )
         for chunk, (length, context) in enumerate(zip(LENGTHS, CONTEXTS, strict=True))
     ]
     last = [sum(LENGTHS[: chunk + 1]) - 1 for chunk in range(len(LENGTHS))]
-    batch = batch_of_rows(chunks, block_size, draws=last, scores=[(row, 1) for row in range(sum(LENGTHS))])
+    batch = batch_of_rows(
+        chunks, block_size, draws=last, scores=[(row, 1) for row in range(sum(LENGTHS))]
+    )
     hidden = model.forward(to_device(batch, device), storage).hidden
     ops.sample_logits(model.logits(hidden), _draws(DRAWS).to(device))
     model.draw(hidden, _draws(DRAWS).to(device))
-    model.draw(hidden, _draws(DRAWS[:1] * len(last)).to(device))  # without filters there may be a shorter way
+    # without filters there may be a shorter way
+    model.draw(hidden, _draws(DRAWS[:1] * len(last)).to(device))
     if ops.few_rows is not None:
         for rows in (1, 2, FEW_ROWS):  # kernels are chosen by it
-            decodes = [Rows([7], max(CONTEXTS) - row - 1, _table(0, per_table)) for row in range(rows)]
+            decodes = [
+                Rows([7], max(CONTEXTS) - row - 1, _table(0, per_table)) for row in range(rows)
+            ]
             batch = to_device(batch_of_rows(decodes, block_size), device)
             view = storage.bind(batch.block_tables, batch.seq_lens)
             expected = model.trunk(ops, batch, view)
-            _require_near("few_rows", _called("few_rows", ops.few_rows, (model.trunk, batch, view)), expected)
+            _require_near(
+                "few_rows", _called("few_rows", ops.few_rows, (model.trunk, batch, view)), expected
+            )
 
 
 def _draws(params: Iterable[SamplingParams]) -> Any:
@@ -126,7 +162,9 @@ def _fill(param: Any, generator: torch.Generator) -> None:
 
 def _beside(ops: Ops, reference: Ops) -> Ops:
     """`ops`, where each one is compared with the reference's, which is called first."""
-    compared = {name: _compared(name, getattr(ops, name), getattr(reference, name)) for name in COMPARED}
+    compared = {
+        name: _compared(name, getattr(ops, name), getattr(reference, name)) for name in COMPARED
+    }
     compared["plan_attention"] = lambda *args: (
         _called("plan_attention", ops.plan_attention, args),
         reference.plan_attention(*args),
@@ -136,15 +174,22 @@ def _beside(ops: Ops, reference: Ops) -> Ops:
         lambda q, view, layer, plan, scale: ops.attention(q, view, layer, plan[0], scale),
         (lambda q, view, layer, plan, scale: reference.attention(q, view, layer, plan[1], scale)),
     )
-    draws = {name: _drawn(name, getattr(ops, name), getattr(reference, name)) for name in ("sample", "sample_logits")}
+    draws = {
+        name: _drawn(name, getattr(ops, name), getattr(reference, name))
+        for name in ("sample", "sample_logits")
+    }
     return replace(ops, **compared | {"attention": attend} | draws)
 
 
-def _compared(name: str, own: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+def _compared(
+    name: str, own: Callable[..., Any], reference: Callable[..., Any]
+) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         expected = reference(*[arg.clone() if isinstance(arg, Tensor) else arg for arg in args])
         found = _called(name, own, args)
-        pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+        pairs = (
+            zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+        )
         for each, other in pairs:
             _require_near(name, each, other)
         return found
@@ -153,12 +198,16 @@ def _compared(name: str, own: Callable[..., Any], reference: Callable[..., Any])
 
 
 def _require_near(name: str, found: Tensor, expected: Tensor) -> None:
-    error = float((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-6))
+    error = float(
+        (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-6)
+    )
     if not error <= TOLERANCE:  # also where it is NaN
         raise _Failed(f"{name} is wrong: it is {error:.2g} of its size away from the reference")
 
 
-def _drawn(name: str, own: Callable[..., Draw], reference: Callable[..., Draw]) -> Callable[..., Draw]:
+def _drawn(
+    name: str, own: Callable[..., Draw], reference: Callable[..., Draw]
+) -> Callable[..., Draw]:
     """Draws may differ where two tokens are about as good; what is reported of a token may not."""
 
     def call(*args: Any) -> Draw:
@@ -167,7 +216,8 @@ def _drawn(name: str, own: Callable[..., Draw], reference: Callable[..., Draw]) 
         apart = (found.logprobs - expected.logprobs)[same].abs()
         if 2 * int(same.sum()) < len(same) or not bool((apart < 0.1).all()):
             raise _Failed(
-                f"{name} is wrong: it drew {found.token_ids.tolist()}, the reference {expected.token_ids.tolist()}"
+                f"{name} is wrong: it drew {found.token_ids.tolist()}, the reference "
+                f"{expected.token_ids.tolist()}"
             )
         return found
 
@@ -178,7 +228,8 @@ def _called(name: str, own: Callable[..., Any], args: Any) -> Any:
     try:
         found = own(*args)
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # what fails in a kernel is told of here, and not by some later call
+            # what fails in a kernel is told of here, and not by some later call
+            torch.cuda.synchronize()
         return found
     except torch.OutOfMemoryError:
         raise
@@ -192,6 +243,7 @@ def _require_usable(device: torch.device, told: str) -> None:
         torch.zeros(1, device=device).item()
     except Exception:
         raise ConfigError(
-            f"the kernels are not available, {told}, and the device cannot be used in this process any more; start "
+            f"the kernels are not available, {told}, and the device cannot be used in this "
+            "process any more; start "
             "again with backend='reference'."
         ) from None

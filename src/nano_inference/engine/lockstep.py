@@ -1,19 +1,23 @@
-"""Engines in lockstep: each has requests, a scheduler and attention of its own, and all have the experts in common.
+"""Engines in lockstep: each has requests, a scheduler and attention of its own, and all have the
+experts in common.
 
-Rows go to the engine that holds their expert (`models/expert_exchange.py`), so no engine can compute a layer while
-another does nothing: a step of one is a **round** of all, and who has no rows takes part with none. Rounds that follow
-each other are a **wave**. It begins when an engine that rests has work and rings the bell for the next wave, and ends
-with a round in which nobody had any: then all rest, and count it. A ring for a wave that has ended means nothing any
-more, so a bell that is heard late begins nothing twice. (vLLM's engines with data-parallel attention rest by such a
+Rows go to the engine that holds their expert (`models/expert_exchange.py`), so no engine can
+compute a layer while another does nothing: a step of one is a **round** of all, and who has no rows
+takes part with none. Rounds that follow each other are a **wave**. It begins when an engine that
+rests has work and rings the bell for the next wave, and ends with a round in which nobody had any:
+then all rest, and count it. A ring for a wave that has ended means nothing any more, so a bell that
+is heard late begins nothing twice. (vLLM's engines with data-parallel attention rest by such a
 counter too.)
 
 At the start of a round everybody says what it brings. From that follows, the same for all:
 
 - which weight sets are computed, one after the other;
 - whether the wave ends;
-- which weight update is applied by all before the next round: the one that everybody has received, checked, and could
-  apply. So no row meets experts of another version, and rows of one version see experts of that version.
-- whether the weights may be put aside: once everybody wants that. Nobody computes then until everybody has them again.
+- which weight update is applied by all before the next round: the one that everybody has received,
+  checked, and could apply. So no row meets experts of another version, and rows of one version see
+  experts of that version.
+- whether the weights may be put aside: once everybody wants that. Nobody computes then until
+  everybody has them again.
 """
 
 import math
@@ -90,7 +94,8 @@ class ThreadBell:
 
 
 class StoreBell:
-    """For engines that are processes: a store of `torch.distributed` that all of them reach has a key for each wave.
+    """For engines that are processes: a store of `torch.distributed` that all of them reach has a
+    key for each wave.
 
     Args:
         store: of the lockstep alone.
@@ -112,7 +117,9 @@ class StoreBell:
                 self._gone = True
             self._hear(wave)
         if self._gone:
-            raise RankLost("the store in which the engines in lockstep meet is gone, and an engine with it.")
+            raise RankLost(
+                "the store in which the engines in lockstep meet is gone, and an engine with it."
+            )
 
     def heard(self) -> float:
         """See `Bell`."""
@@ -178,13 +185,15 @@ class Lockstep:
     """One engine's side of the lockstep.
 
     Args:
-        group: the engines, by number. Its experts are those of `part_of(spec, engines=(group.rank, group.size))`.
+        group: the engines, by number. Its experts are those of `part_of(spec, engines=(group.rank,
+            group.size))`.
         bell: that all of them hear.
 
     Attributes:
         wave: how many waves have ended.
         running: whether the next one has begun.
-        sleep_wanted: this engine's weights are put aside, or are to be as soon as all may be. It is paused.
+        sleep_wanted: this engine's weights are put aside, or are to be as soon as all may be. It is
+            paused.
         asleep: all have said so, and not all have said since that they have them again.
     """
 
@@ -201,9 +210,11 @@ class Lockstep:
         self._told: int | None = None  # the update that the others know of
         self._told_sleep = False
 
-    def attach(self, say: Callable[[], Member], wake: Callable[[], None], device: torch.device) -> None:
-        """Take part: `say` is asked in every round, `wake` is called when one is wanted; what is said lies on `device`
-        as it travels.
+    def attach(
+        self, say: Callable[[], Member], wake: Callable[[], None], device: torch.device
+    ) -> None:
+        """Take part: `say` is asked in every round, `wake` is called when one is wanted; what is
+        said lies on `device` as it travels.
         """
         self._say, self._device = say, device
         self._bell.listen(wake)
@@ -213,7 +224,11 @@ class Lockstep:
         if self.running or self._bell.heard() >= self.wave:
             return True
         mine = self._member()
-        return mine.busy or mine.update not in (None, self._told) or self.sleep_wanted != self._told_sleep
+        return (
+            mine.busy
+            or mine.update not in (None, self._told)
+            or self.sleep_wanted != self._told_sleep
+        )
 
     @property
     def is_held(self) -> bool:
@@ -222,7 +237,9 @@ class Lockstep:
 
     @property
     def may_sleep(self) -> bool:
-        """Whether nobody needs this engine's weights: it has said that they are to sleep, and so have all."""
+        """Whether nobody needs this engine's weights: it has said that they are to sleep, and so
+        have all.
+        """
         return self.sleep_wanted and self.asleep
 
     def allows(self, version: int | None) -> bool:
@@ -238,14 +255,18 @@ class Lockstep:
         Raises `RankLost` where an engine does not come, or serves another version.
         """
         if unknown := set(weight_sets) - set(SETS):
-            raise RuntimeError(f"engines in lockstep have no weight set {min(unknown)!r} in common.")
+            raise RuntimeError(
+                f"engines in lockstep have no weight set {min(unknown)!r} in common."
+            )
         if not self.running:
             self._bell.ring(self.wave)
             self.running = True
         mine = self._member()
         sets = sum(1 << place for place, name in enumerate(SETS) if name in weight_sets)
         update = NOTHING if mine.update is None else mine.update
-        said = torch.tensor([mine.busy, mine.version, update, sets, self.sleep_wanted], device=self._device)
+        said = torch.tensor(
+            [mine.busy, mine.version, update, sets, self.sleep_wanted], device=self._device
+        )
         try:
             told = torch.stack(self.group.all_gather(said))
         except RankLost as lost:
@@ -260,7 +281,10 @@ class Lockstep:
     def _take_in(self, told: list[list[int]], mine: Member) -> list[str]:
         busy, versions, updates, sets, sleepers = zip(*told, strict=True)
         if len(set(versions)) > 1:
-            raise RankLost(f"the engines in lockstep serve different weight versions: {', '.join(map(str, versions))}.")
+            raise RankLost(
+                "the engines in lockstep serve different weight versions: "
+                f"{', '.join(map(str, versions))}."
+            )
         self.num_rounds += 1
         self._told, self._told_sleep = mine.update, bool(sleepers[self.group.rank])
         self.asleep = all(sleepers) or (self.asleep and any(sleepers))
@@ -278,7 +302,8 @@ def process_in_lockstep(meeting: str, rank: int, size: int, device: torch.device
     """The lockstep of an engine that has a process to itself.
 
     Args:
-        meeting: path of a file that all engines of this machine see, and that nobody has used before.
+        meeting: path of a file that all engines of this machine see, and that nobody has used
+            before.
         rank: this engine's number.
         size: how many there are.
         device: that it computes on.

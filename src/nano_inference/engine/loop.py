@@ -1,4 +1,6 @@
-"""The step: decide, apply, launch, retire. One loop for the synchronous and the overlapped engine."""
+"""The step: decide, apply, launch, retire. One loop for the synchronous and the overlapped
+engine.
+"""
 
 import logging
 from collections import Counter, deque
@@ -31,9 +33,23 @@ from nano_inference.scheduling.commit import (
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.failure import take_text
 from nano_inference.scheduling.schedule import schedule
-from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE, Sequence, Sequences, SequenceStatus
+from nano_inference.scheduling.sequence import (
+    POLICY,
+    PREVIOUS,
+    REFERENCE,
+    Sequence,
+    Sequences,
+    SequenceStatus,
+)
 from nano_inference.scheduling.stopping import Finish
-from nano_inference.scheduling.versions import begun, change_version, free_previous, is_held, outdated, release_held
+from nano_inference.scheduling.versions import (
+    begun,
+    change_version,
+    free_previous,
+    is_held,
+    outdated,
+    release_held,
+)
 from nano_inference.types import GROUP_COMPLETE, Delta, KvPolicy, TrainingSample
 
 logger = logging.getLogger("nano_inference")
@@ -55,7 +71,10 @@ class Runner(Protocol):
     """What the loop needs of a device."""
 
     def forward(
-        self, batches: tuple[ForwardBatch, ...], block_copies: tuple[tuple[int, int], ...], previous: Any
+        self,
+        batches: tuple[ForwardBatch, ...],
+        block_copies: tuple[tuple[int, int], ...],
+        previous: Any,
     ) -> Any:
         """Launch a forward; returns what `sample` draws from."""
         ...
@@ -83,10 +102,17 @@ class Flight:
 
 
 class EngineLoop:
-    """Sequences, their cache and the steps in flight. Not thread-safe, except that anyone may append to `inbox`."""
+    """Sequences, their cache and the steps in flight. Not thread-safe, except that anyone may
+    append to `inbox`.
+    """
 
     def __init__(
-        self, cache: KVCacheManager, runner: Runner, config: SchedulerConfig, lookahead: int, numerics: str
+        self,
+        cache: KVCacheManager,
+        runner: Runner,
+        config: SchedulerConfig,
+        lookahead: int,
+        numerics: str,
     ) -> None:
         self.cache = cache
         self.runner = runner
@@ -97,7 +123,8 @@ class EngineLoop:
         self.batches = BatchBuilder(config.block_size)
         self.in_flight: deque[Flight] = deque()
         self.inbox: deque[Message] = deque()
-        self.updates: deque[ChangeWeights] = deque()  # in order; the first may wait for sequences to end
+        # in order; the first may wait for sequences to end
+        self.updates: deque[ChangeWeights] = deque()
         self.lockstep: Lockstep | None = None  # with other engines; None: it is alone
         self.paused = False  # nothing is launched
         self.writable = True  # False: updates wait, because the weights are put aside
@@ -111,10 +138,13 @@ class EngineLoop:
         self.num_leaked_blocks = 0  # when it was last without a sequence
         self.clock = StepClock()
         self.streamed: list[Delta] = []  # tokens of streaming sequences that nobody took yet
-        self.queue_times: list[tuple[int, float]] = []  # (request id, seconds) of those that left the queue: the same
+        # (request id, seconds) of those that left the queue: the same
+        self.queue_times: list[tuple[int, float]] = []
 
     def has_pending(self) -> bool:
-        """Whether a step would do anything: not for sequences that are held or, while it is paused, any."""
+        """Whether a step would do anything: not for sequences that are held or, while it is paused,
+        any.
+        """
         if self.inbox or self.in_flight or (self.updates and self._may_change(self.updates[0])):
             return True
         if self.lockstep is not None and self.lockstep.is_due():
@@ -126,7 +156,9 @@ class EngineLoop:
         return bool(self.sequences.running or self.sequences.waiting or self.in_flight)
 
     def step(self) -> list[TrainingSample]:
-        """Plan a step, launch it, and retire older steps while the device works. Returns what finished."""
+        """Plan a step, launch it, and retire older steps while the device works. Returns what
+        finished.
+        """
         lap = self.clock.lap
         finished = self.handle()
         lap("handle")
@@ -134,7 +166,9 @@ class EngineLoop:
             self._accompany()
             return finished + self._retire(keep=0)
         live, pending = self.sequences, self._pending()
-        decision = schedule(live.waiting, live.running, self.cache, self.config, pending, len(self.in_flight))
+        decision = schedule(
+            live.waiting, live.running, self.cache, self.config, pending, len(self.in_flight)
+        )
         lap("schedule")
         self.num_preemptions += len(decision.preempted_seqs)
         self._count_admitted(decision)  # before a group is forked
@@ -149,13 +183,16 @@ class EngineLoop:
         lap("build")
         result = self.runner.forward(batches, applied.block_copies, self._newest_tokens())
         lap("forward")
-        finished += self._retire(keep=self.lookahead - 1)  # the last step's tokens are known before this one is drawn
+        # the last step's tokens are known before this one is drawn
+        finished += self._retire(keep=self.lookahead - 1)
         try:
             tokens = self._draw(result, chunks)
         except Exception as problem:  # one sample's, maybe
             if is_device_failure(problem):
                 raise
-            chunks, tokens, failed = draw_without_the_failing(lambda some: self._draw(result, some), chunks)
+            chunks, tokens, failed = draw_without_the_failing(
+                lambda some: self._draw(result, some), chunks
+            )
             for seq, finish in failed:
                 finished += self._end([seq], finish)
         lap("sample")
@@ -172,7 +209,8 @@ class EngineLoop:
         sampling = self.batches.sampling_batch(chunks)
         self.clock.lap("build")
         pending = self.runner.sample(result, sampling)
-        return pending if self.lookahead else Known(pending.wait())  # at once: what it raises may be one sample's too
+        # at once: what it raises may be one sample's too
+        return pending if self.lookahead else Known(pending.wait())
 
     def handle(self) -> list[TrainingSample]:
         """Take in the messages. Part of every step; callable between steps."""
@@ -191,7 +229,9 @@ class EngineLoop:
         return finished + self._change_weights()
 
     def change_now(self, weight_set: str, write: Callable[[], int | None]) -> list[TrainingSample]:
-        """Call `write` with nothing in flight, past all updates that wait. It returns a new version, or None."""
+        """Call `write` with nothing in flight, past all updates that wait. It returns a new
+        version, or None.
+        """
         finished = self._retire(keep=0)
         version = write()
         if version is not None:
@@ -204,7 +244,8 @@ class EngineLoop:
         release_held(self.sequences)
 
     def vacate(self) -> None:
-        """Take all blocks away from sequences, which will compute their context again, and forget all prefixes.
+        """Take all blocks away from sequences, which will compute their context again, and forget
+        all prefixes.
 
         Nothing may be in flight.
         """
@@ -213,16 +254,23 @@ class EngineLoop:
         self.cache.flush()
 
     def leaked_blocks(self) -> int:
-        """Blocks in use that no live sequence holds: 0, or a bug. Free of cost while there is no sequence."""
+        """Blocks in use that no live sequence holds: 0, or a bug. Free of cost while there is no
+        sequence.
+        """
         in_use = self.cache.num_blocks - self.cache.num_free_blocks()
-        return in_use - len({block_id for table in self.sequences.block_tables() for block_id in table})
+        return in_use - len(
+            {block_id for table in self.sequences.block_tables() for block_id in table}
+        )
 
     def audit(self) -> None:
         """Look for leaked blocks, where there is no sequence."""
         if not self.sequences.by_id:
             leaked = self.leaked_blocks()
             if leaked > self.num_leaked_blocks:
-                logger.error("%d KV blocks are held by nobody: a bug of the engine. They are lost to it.", leaked)
+                logger.error(
+                    "%d KV blocks are held by nobody: a bug of the engine. They are lost to it.",
+                    leaked,
+                )
             self.num_leaked_blocks = leaked
 
     def check(self) -> None:
@@ -235,7 +283,9 @@ class EngineLoop:
             assert not seq.num_computed_tokens, "a waiting sequence has computed tokens"
 
     def _retire(self, keep: int) -> list[TrainingSample]:
-        """Wait for the oldest steps until at most `keep` are in flight, and take in their tokens."""
+        """Wait for the oldest steps until at most `keep` are in flight, and take in their
+        tokens.
+        """
         samples: list[TrainingSample] = []
         while len(self.in_flight) > max(keep, 0):
             flight = self.in_flight.popleft()
@@ -271,7 +321,8 @@ class EngineLoop:
 
     def _enter(self, seq: Sequence) -> list[TrainingSample]:
         waits = [update.version for update in self.updates if update.kv_policy == "wait"]
-        if waits and waits[-1] is not None and seq.weight_set == POLICY:  # else the update would wait for ever
+        # else the update would wait for ever
+        if waits and waits[-1] is not None and seq.weight_set == POLICY:
             seq.behind = waits[-1]
         if not self.admitting or is_held(seq, self.sequences):
             seq.status = SequenceStatus.HELD
@@ -279,8 +330,12 @@ class EngineLoop:
         return self._end_outdated() if seq.exact_version is not None else []
 
     def would_wait(self, kv_policy: KvPolicy) -> bool:
-        """Whether an update of this policy could not be applied now: something keeps it, or one before it, waiting."""
-        return not all(map(self._is_ready, [*self.updates, ChangeWeights(POLICY, lambda: None, kv_policy)]))
+        """Whether an update of this policy could not be applied now: something keeps it, or one
+        before it, waiting.
+        """
+        return not all(
+            map(self._is_ready, [*self.updates, ChangeWeights(POLICY, lambda: None, kv_policy)])
+        )
 
     def ready_update(self) -> int | None:
         """Version of the update that nothing here keeps waiting; None: there is none."""
@@ -289,7 +344,11 @@ class EngineLoop:
 
     def _may_change(self, update: ChangeWeights) -> bool:
         """Whether an update need not wait, for anybody."""
-        if self.lockstep is not None and not update.is_void() and not self.lockstep.allows(update.version):
+        if (
+            self.lockstep is not None
+            and not update.is_void()
+            and not self.lockstep.allows(update.version)
+        ):
             return False
         return self._is_ready(update)
 
@@ -300,7 +359,10 @@ class EngineLoop:
         if update.is_void():  # it will not be written
             return True
         if update.kv_policy == "wait":
-            return all(seq.status is SequenceStatus.HELD for seq in self.sequences.of_weight_set(update.weight_set))
+            return all(
+                seq.status is SequenceStatus.HELD
+                for seq in self.sequences.of_weight_set(update.weight_set)
+            )
         return update.kv_policy != "finish_old" or not self.sequences.of_weight_set(PREVIOUS)
 
     def _change_weights(self) -> list[TrainingSample]:
@@ -309,12 +371,17 @@ class EngineLoop:
         while self.updates and self._may_change(self.updates[0]):
             update = self.updates.popleft()
             finished += self._retire(keep=0)  # weights change only with nothing in flight
-            if update.kv_policy == "abort" and not update.is_void():  # what only scores is scored again
-                finished += self._end([seq for seq in begun(self.sequences, POLICY, PREVIOUS) if seq.num_samples])
+            # what only scores is scored again
+            if update.kv_policy == "abort" and not update.is_void():
+                finished += self._end(
+                    [seq for seq in begun(self.sequences, POLICY, PREVIOUS) if seq.num_samples]
+                )
             is_safe = update.set_aside is None or not self._keeps_old(update) or update.set_aside()
             version = update.write() if is_safe else None
             if version is not None:
-                change_version(self.sequences, self.cache, update.weight_set, version, update.kv_policy)
+                change_version(
+                    self.sequences, self.cache, update.weight_set, version, update.kv_policy
+                )
                 finished += self._end_outdated()
             else:
                 self._let_go_behind(update)
@@ -346,14 +413,20 @@ class EngineLoop:
         return samples
 
     def _end_outdated(self) -> list[TrainingSample]:
-        return [sample for seq, finish in outdated(self.sequences) for sample in self._end([seq], finish)]
+        return [
+            sample
+            for seq, finish in outdated(self.sequences)
+            for sample in self._end([seq], finish)
+        ]
 
     def _free_previous(self) -> None:
         if PREVIOUS in self.sequences.versions and free_previous(self.sequences, self.cache):
             self.runner.drop(PREVIOUS)
 
     def _stream(self, seq: Sequence, before: int) -> list[tuple[Sequence, Finish]]:
-        """Hand on a streaming sequence's tokens from place `before` on, and its text. Returns it if that ends it."""
+        """Hand on a streaming sequence's tokens from place `before` on, and its text. Returns it if
+        that ends it.
+        """
         text, failed = take_text(seq, ended=seq.status is _FINISHED)
         self.streamed.append(next_delta(seq, before, text))
         if failed is None:
@@ -369,7 +442,9 @@ class EngineLoop:
             self._leave_queue(seq)
             if of_policy:
                 self.num_prompt_tokens += seq.num_prompt_tokens if is_new else 0
-                self.num_queried_tokens += len(seq.token_ids) if self.config.enable_prefix_caching else 0
+                self.num_queried_tokens += (
+                    len(seq.token_ids) if self.config.enable_prefix_caching else 0
+                )
                 self.num_cached_tokens += admission.cached.cached_length
 
     def _leave_queue(self, seq: Sequence) -> None:
@@ -381,7 +456,9 @@ class EngineLoop:
         return training_samples(seq, finish, self.sequences.versions[seq.weight_set], self.numerics)
 
     def _pending(self) -> Counter[int]:
-        """Tokens being sampled that are not known here yet: derived from the flights, so it cannot drift."""
+        """Tokens being sampled that are not known here yet: derived from the flights, so it cannot
+        drift.
+        """
         return Counter([seq.seq_id for flight in self.in_flight for seq in flight.sampled])
 
     def _sampling_now(self) -> dict[int, int]:

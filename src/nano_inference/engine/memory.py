@@ -19,7 +19,8 @@ CPU_SHARE = 0.25  # of the available memory
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What else the device's memory is for, in bytes. Of a CPU's only the weights are counted, and only to be shown.
+    """What else the device's memory is for, in bytes. Of a CPU's only the weights are counted, and
+    only to be shown.
 
     Attributes:
         weights: of all models.
@@ -48,11 +49,14 @@ class MemoryBudget:
     """Where the engine's memory goes. Sizes in bytes.
 
     Attributes:
-        bytes_per_token: of a token that all layers can see; where ranks share a sequence's tokens, this one's share.
-        num_blocks: block ids. With sliding-window layers the memory is that of units, and ids are plenty.
+        bytes_per_token: of a token that all layers can see; where ranks share a sequence's tokens,
+            this one's share.
+        num_blocks: block ids. With sliding-window layers the memory is that of units, and ids are
+            plenty.
         num_units: pieces of memory; see `layout`. Without sliding-window layers a block is one.
         layout: what a block costs.
-        workspace: most that a step takes beside weights and KV cache; 0 on a CPU, where it is not counted.
+        workspace: most that a step takes beside weights and KV cache; 0 on a CPU, where it is not
+            counted.
         graphs: what CUDA graphs take; 0 without.
         others: what stood on the card beside the engine when it was built; 0 on a CPU.
         estimated: no step was run to measure the workspace.
@@ -78,14 +82,20 @@ class MemoryBudget:
         return self.num_units // self.layout.num_units * self.block_size
 
     def num_sequences(self, length: int) -> int:
-        """How many sequences of so many tokens fit while each computes one more token; none shares a block."""
+        """How many sequences of so many tokens fit while each computes one more token; none shares
+        a block.
+        """
         by_ids = self.num_blocks // -(-length // self.block_size)
         return min(by_ids, self.num_units // self.layout.most_units(length, 1, self.block_size))
 
     def claims(self) -> list[tuple[str, int]]:
         """What takes memory beside weights and KV cache, by name; only what does."""
         workspace = "workspace, guessed" if self.estimated else "workspace"
-        claims = [(workspace, self.workspace), ("CUDA graphs", self.graphs), ("held by others", self.others)]
+        claims = [
+            (workspace, self.workspace),
+            ("CUDA graphs", self.graphs),
+            ("held by others", self.others),
+        ]
         return [claim for claim in claims if claim[1]]
 
     def __str__(self) -> str:
@@ -98,18 +108,30 @@ class MemoryBudget:
         ]
         if self.layout.num_sliding:
             later = self.bytes_per_token * self.layout.num_full // self.layout.num_units
-            rows.append(("  further back", f"{later:,} bytes, once it has left the window of {self.layout.window:,}"))
+            rows.append(
+                (
+                    "  further back",
+                    f"{later:,} bytes, once it has left the window of {self.layout.window:,}",
+                )
+            )
         rows += [
-            ("tokens that fit", f"{self.num_tokens:,}{' within windows' if self.layout.num_sliding else ''}"),
+            (
+                "tokens that fit",
+                f"{self.num_tokens:,}{' within windows' if self.layout.num_sliding else ''}",
+            ),
             ("longest sequence", f"{self.max_model_len:,} tokens"),
         ]
         if self.layout.num_sliding:
             rows.append(("  of which fit", f"{self.num_sequences(self.max_model_len):,}"))
-        return "\n".join([f"memory on {self.device}", *(f"  {name:<17} {value}" for name, value in rows)])
+        return "\n".join(
+            [f"memory on {self.device}", *(f"  {name:<17} {value}" for name, value in rows)]
+        )
 
 
 def longest_asked(config: EngineConfig, specs: Sequence[ModelSpec]) -> int:
-    """Tokens of the longest sequence that the models and the configuration allow, whether it fits or not."""
+    """Tokens of the longest sequence that the models and the configuration allow, whether it fits
+    or not.
+    """
     limit = min(spec.max_position for spec in specs)
     return min(config.max_model_len or limit, limit)
 
@@ -122,19 +144,27 @@ def plan_memory(
     device: torch.device,
     ranks_here: int = 1,
 ) -> MemoryBudget:
-    """How many blocks the KV cache gets on one rank. Raises `ConfigError` where not even one token fits.
+    """How many blocks the KV cache gets on one rank. Raises `ConfigError` where not even one token
+    fits.
 
-    Every block has room for every model: blocks belong to whichever weight set takes them. A rank keeps the layers and
-    KV heads that it computes; what a block costs in units is the same on every rank. Of several ranks that share a
-    CPU's memory each plans for its part.
+    Every block has room for every model: blocks belong to whichever weight set takes them. A rank
+    keeps the layers and KV heads that it computes; what a block costs in units is the same on every
+    rank. Of several ranks that share a CPU's memory each plans for its part.
     """
     specs, held = [part.whole for part in parts], [part.spec for part in parts]
     asked_len = longest_asked(config, specs)
     # These walk the KV tensors by themselves and know blocks only.
     knows_units = config.attention not in ("flex", "flashinfer")
-    layout = common_layout(specs, asked_len, parts[0].place.mesh.pipeline) if knows_units else UNIFORM
+    layout = (
+        common_layout(specs, asked_len, parts[0].place.mesh.pipeline) if knows_units else UNIFORM
+    )
     shapes = {
-        storage_key(spec, layout): (layers_of_a_unit(spec, layout), spec.num_kv_heads, spec.head_dim) for spec in held
+        storage_key(spec, layout): (
+            layers_of_a_unit(spec, layout),
+            spec.num_kv_heads,
+            spec.head_dim,
+        )
+        for spec in held
     }
     stored = config.block_size // config.context_parallel  # tokens of a block that this rank stores
     unit_bytes = sum(2 * math.prod(shape) * dtype.itemsize for shape in shapes.values()) * stored
@@ -162,12 +192,15 @@ def plan_memory(
     )
 
 
-def _for_the_cache(config: EngineConfig, claims: Claims, device: torch.device, smallest: int, ranks_here: int) -> int:
+def _for_the_cache(
+    config: EngineConfig, claims: Claims, device: torch.device, smallest: int, ranks_here: int
+) -> int:
     """Bytes for the KV cache, at least `smallest`: those of one block. Raises `ConfigError`."""
     asked = config.kv_cache_memory
     if asked is not None and asked < smallest:
         raise ConfigError(
-            f"kv_cache_memory of {asked:,} bytes holds no block of {config.block_size} tokens; give at least "
+            f"kv_cache_memory of {asked:,} bytes holds no block of {config.block_size} tokens; "
+            "give at least "
             f"{smallest:,} bytes."
         )
     if not claims.total:
@@ -175,7 +208,8 @@ def _for_the_cache(config: EngineConfig, claims: Claims, device: torch.device, s
         if memory < smallest:
             shared = f", shared by {ranks_here} ranks" if ranks_here > 1 else ""
             raise ConfigError(
-                f"a quarter of the free memory{shared}, {gibibytes(memory)}, holds no block of {config.block_size} "
+                f"a quarter of the free memory{shared}, {gibibytes(memory)}, holds no block of "
+                f"{config.block_size} "
                 f"tokens; kv_cache_memory of at least {smallest:,} bytes would."
             )
         return memory
@@ -184,8 +218,10 @@ def _for_the_cache(config: EngineConfig, claims: Claims, device: torch.device, s
         left = claims.total - claims.sum
         if asked > left and not claims.estimated:
             raise ConfigError(
-                f"kv_cache_memory of {gibibytes(asked)} does not fit on {device}: {_told(claims)} leave "
-                f"{gibibytes(max(left, 0))} of its {gibibytes(claims.total)}; give at most {max(left, 0):,} bytes"
+                f"kv_cache_memory of {gibibytes(asked)} does not fit on {device}: {_told(claims)} "
+                "leave "
+                f"{gibibytes(max(left, 0))} of its {gibibytes(claims.total)}; give at most "
+                f"{max(left, 0):,} bytes"
                 f"{_less_workspace(config, claims, asked, claims.total)}."
             )
         return asked
@@ -200,8 +236,10 @@ def require_weights_fit(claims: Claims, device: torch.device) -> None:
     free = max(claims.total - claims.others, 0)
     if claims.weights > free:
         raise ConfigError(
-            f"the weights take {gibibytes(claims.weights)}, and {gibibytes(free)} of the {gibibytes(claims.total)} of "
-            f"{device} are free; use a smaller model, a dtype of fewer bytes, or a card that nobody else uses."
+            f"the weights take {gibibytes(claims.weights)}, and {gibibytes(free)} of the "
+            f"{gibibytes(claims.total)} of "
+            f"{device} are free; use a smaller model, a dtype of fewer bytes, or a card that "
+            "nobody else uses."
         )
 
 
@@ -209,16 +247,25 @@ def _no_room(config: EngineConfig, claims: Claims, device: torch.device, smalles
     """Which setting would leave room for a block, and at which value."""
     needed = claims.sum + smallest
     share = math.ceil(100 * needed / claims.total) / 100
-    what = f"{_told(claims)} take {gibibytes(claims.sum)} of the {gibibytes(claims.total)} of {device}"
-    less = _less_workspace(config, claims, smallest, int(claims.total * config.gpu_memory_utilization))
+    what = (
+        f"{_told(claims)} take {gibibytes(claims.sum)} of the {gibibytes(claims.total)} of {device}"
+    )
+    less = _less_workspace(
+        config, claims, smallest, int(claims.total * config.gpu_memory_utilization)
+    )
     if share > 1:
         return f"{what}, which leaves no room for a KV cache; use a smaller model{less}."
     own = f"gpu_memory_utilization={config.gpu_memory_utilization:g}"
-    return f"{what}, which leaves no room for a KV cache under {own}; give it at least {share:.2f}{less}."
+    return (
+        f"{what}, which leaves no room for a KV cache under {own}; give it at least "
+        f"{share:.2f}{less}."
+    )
 
 
 def _less_workspace(config: EngineConfig, claims: Claims, smallest: int, memory: int) -> str:
-    """The tokens of a step whose workspace would leave so many bytes, as advice; nothing where there are none."""
+    """The tokens of a step whose workspace would leave so many bytes, as advice; nothing where
+    there are none.
+    """
     room = memory - (claims.sum - claims.workspace) - smallest
     tokens = config.max_tokens_per_batch * max(room, 0) // max(claims.workspace, 1)
     if not 0 < tokens < config.max_tokens_per_batch:
@@ -238,7 +285,9 @@ def _told(claims: Claims) -> str:
 
 
 def share_for(budget: MemoryBudget, length: int, total: int) -> float:
-    """The share of a card's memory that would hold one sequence of so many tokens; rounded up to hundredths."""
+    """The share of a card's memory that would hold one sequence of so many tokens; rounded up to
+    hundredths.
+    """
     blocks = -(-length // budget.block_size)
     cache = blocks * budget.block_size * budget.bytes_per_token
     claimed = budget.weights + budget.workspace + budget.graphs + budget.others
@@ -246,7 +295,9 @@ def share_for(budget: MemoryBudget, length: int, total: int) -> float:
 
 
 def _longest(layout: BlockLayout, num_units: int, config: EngineConfig) -> int:
-    """Blocks of the longest sequence that can run alone. A chunk is cut to what fits, if it may be cut at all."""
+    """Blocks of the longest sequence that can run alone. A chunk is cut to what fits, if it may be
+    cut at all.
+    """
     whole = num_units // layout.num_units
     if not layout.num_sliding or not config.enable_chunked_prefill:
         return whole
@@ -258,13 +309,19 @@ def _longest(layout: BlockLayout, num_units: int, config: EngineConfig) -> int:
     return (num_units - layout.num_sliding * within) // layout.num_full
 
 
-def _num_blocks(layout: BlockLayout, num_units: int, max_model_len: int, config: EngineConfig) -> int:
+def _num_blocks(
+    layout: BlockLayout, num_units: int, max_model_len: int, config: EngineConfig
+) -> int:
     """Block ids: so many that units run out first."""
     if layout.num_full:
         return num_units // layout.num_full
-    # All layers slide: what left the window takes no memory, but its id is held, and its name may lead to a match.
+    # All layers slide: what left the window takes no memory, but its id is held, and its name may
+    # lead to a match.
     longest = -(-max_model_len // config.block_size)
-    return min(config.max_batch_size * longest, max(longest, num_units * -(-max_model_len // layout.window)))
+    return min(
+        config.max_batch_size * longest,
+        max(longest, num_units * -(-max_model_len // layout.window)),
+    )
 
 
 def gibibytes(size: int) -> str:

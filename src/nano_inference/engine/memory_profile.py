@@ -1,4 +1,6 @@
-"""What a step takes beside weights and KV cache, found by running the largest one before the cache is made."""
+"""What a step takes beside weights and KV cache, found by running the largest one before the cache
+is made.
+"""
 
 import gc
 import math
@@ -19,7 +21,8 @@ from nano_inference.models.spec import ModelSpec
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
 from nano_inference.types import SamplingParams
 
-SCRATCH_BLOCKS = 4  # of the storage that a step is tried on: every block table names these over and over
+# of the storage that a step is tried on: every block table names these over and over
+SCRATCH_BLOCKS = 4
 MOST_BEST = 20  # tokens of which a row's logprobs are tried
 TILE_ROWS = 1024  # rows whose logits a guess takes to be in memory at once, where more are scored
 
@@ -37,7 +40,8 @@ GREEDIEST = SamplingParams(
     sampling_mask=True,
 )
 
-GraphMemory = Callable[[Mapping[str, Decoder], Mapping[str, KVStorage]], int]  # captures, lets go, returns the bytes
+# captures, lets go, returns the bytes
+GraphMemory = Callable[[Mapping[str, Decoder], Mapping[str, KVStorage]], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,9 @@ class MemoryReading:
 
     @property
     def used(self) -> int:
-        """What nobody can get: all but what is free, and what torch has taken and would give to the next tensor."""
+        """What nobody can get: all but what is free, and what torch has taken and would give to the
+        next tensor.
+        """
         return self.total - self.free - (self.reserved - self.allocated)
 
 
@@ -115,14 +121,16 @@ def measure(
     memory: DeviceMemory,
     graph_memory: GraphMemory | None = None,
 ) -> Claims:
-    """What the card's memory is for beside the KV cache: run the largest step once, and capture graphs once.
+    """What the card's memory is for beside the KV cache: run the largest step once, and capture
+    graphs once.
 
     Args:
         config: of the engine.
         models: by weight set, with their weights.
         weights: bytes that these take.
         memory: of the card.
-        graph_memory: captures the graphs on a scratch storage, lets go of them, and returns the bytes that they took.
+        graph_memory: captures the graphs on a scratch storage, lets go of them, and returns the
+            bytes that they took.
 
     Raises `ConfigError` where the step does not fit.
     """
@@ -134,9 +142,11 @@ def measure(
         run_largest_steps(config, models, storages)
     except torch.OutOfMemoryError:
         raise ConfigError(_too_large(config, models, weights, before)) from None
-    except Exception as problem:  # the probe was of few rows; at these sizes a kernel asks for more of the card
+    except Exception as problem:
+        # the probe was of few rows; at these sizes a kernel asks for more of the card
         raise ConfigError(
-            f"the CUDA kernels fail on the largest step; backend='reference' runs it ({one_line(problem)})."
+            "the CUDA kernels fail on the largest step; backend='reference' runs it "
+            f"({one_line(problem)})."
         ) from problem
     workspace = max(memory.read().peak - before.allocated, 0)
     memory.release()
@@ -146,23 +156,31 @@ def measure(
             graphs = graph_memory(models, storages)
         except torch.OutOfMemoryError:
             raise ConfigError(
-                f"the CUDA graphs of batches up to max_batch_size={config.max_batch_size} do not fit beside the "
-                f"weights ({gibibytes(weights)}); lower max_batch_size to {max(config.max_batch_size // 2, 1)}."
+                f"the CUDA graphs of batches up to max_batch_size={config.max_batch_size} do not "
+                "fit beside the "
+                f"weights ({gibibytes(weights)}); lower max_batch_size to "
+                f"{max(config.max_batch_size // 2, 1)}."
             ) from None
         except Exception as problem:
             raise ConfigError(
-                f"CUDA graphs cannot be captured; cuda_graphs=False runs without them ({one_line(problem)})."
+                "CUDA graphs cannot be captured; cuda_graphs=False runs without them "
+                f"({one_line(problem)})."
             ) from problem
     del storages
     memory.release()
     after = memory.read()
-    others = max(after.used - weights, 0)  # with what kernels and the CUDA context hold, and other tensors of ours
+    # with what kernels and the CUDA context hold, and other tensors of ours
+    others = max(after.used - weights, 0)
     return Claims(weights, workspace, graphs, others, after.total)
 
 
 @torch.inference_mode()
-def run_largest_steps(config: EngineConfig, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]) -> None:
-    """The steps that take the most: as many rows as may be, all of them scored; and as many decodes of full length."""
+def run_largest_steps(
+    config: EngineConfig, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]
+) -> None:
+    """The steps that take the most: as many rows as may be, all of them scored; and as many decodes
+    of full length.
+    """
     specs = [model.spec for model in models.values()]
     longest = longest_asked(config, specs)
     drawn = _sampling(min(config.max_batch_size, config.max_tokens_per_batch))
@@ -175,21 +193,27 @@ def run_largest_steps(config: EngineConfig, models: Mapping[str, Decoder], stora
 
 
 def staging_room(device: torch.device, workspace: int, memory: DeviceMemory | None = None) -> float:
-    """Bytes of a device that a weight update may be put aside in; a step's workspace is left to the steps."""
+    """Bytes of a device that a weight update may be put aside in; a step's workspace is left to the
+    steps.
+    """
     if device.type == "cpu":
         return math.inf
     reading = (memory or CudaMemory(device)).read()
-    return max(0, (reading.total - reading.used - workspace) // 2)  # what is under way takes some too
+    # what is under way takes some too
+    return max(0, (reading.total - reading.used - workspace) // 2)
 
 
-def guess(config: EngineConfig, specs: Iterable[ModelSpec], dtype: torch.dtype, kernels: bool) -> int:
+def guess(
+    config: EngineConfig, specs: Iterable[ModelSpec], dtype: torch.dtype, kernels: bool
+) -> int:
     """About how many bytes a step takes beside weights and KV cache, where none was run.
 
     Args:
         config: of the engine.
         specs: of the models.
         dtype: of weights and activations.
-        kernels: attention is a kernel of its own; else it is the reference's, which lists what each row reads.
+        kernels: attention is a kernel of its own; else it is the reference's, which lists what each
+            row reads.
     """
     specs = list(specs)
     rows, size = config.max_tokens_per_batch, dtype.itemsize
@@ -197,8 +221,11 @@ def guess(config: EngineConfig, specs: Iterable[ModelSpec], dtype: torch.dtype, 
     for spec in specs:
         heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         a_row = 3 * 4 * spec.hidden_size + size * (heads + 3 * spec.intermediate_size)
-        if spec.moe is not None:  # all of a row's products, as they are sorted and as they are added up
-            a_row += spec.moe.experts_per_token * (8 * spec.hidden_size + 3 * size * spec.moe.intermediate_size)
+        # all of a row's products, as they are sorted and as they are added up
+        if spec.moe is not None:
+            a_row += spec.moe.experts_per_token * (
+                8 * spec.hidden_size + 3 * size * spec.moe.intermediate_size
+            )
         if not kernels:
             a_row += 9 * longest_asked(config, specs)  # a slot and a flag for each key
         logits = 2 * 4 * spec.vocab_size * max(config.max_batch_size, min(rows, TILE_ROWS))
@@ -207,13 +234,17 @@ def guess(config: EngineConfig, specs: Iterable[ModelSpec], dtype: torch.dtype, 
 
 
 def _scratch(config: EngineConfig, models: Mapping[str, Decoder]) -> dict[str, KVStorage]:
-    """Storages of a few blocks, whole ones: what a block costs with windows changes nothing of what a step takes."""
+    """Storages of a few blocks, whole ones: what a block costs with windows changes nothing of what
+    a step takes.
+    """
     shared: dict[object, KVStorage] = {}
     storages: dict[str, KVStorage] = {}
     for name, model in models.items():
         key = kv_shape(model.spec)
         if key not in shared:
-            shared[key] = KVStorage(model.spec, SCRATCH_BLOCKS, config.block_size, model.dtype, model.device)
+            shared[key] = KVStorage(
+                model.spec, SCRATCH_BLOCKS, config.block_size, model.dtype, model.device
+            )
             shared[key].keys.zero_()  # what stands in free memory may be NaN
             shared[key].values.zero_()
         storages[name] = shared[key]
@@ -221,7 +252,9 @@ def _scratch(config: EngineConfig, models: Mapping[str, Decoder]) -> dict[str, K
 
 
 def _chunk_lengths(config: EngineConfig, longest: int) -> list[int]:
-    """As many rows in as many chunks as a step may have; the first are as long as a chunk may be."""
+    """As many rows in as many chunks as a step may have; the first are as long as a chunk may
+    be.
+    """
     room = config.max_tokens_per_batch
     most = min(config.max_chunk_tokens or longest, longest)
     lengths: list[int] = []
@@ -231,7 +264,9 @@ def _chunk_lengths(config: EngineConfig, longest: int) -> list[int]:
     return lengths
 
 
-def _batch(lengths: Sequence[int], longest: int, block_size: int, weight_set: str, scored: bool) -> ForwardBatch:
+def _batch(
+    lengths: Sequence[int], longest: int, block_size: int, weight_set: str, scored: bool
+) -> ForwardBatch:
     """Chunks that end where the longest sequence does, all on the same few blocks."""
     blocks = [place % SCRATCH_BLOCKS for place in range(-(-longest // block_size))]
     ends = torch.tensor(lengths).cumsum(0)
@@ -249,13 +284,19 @@ def _sampling(num_samples: int) -> SamplingBatch:
     return sampling_batch([DrawRequest(GREEDIEST, row, (0, row, 1)) for row in range(num_samples)])
 
 
-def _too_large(config: EngineConfig, models: Mapping[str, Decoder], weights: int, before: MemoryReading) -> str:
+def _too_large(
+    config: EngineConfig, models: Mapping[str, Decoder], weights: int, before: MemoryReading
+) -> str:
     room = before.total - before.used
     model = next(iter(models.values()))
     guessed = guess(config, [each.spec for each in models.values()], model.dtype, kernels=True)
-    tokens = min(config.max_tokens_per_batch // 2, config.max_tokens_per_batch * room // max(guessed, 1))
+    tokens = min(
+        config.max_tokens_per_batch // 2, config.max_tokens_per_batch * room // max(guessed, 1)
+    )
     return (
-        f"a step of max_tokens_per_batch={config.max_tokens_per_batch} and max_batch_size={config.max_batch_size} does "
-        f"not fit: the weights take {gibibytes(weights)}, and {gibibytes(room)} of {gibibytes(before.total)} are free; "
+        f"a step of max_tokens_per_batch={config.max_tokens_per_batch} and "
+        f"max_batch_size={config.max_batch_size} does "
+        f"not fit: the weights take {gibibytes(weights)}, and {gibibytes(room)} of "
+        f"{gibibytes(before.total)} are free; "
         f"lower max_tokens_per_batch to {max(tokens, 1)}."
     )

@@ -18,7 +18,9 @@ LONG = 2.0  # seconds after which a bar appears by itself
 class _Shown:
     """Reports of one `generate`."""
 
-    def __init__(self, report: ProgressFunction | None, bar: "tqdm[Any] | None", total: int, loop: EngineLoop):
+    def __init__(
+        self, report: ProgressFunction | None, bar: "tqdm[Any] | None", total: int, loop: EngineLoop
+    ):
         self.report, self.bar, self.total, self.loop = report, bar, total, loop
         self.tokens_before = loop.num_completion_tokens
 
@@ -31,7 +33,9 @@ class _Shown:
             self.bar.n = self.total - left
             elapsed = self.bar.format_dict["elapsed"]
             use = self.loop.cache.share_in_use()
-            self.bar.set_postfix_str(f"{tokens / max(elapsed, 1e-9):,.0f} tok/s, KV {use:.0%}", refresh=False)
+            self.bar.set_postfix_str(
+                f"{tokens / max(elapsed, 1e-9):,.0f} tok/s, KV {use:.0%}", refresh=False
+            )
             self.bar.update(0)
 
     def close(self) -> None:

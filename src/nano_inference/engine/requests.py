@@ -1,4 +1,6 @@
-"""What callers hand in, checked and made into token ids. Nothing of the engine's state changes here."""
+"""What callers hand in, checked and made into token ids. Nothing of the engine's state changes
+here.
+"""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,14 +35,18 @@ class RequestChecks:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, or the one at `tokenizer_path`; read when it is first asked for."""
+        """The model's tokenizer, or the one at `tokenizer_path`; read when it is first asked
+        for.
+        """
         other = self.config.tokenizer_path
         return load_tokenizer(resolve_model(other) if other is not None else self.model_folder)
 
     def token_ids(self, prompt: Any) -> list[int]:
         """Token ids of a prompt of any kind. Raises `InvalidRequest`."""
         if isinstance(prompt, str):
-            return self._nonempty(self.need_tokenizer("a prompt of text").encode(prompt, add_special_tokens=True))
+            return self._nonempty(
+                self.need_tokenizer("a prompt of text").encode(prompt, add_special_tokens=True)
+            )
         if is_chat(prompt):
             return self._nonempty(encode_chat(self.need_tokenizer("a chat"), prompt))
         return self._nonempty(checked_ids(prompt, self.spec.vocab_size))
@@ -50,16 +56,21 @@ class RequestChecks:
         try:
             return self.tokenizer
         except ModelLoadError as problem:
-            raise InvalidRequest(f"{what} needs a tokenizer: {problem}; set tokenizer_path, or pass ids.") from problem
+            raise InvalidRequest(
+                f"{what} needs a tokenizer: {problem}; set tokenizer_path, or pass ids."
+            ) from problem
 
-    def require(self, prompt_len: int, params: Any, num_samples: Any, max_entries: int | None = None) -> int:
+    def require(
+        self, prompt_len: int, params: Any, num_samples: Any, max_entries: int | None = None
+    ) -> int:
         """Raise `InvalidRequest` or `RequestTooLarge` for what this engine cannot serve.
 
         Args:
             prompt_len: tokens of the prompt.
             params: of the request.
             num_samples: of the request.
-            max_entries: what it may cost, if that is less than any request may; see `nano_inference.budget`.
+            max_entries: what it may cost, if that is less than any request may; see
+                `nano_inference.budget`.
 
         Returns:
             ids that the mask of each sample may have in all.
@@ -75,13 +86,17 @@ class RequestChecks:
         return most_mask_ids(demand, budget)
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Ids that end a sample: the request's and, unless ignored, the model's. Raises `InvalidRequest`."""
+        """Ids that end a sample: the request's and, unless ignored, the model's. Raises
+        `InvalidRequest`.
+        """
         eos = frozenset(self.spec.eos_token_ids)
         every = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos
         drawable = params.allowed_token_ids or range(self.spec.vocab_size)
         if params.min_tokens and every.issuperset(drawable):
             raise InvalidRequest(
-                f"every id of the {'allowed set' if params.allowed_token_ids else 'whole vocabulary'} would end the "
+                "every id of the "
+                f"{'allowed set' if params.allowed_token_ids else 'whole vocabulary'} would end "
+                "the "
                 "sample, so min_tokens leaves nothing to draw."
             )
         return every
@@ -91,7 +106,9 @@ class RequestChecks:
         if max_entries is None:
             return most
         if not is_whole(max_entries, 1):
-            raise InvalidRequest(f"max_entries={max_entries!r} must be a positive integer, or None.")
+            raise InvalidRequest(
+                f"max_entries={max_entries!r} must be a positive integer, or None."
+            )
         return min(max_entries, most)
 
     def _nonempty(self, ids: list[int]) -> list[int]:
@@ -100,7 +117,8 @@ class RequestChecks:
         beyond = max(ids)
         if beyond >= self.spec.vocab_size:
             raise InvalidRequest(
-                f"the tokenizer made token id {beyond}, and the model's vocabulary ends at {self.spec.vocab_size - 1}; "
+                f"the tokenizer made token id {beyond}, and the model's vocabulary ends at "
+                f"{self.spec.vocab_size - 1}; "
                 "tokenizer_path does not belong to this model."
             )
         return ids
@@ -113,8 +131,13 @@ class RequestChecks:
             ("allowed token id", params.allowed_token_ids or ()),
         ):
             if outside := [token_id for token_id in ids if token_id >= size]:
-                raise InvalidRequest(f"{name} {min(outside)} is outside the vocabulary: 0 to {size - 1}.")
-        for name, count in (("top_logprobs", params.top_logprobs), ("prompt_top_logprobs", params.prompt_top_logprobs)):
+                raise InvalidRequest(
+                    f"{name} {min(outside)} is outside the vocabulary: 0 to {size - 1}."
+                )
+        for name, count in (
+            ("top_logprobs", params.top_logprobs),
+            ("prompt_top_logprobs", params.prompt_top_logprobs),
+        ):
             if count > size:
                 raise InvalidRequest(f"{name}={count} is more than the vocabulary has: {size}.")
 
@@ -122,18 +145,21 @@ class RequestChecks:
         longest = prompt_len + max_tokens
         if prompt_len >= self.max_model_len:
             raise RequestTooLarge(
-                f"the prompt of {prompt_len} tokens leaves no room in max_model_len={self.max_model_len}; at most "
+                f"the prompt of {prompt_len} tokens leaves no room in "
+                f"max_model_len={self.max_model_len}; at most "
                 f"{self.max_model_len - 1} fit."
             )
         if longest > self.max_model_len:
             raise RequestTooLarge(
-                f"prompt ({prompt_len}) and max_tokens={max_tokens} exceed max_model_len={self.max_model_len}; "
+                f"prompt ({prompt_len}) and max_tokens={max_tokens} exceed "
+                f"max_model_len={self.max_model_len}; "
                 f"max_tokens={self.max_model_len - prompt_len} would fit."
             )
         limit = self.config.max_tokens_per_batch
         if not self.config.enable_chunked_prefill and longest > limit:
             raise RequestTooLarge(
-                f"prompt ({prompt_len}) and max_tokens={max_tokens} exceed max_tokens_per_batch={limit}, which bounds "
+                f"prompt ({prompt_len}) and max_tokens={max_tokens} exceed "
+                f"max_tokens_per_batch={limit}, which bounds "
                 f"a request without chunked prefill; enable it, or allow {longest} tokens a batch."
             )
 
@@ -155,7 +181,9 @@ def many_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, Mapping):
         raise InvalidRequest("a chat is a list of messages, not one message; put it into a list.")
     if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__"):
-        raise InvalidRequest(f"prompts must be token ids, strings or chats, not {type(prompts).__name__}.")
+        raise InvalidRequest(
+            f"prompts must be token ids, strings or chats, not {type(prompts).__name__}."
+        )
     many = list(prompts)
     if not many:
         raise InvalidRequest("prompts is empty; give at least one prompt.")
@@ -168,17 +196,25 @@ def params_for(sampling_params: Params, num_prompts: int) -> list[SamplingParams
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
     if not isinstance(sampling_params, Iterable):
-        raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(sampling_params).__name__}.")
+        raise InvalidRequest(
+            f"sampling_params must be SamplingParams, not {type(sampling_params).__name__}."
+        )
     each = list(sampling_params)
     if len(each) != num_prompts:
-        raise InvalidRequest(f"{len(each)} sampling_params for {num_prompts} prompts; give one, or one for each.")
+        raise InvalidRequest(
+            f"{len(each)} sampling_params for {num_prompts} prompts; give one, or one for each."
+        )
     return each
 
 
 def checked_ids(prompt: Any, vocab_size: int) -> list[int]:
-    """Token ids as integers. Raises `InvalidRequest` for anything else, and for ids outside the vocabulary."""
+    """Token ids as integers. Raises `InvalidRequest` for anything else, and for ids outside the
+    vocabulary.
+    """
     if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__iter__"):
-        raise InvalidRequest(f"a prompt must be token ids, a string or a chat, not {type(prompt).__name__}.")
+        raise InvalidRequest(
+            f"a prompt must be token ids, a string or a chat, not {type(prompt).__name__}."
+        )
     ids: list[int] = []
     for item in prompt:
         try:
@@ -186,6 +222,8 @@ def checked_ids(prompt: Any, vocab_size: int) -> list[int]:
         except TypeError:
             raise InvalidRequest(f"token id {item!r} is not an integer.") from None
         if isinstance(item, bool) or not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"token id {item!r} is outside the vocabulary: 0 to {vocab_size - 1}.")
+            raise InvalidRequest(
+                f"token id {item!r} is outside the vocabulary: 0 to {vocab_size - 1}."
+            )
         ids.append(token_id)
     return ids

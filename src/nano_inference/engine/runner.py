@@ -56,7 +56,8 @@ class Sampled:
 class StepResult(NamedTuple):
     """What a step computed."""
 
-    drawn: list[tuple[Decoder, Tensor]]  # models with rows [L, H] to draw from, in the order of the batches
+    # models with rows [L, H] to draw from, in the order of the batches
+    drawn: list[tuple[Decoder, Tensor]]
     scores: Tensor  # float32 [P], in the order of the batches
     best: list[BestTokens]  # of the batches that have some
     graph: Any = None  # that computed it, if one did
@@ -73,7 +74,8 @@ class ModelRunner:
 
     def __init__(self, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]) -> None:
         self.models = dict(models)
-        self.storages = dict(storages)  # sets whose KV tensors have one shape may share them: a block belongs to one
+        # sets whose KV tensors have one shape may share them: a block belongs to one
+        self.storages = dict(storages)
         self.device = self.storage.keys.device
         self.lockstep: Lockstep | None = None  # with other engines
         self.clock = self.models[POLICY].joints.clock
@@ -81,7 +83,9 @@ class ModelRunner:
         self.prompt_tokens_computed = 0  # of the policy
 
     def rank_times(self) -> list[tuple[int, int]]:
-        """Nanoseconds that each rank was busy in steps, and that it waited in them for another stage."""
+        """Nanoseconds that each rank was busy in steps, and that it waited in them for another
+        stage.
+        """
         return [(self.clock.busy, self.clock.waiting)]
 
     @property
@@ -95,7 +99,9 @@ class ModelRunner:
         block_copies: tuple[tuple[int, int], ...],
         previous: Any,
     ) -> StepResult:
-        """Copy blocks, then compute every batch; returns what samples are drawn from, and the scores of all."""
+        """Copy blocks, then compute every batch; returns what samples are drawn from, and the
+        scores of all.
+        """
         mark = self.clock.begin()
         self._copy_blocks(block_copies)
         result = self._compute([to_device(batch, self.device) for batch in batches], previous)
@@ -107,7 +113,9 @@ class ModelRunner:
         self._forward_all((), None)
 
     def set_aside(self, weight_set: str, name: str, changing: Collection[str]) -> None:
-        """Keep a weight set as it is now under another name, or go on keeping it: what is about to change is copied."""
+        """Keep a weight set as it is now under another name, or go on keeping it: what is about to
+        change is copied.
+        """
         model = self.models[weight_set]
         kept = self.models[name].params if name in self.models else model.params
         shared = [key for key in changing if kept[key] is model.params[key]]
@@ -144,7 +152,9 @@ class ModelRunner:
         return [self.storage.block_shape]
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[Tensor]:
-        """Copies of the policy's blocks on the host, by rank: each uint8 [blocks, bytes]. Nothing may be in flight."""
+        """Copies of the policy's blocks on the host, by rank: each uint8 [blocks, bytes]. Nothing
+        may be in flight.
+        """
         return [self.storage.read_blocks(block_ids)]
 
     def write_blocks(self, block_ids: Sequence[int], parts: Sequence[Tensor]) -> None:
@@ -174,8 +184,14 @@ class ModelRunner:
             for batch, result in zip(batches, results, strict=True)
             if len(result.hidden)
         ]
-        scores = results[0].scores if len(results) == 1 else torch.cat([result.scores for result in results])
-        return StepResult(drawn, scores, [result.best for result in results if result.best is not None])
+        scores = (
+            results[0].scores
+            if len(results) == 1
+            else torch.cat([result.scores for result in results])
+        )
+        return StepResult(
+            drawn, scores, [result.best for result in results if result.best is not None]
+        )
 
     def _forward_all(self, batches: Sequence[ForwardBatch], previous: Any) -> list[ForwardResult]:
         if self.lockstep is None:
@@ -206,7 +222,9 @@ class ModelRunner:
         ops = self.models[POLICY].ops
         if not result.drawn:
             return ops.sample_logits(torch.empty((0, 1), device=self.device), batch)
-        return ops.sample_logits(torch.cat([model.logits(hidden) for model, hidden in result.drawn]), batch)
+        return ops.sample_logits(
+            torch.cat([model.logits(hidden) for model, hidden in result.drawn]), batch
+        )
 
     @torch.inference_mode()
     def _forward_one(self, batch: ForwardBatch, previous: Any) -> ForwardResult:
@@ -228,5 +246,7 @@ def to_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
     if device.type == "cpu":
         return batch
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    moved = {name: v.to(device, non_blocking=True) for name, v in values.items() if isinstance(v, Tensor)}
+    moved = {
+        name: v.to(device, non_blocking=True) for name, v in values.items() if isinstance(v, Tensor)
+    }
     return replace(batch, **moved)

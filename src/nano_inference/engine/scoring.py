@@ -22,7 +22,9 @@ ATTEMPTS = 8  # to score under one version of the weights
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Tokens of a sequence from position `start` (at least 1) to its end, each scored given those before it."""
+    """Tokens of a sequence from position `start` (at least 1) to its end, each scored given those
+    before it.
+    """
 
     token_ids: list[int]
     start: int
@@ -34,8 +36,8 @@ class Scores(NamedTuple):
 
     Attributes:
         logprobs: of its tokens from `start` on.
-        routes: the experts of all its rows but the last, int16 [rows, layers of experts, K]; None: nothing was scored,
-            or nobody keeps a record of them.
+        routes: the experts of all its rows but the last, int16 [rows, layers of experts, K]; None:
+            nothing was scored, or nobody keeps a record of them.
     """
 
     logprobs: list[float]
@@ -48,28 +50,36 @@ def checked_sequence(engine: InferenceEngine, sequence: Any, place: int) -> list
     Raises `InvalidRequest` or `RequestTooLarge`.
     """
     if is_text(sequence) or not hasattr(sequence, "__len__"):
-        raise InvalidRequest(f"sequence {place} must be a list of token ids, not {type(sequence).__name__}.")
+        raise InvalidRequest(
+            f"sequence {place} must be a list of token ids, not {type(sequence).__name__}."
+        )
     if len(sequence) == 0:
         raise InvalidRequest(f"sequence {place} is empty; give at least one token id.")
     token_ids = checked_ids(sequence, engine.spec.vocab_size)
     most, config = engine.max_model_len, engine.config
     if len(token_ids) > most:
-        raise RequestTooLarge(f"sequence {place} of {len(token_ids)} tokens exceeds max_model_len={most}.")
+        raise RequestTooLarge(
+            f"sequence {place} of {len(token_ids)} tokens exceeds max_model_len={most}."
+        )
     limit = config.max_tokens_per_batch
     if not config.enable_chunked_prefill and len(token_ids) - 1 > limit:
         raise RequestTooLarge(
-            f"sequence {place} of {len(token_ids)} tokens exceeds max_tokens_per_batch={limit}, which bounds a request "
+            f"sequence {place} of {len(token_ids)} tokens exceeds max_tokens_per_batch={limit}, "
+            "which bounds a request "
             f"without chunked prefill; enable it, or allow {len(token_ids) - 1} tokens a batch."
         )
     return token_ids
 
 
-def score_tokens(engine: InferenceEngine, requests: Listed[ScoreRequest], weight_set: str = POLICY) -> list[Scores]:
-    """The logprobs of the tokens of each request, all under one version of a weight set; and the routes that the weight
-    set's decoder keeps a record of.
+def score_tokens(
+    engine: InferenceEngine, requests: Listed[ScoreRequest], weight_set: str = POLICY
+) -> list[Scores]:
+    """The logprobs of the tokens of each request, all under one version of a weight set; and the
+    routes that the weight set's decoder keeps a record of.
 
-    Where the weights change meanwhile, all is scored again under the new ones. Any thread may call this. Raises
-    `RequestAborted`, `EngineDead`, and `WeightUpdateError` where the weights change faster than this can score.
+    Where the weights change meanwhile, all is scored again under the new ones. Any thread may call
+    this. Raises `RequestAborted`, `EngineDead`, and `WeightUpdateError` where the weights change
+    faster than this can score.
     """
     wanted = [request for request in requests if request.start < len(request.token_ids)]
     versions = engine.loop.sequences.versions
@@ -77,13 +87,19 @@ def score_tokens(engine: InferenceEngine, requests: Listed[ScoreRequest], weight
         version = versions[weight_set]
         scores = iter(_scores(engine, wanted, weight_set))
         if versions[weight_set] == version:
-            return [next(scores) if request.start < len(request.token_ids) else Scores([]) for request in requests]
+            return [
+                next(scores) if request.start < len(request.token_ids) else Scores([])
+                for request in requests
+            ]
     raise WeightUpdateError(
-        f"the weights changed in each of {ATTEMPTS} attempts to score; score less at once, or update less often."
+        f"the weights changed in each of {ATTEMPTS} attempts to score; score less at once, or "
+        "update less often."
     )
 
 
-def _scores(engine: InferenceEngine, requests: Listed[ScoreRequest], weight_set: str) -> list[Scores]:
+def _scores(
+    engine: InferenceEngine, requests: Listed[ScoreRequest], weight_set: str
+) -> list[Scores]:
     scorers = [_scorer(engine, request, weight_set) for request in requests]
     record = engine.runner.models[weight_set].routes
     routes: dict[int, Tensor] = {}
@@ -94,13 +110,18 @@ def _scores(engine: InferenceEngine, requests: Listed[ScoreRequest], weight_set:
     with closing(generation.run(engine.shared, scorers, progress=False)) as deltas:
         for sample in (delta.finished for delta in deltas if delta.finished is not None):
             if sample.ref_logprobs is None:
-                raise RequestAborted("a sequence was aborted before it was scored; nothing is returned for the others.")
+                raise RequestAborted(
+                    "a sequence was aborted before it was scored; nothing is returned for the "
+                    "others."
+                )
             by_id[sample.request_id] = list(sample.ref_logprobs)
     return [Scores(by_id[scorer.request_id], routes.get(scorer.request_id)) for scorer in scorers]
 
 
 def _take_routes(record: RouteRecord, routes: dict[int, Tensor], seq: Sequence) -> None:
-    routes[seq.request_id] = record.read(seq.block_ids, min(seq.num_computed_tokens, seq.num_to_compute))
+    routes[seq.request_id] = record.read(
+        seq.block_ids, min(seq.num_computed_tokens, seq.num_to_compute)
+    )
 
 
 def _scorer(engine: InferenceEngine, request: ScoreRequest, weight_set: str) -> Sequence:

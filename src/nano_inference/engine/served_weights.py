@@ -38,15 +38,25 @@ class ServedWeights:
         return {name: self.tensor(name) for name in self.slots}
 
     def _holds(self, name: str) -> bool:
-        """Whether this engine has any of a tensor: of engines in lockstep each has some of the experts."""
+        """Whether this engine has any of a tensor: of engines in lockstep each has some of the
+        experts.
+        """
         return self._shares is not None or math.prod(self.own[name].local_shape) > 0
 
     def tensor(self, name: str) -> Tensor:
-        """One of them, by its name in the checkpoint, or a tied head's. Raises `WeightUpdateError`."""
+        """One of them, by its name in the checkpoint, or a tied head's. Raises
+        `WeightUpdateError`.
+        """
         name = name if name in self.slots else TIED.get(name, name)
         if name not in self.slots:
-            raise WeightUpdateError(f"{name!r:.200} is not a tensor of this model; names are those of its checkpoint.")
-        return self._shares.whole(name) if self._shares is not None else read(self._params, self.own[name])
+            raise WeightUpdateError(
+                f"{name!r:.200} is not a tensor of this model; names are those of its checkpoint."
+            )
+        return (
+            self._shares.whole(name)
+            if self._shares is not None
+            else read(self._params, self.own[name])
+        )
 
 
 def _sha256(tensor: Tensor) -> str:

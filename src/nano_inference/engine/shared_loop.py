@@ -1,4 +1,6 @@
-"""`SharedLoop`: the loop for several threads. Who steps, who waits for what, pauses, and what a failure ends."""
+"""`SharedLoop`: the loop for several threads. Who steps, who waits for what, pauses, and what a
+failure ends.
+"""
 
 import math
 import threading
@@ -31,7 +33,8 @@ class SharedLoop:
     Attributes:
         lock: held by whoever runs the loop.
         work_arrived: set whenever a message arrives; whoever waits for work clears it.
-        when_dead: called once, with the reason, by whoever ends the engine or finds that it has failed.
+        when_dead: called once, with the reason, by whoever ends the engine or finds that it has
+            failed.
     """
 
     def __init__(self, loop: EngineLoop, explain: Callable[[Exception], Why]) -> None:
@@ -43,14 +46,17 @@ class SharedLoop:
         self._unclaimed: list[TrainingSample] = []  # for the next `step`
         self._running = threading.Event()  # not set while the engine is paused
         self._running.set()
-        self._paused_by: threading.Thread | None = None  # not its ident, which a later thread may get
+        # not its ident, which a later thread may get
+        self._paused_by: threading.Thread | None = None
         self._pause_asked = False  # and `resume` was not
         self._asleep: dict[Memory, Sleep] = {}
         self._dead: Why | None = None
         self.when_dead: Callable[[str], None] = lambda _: None
 
     def join(self, lockstep: Lockstep, device: torch.device) -> None:
-        """Go in lockstep with other engines from now on; what they say to each other lies on `device`."""
+        """Go in lockstep with other engines from now on; what they say to each other lies on
+        `device`.
+        """
         loop = self.loop
 
         def say() -> Member:
@@ -60,22 +66,28 @@ class SharedLoop:
         lockstep.attach(say, self.work_arrived.set, device)
         loop.lockstep = lockstep
 
-    # -- stepping -----------------------------------------------------------------------------------------------------
+    # -- stepping ----------------------------------------------------------------------------------
 
     def step(self) -> list[TrainingSample]:
-        """Run one step; returns the samples that ended since the last call and that nobody else waits for."""
+        """Run one step; returns the samples that ended since the last call and that nobody else
+        waits for.
+        """
         self.advance()
         with self.lock:
             kept, self._unclaimed = self._unclaimed, []
         return kept
 
     def advance(self) -> None:
-        """Run one step and hand its samples to those who wait for them; `step` returns the others."""
+        """Run one step and hand its samples to those who wait for them; `step` returns the
+        others.
+        """
         with self.lock, HeldInterrupts():
             self._deliver(self._guarded(self.loop.step))
 
     def advance_or_wait(self, patience: float) -> bool:
-        """Run a step; while the engine is paused wait for at most so many seconds. False: there was nothing to do."""
+        """Run a step; while the engine is paused wait for at most so many seconds. False: there was
+        nothing to do.
+        """
         self.require_alive()
         if self.has_work():
             self.advance()
@@ -91,14 +103,17 @@ class SharedLoop:
             self._deliver(self._guarded(self.loop.handle))
 
     def between_steps(self, weight_set: str, change: Callable[[], int | None]) -> None:
-        """Call `change` with nothing in flight. What it returns is the weight set's new version; None: as it was.
+        """Call `change` with nothing in flight. What it returns is the weight set's new version;
+        None: as it was.
 
         Raises `InvalidRequest` while the weights are asleep.
         """
         with self.lock:
             self.require_weights()
             if self.loop.lockstep is not None:
-                raise InvalidRequest("weights beside the policy's are not possible for engines in lockstep.")
+                raise InvalidRequest(
+                    "weights beside the policy's are not possible for engines in lockstep."
+                )
             self.handle()
             self._deliver(self._guarded(lambda: self.loop.change_now(weight_set, change)))
 
@@ -110,15 +125,15 @@ class SharedLoop:
         return bool(self._unclaimed) or self.has_work() or bool(self._unclaimed)
 
     def has_work(self) -> bool:
-        """Whether a step would do anything. It says no only between two steps: in the middle of one, what is on its way
-        from list to list or to those who wait for it is nowhere to be seen.
+        """Whether a step would do anything. It says no only between two steps: in the middle of
+        one, what is on its way from list to list or to those who wait for it is nowhere to be seen.
         """
         if self.loop.has_pending():
             return True
         with self.lock:
             return self._dead is None and self.loop.has_pending()
 
-    # -- requests -----------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def post(self, message: Message) -> None:
         """Leave a message for the next step."""
@@ -126,7 +141,9 @@ class SharedLoop:
         self.work_arrived.set()
 
     def enqueue_first(self, sequence: Sequence) -> int:
-        """Queue a checked request before all that arrived since the lock was taken and the messages were."""
+        """Queue a checked request before all that arrived since the lock was taken and the messages
+        were.
+        """
         self.loop.inbox.appendleft(Add(sequence))
         self.work_arrived.set()
         return sequence.request_id
@@ -137,24 +154,31 @@ class SharedLoop:
         return sequence.request_id
 
     def open(self, requests: Iterable[Sequence], sink: Sink) -> None:
-        """From now on `sink` takes these requests' deltas. Raises `InvalidRequest` where they would never come."""
+        """From now on `sink` takes these requests' deltas. Raises `InvalidRequest` where they would
+        never come.
+        """
         self.require_alive()
         if self.is_paused_by_me():
             raise InvalidRequest(
-                f"the engine is {'asleep' if self._asleep else 'paused'}, by this thread, which would wait "
+                f"the engine is {'asleep' if self._asleep else 'paused'}, by this thread, which "
+                "would wait "
                 "for itself; resume() or wake() it first, or use add_request."
             )
         for request in requests:
             self.delivery.open(request.request_id, request.width, sink)
 
     def abandon(self, request_ids: Iterable[int]) -> None:
-        """Nobody waits for these requests any more: those that have not ended do so now, and are lost."""
+        """Nobody waits for these requests any more: those that have not ended do so now, and are
+        lost.
+        """
         unfinished = self.delivery.abandon(request_ids)
         if unfinished and self._dead is None:
             self.abort(frozenset(unfinished))
 
     def abort(self, request_ids: frozenset[int] | None) -> list[TrainingSample]:
-        """End requests (None: all) now; returns their partial samples, also to those who wait for them."""
+        """End requests (None: all) now; returns their partial samples, also to those who wait for
+        them.
+        """
         self.require_alive()
         with self.lock:
             self.handle()
@@ -166,15 +190,19 @@ class SharedLoop:
                 del self._unclaimed[before:]
                 return ended
             # An update that waited for them may be applied now, and end others.
-            others = [sample for sample in self._unclaimed[before:] if sample.request_id not in request_ids]
+            others = [
+                sample
+                for sample in self._unclaimed[before:]
+                if sample.request_id not in request_ids
+            ]
             self._unclaimed[before:] = others
             return [sample for sample in ended if sample.request_id in request_ids]
 
-    # -- pauses -------------------------------------------------------------------------------------------------------
+    # -- pauses ------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode, patience: float = math.inf) -> list[TrainingSample] | None:
-        """See `InferenceEngine.pause`. None: requests did not end in so many seconds, or another thread has resumed
-        meanwhile, and nothing is paused.
+        """See `InferenceEngine.pause`. None: requests did not end in so many seconds, or another
+        thread has resumed meanwhile, and nothing is paused.
         """
         self.require_alive()
         if mode not in get_args(PauseMode):
@@ -184,7 +212,8 @@ class SharedLoop:
             with self.lock:
                 self.handle()
                 self.loop.admitting = False
-            while self._is_busy() and not (self.loop.paused or self.loop.admitting):  # others may step, add and abort
+            # others may step, add and abort
+            while self._is_busy() and not (self.loop.paused or self.loop.admitting):
                 if time.monotonic() > deadline:
                     self.end_pause()
                     return None
@@ -197,7 +226,9 @@ class SharedLoop:
             return self.abort(None) if mode == "abort" else []
 
     def resume(self) -> None:
-        """Go on after a pause, as soon as nothing is asleep. Raises `InvalidRequest` if only a sleep keeps it."""
+        """Go on after a pause, as soon as nothing is asleep. Raises `InvalidRequest` if only a
+        sleep keeps it.
+        """
         self.require_alive()
         with self.lock:
             if self._asleep and not self._pause_asked:
@@ -227,14 +258,19 @@ class SharedLoop:
     def sleep(self, memory: Collection[Memory], give_back: Callable[[Memory], Sleep]) -> None:
         """Stop, and give these parts of the memory back, as far as they are awake.
 
-        Without a KV cache no sequence holds blocks. Raises `NanoInferenceError`, with nothing changed.
+        Without a KV cache no sequence holds blocks. Raises `NanoInferenceError`, with nothing
+        changed.
         """
         self.require_alive()
         if unknown := sorted(set(memory) - set(get_args(Memory))):
-            raise InvalidRequest(f"memory holds {unknown[0]!r}; its parts are {', '.join(get_args(Memory))}.")
+            raise InvalidRequest(
+                f"memory holds {unknown[0]!r}; its parts are {', '.join(get_args(Memory))}."
+            )
         self._wait_for_others(memory)
         with self.lock:
-            parts: list[Memory] = [each for each in get_args(Memory) if each in memory and each not in self._asleep]
+            parts: list[Memory] = [
+                each for each in get_args(Memory) if each in memory and each not in self._asleep
+            ]
             if not parts:
                 return
             self._stop()
@@ -245,7 +281,9 @@ class SharedLoop:
                         self.loop.vacate()
                     self._asleep[part] = give_back(part)  # the weights first: they may fail
             except OSError as problem:
-                raise NanoInferenceError(f"the weights could not be put aside: {problem}.") from problem
+                raise NanoInferenceError(
+                    f"the weights could not be put aside: {problem}."
+                ) from problem
             except Exception as problem:  # the device's: some of it is given back, and some is not
                 self._fail(failed("the memory could not be given back", problem), problem)
             finally:
@@ -255,13 +293,16 @@ class SharedLoop:
                     self._go_on()
 
     def wake(self, memory: Collection[Memory] | None = None) -> None:
-        """Take these parts of the memory again, and go on once all is awake and no pause is asked for.
+        """Take these parts of the memory again, and go on once all is awake and no pause is asked
+        for.
 
         None: all of it; if any was asleep, that ends a pause as well. What is awake stays as it is.
         """
         self.require_alive()
         with self.lock:
-            parts: list[Memory] = [part for part in self.asleep() if memory is None or part in memory]
+            parts: list[Memory] = [
+                part for part in self.asleep() if memory is None or part in memory
+            ]
             if not parts and not self._is_held():
                 return
             if memory is None:
@@ -279,9 +320,11 @@ class SharedLoop:
     def _wake(self, part: Memory) -> None:
         try:
             self._asleep[part].end()
-        except torch.OutOfMemoryError as problem:  # of a card that is shared: it may be free again in a moment
+        except torch.OutOfMemoryError as problem:
+            # of a card that is shared: it may be free again in a moment
             raise NanoInferenceError(
-                f"there is no memory to wake {part} in, and the engine sleeps on; free some, and wake it again: "
+                f"there is no memory to wake {part} in, and the engine sleeps on; free some, and "
+                "wake it again: "
                 f"{problem}"
             ) from problem
         except Exception as problem:
@@ -289,7 +332,9 @@ class SharedLoop:
         del self._asleep[part]
 
     def _wait_for_others(self, memory: Collection[Memory]) -> None:
-        """Stop, and serve the engines in lockstep until the weights of all may sleep; not for ever."""
+        """Stop, and serve the engines in lockstep until the weights of all may sleep; not for
+        ever.
+        """
         lockstep = self.loop.lockstep
         if lockstep is not None and "weights" in memory and not self.has_no_weights():
             with self.lock:
@@ -298,8 +343,14 @@ class SharedLoop:
             sleep_with_others(lockstep, self)
 
     def _require_together(self, parts: Collection[Memory]) -> None:
-        """Raise `NanoInferenceError` where engines in lockstep need the weights, and go on. With the lock."""
-        if self.loop.lockstep is not None and "weights" in parts and not self.loop.lockstep.may_sleep:
+        """Raise `NanoInferenceError` where engines in lockstep need the weights, and go on. With
+        the lock.
+        """
+        if (
+            self.loop.lockstep is not None
+            and "weights" in parts
+            and not self.loop.lockstep.may_sleep
+        ):
             self._have_weights(True)
             self._go_on()
             raise not_together()
@@ -330,7 +381,7 @@ class SharedLoop:
             self._running.set()
             self.work_arrived.set()
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def end(self, why: str) -> None:
         """No call works from now on, for the first reason that there was."""
@@ -350,7 +401,9 @@ class SharedLoop:
             raise EngineDead(f"{self._dead.text}; build a new one.", self._dead.public)
 
     def require_weights(self) -> None:
-        """Raise `InvalidRequest` while the weights are asleep: none is there to read, and what is written is lost."""
+        """Raise `InvalidRequest` while the weights are asleep: none is there to read, and what is
+        written is lost.
+        """
         if self.has_no_weights():
             raise InvalidRequest("the weights are asleep; wake() the engine first.")
 
@@ -387,7 +440,9 @@ class SharedLoop:
             self.delivery.broken.clear()
 
     def _guarded(self, run: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
-        """Run part of the loop. What it raises leaves sequences and cache in an unknown state: the engine is dead."""
+        """Run part of the loop. What it raises leaves sequences and cache in an unknown state: the
+        engine is dead.
+        """
         self.require_alive()
         try:
             return run()

@@ -1,7 +1,9 @@
-"""Weights of engines in lockstep sleep together, as each needs the experts of all: who waits for whom.
+"""Weights of engines in lockstep sleep together, as each needs the experts of all: who waits for
+whom.
 
-An engine whose weights are to sleep stops, says so in the next round, and goes on serving the others until all have
-said it. From then on nobody computes until a round in which all say that they have their weights again.
+An engine whose weights are to sleep stops, says so in the next round, and goes on serving the
+others until all have said it. From then on nobody computes until a round in which all say that they
+have their weights again.
 """
 
 import time
@@ -33,14 +35,17 @@ class Stepping(Protocol):
 
 
 def sleep_with_others(lockstep: Lockstep, engine: Stepping) -> None:
-    """Wait until the weights of an engine that wants to may sleep: see `Lockstep.may_sleep` for whether they may."""
+    """Wait until the weights of an engine that wants to may sleep: see `Lockstep.may_sleep` for
+    whether they may.
+    """
     _wait(lambda: lockstep.asleep or not lockstep.sleep_wanted, engine, SLEEP_SECONDS)
 
 
 def not_together() -> NanoInferenceError:
     """Why they may not."""
     return NanoInferenceError(
-        "the weights of engines in lockstep sleep together, and not all of these were asked to sleep within "
+        "the weights of engines in lockstep sleep together, and not all of these were asked to "
+        "sleep within "
         f"{SLEEP_SECONDS:g} s, or some were woken; ask all of them at once."
     )
 
@@ -52,7 +57,8 @@ def wake_with_others(lockstep: Lockstep, engine: Stepping) -> None:
     """
     if not _wait(lambda: lockstep.sleep_wanted or not lockstep.asleep, engine, WAKE_SECONDS):
         raise NanoInferenceError(
-            "the weights of other engines in lockstep sleep on, and this one waits for them; wake() them, and then "
+            "the weights of other engines in lockstep sleep on, and this one waits for them; "
+            "wake() them, and then "
             "this one again."
         )
 

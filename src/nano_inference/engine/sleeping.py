@@ -1,4 +1,6 @@
-"""Giving memory back while an engine sleeps: the KV cache, and the weights, which wait in a file."""
+"""Giving memory back while an engine sleeps: the KV cache, and the weights, which wait in a
+file.
+"""
 
 import tempfile
 from collections.abc import Iterable
@@ -14,7 +16,8 @@ from nano_inference.types import Memory
 
 
 class Sleep:
-    """One part of the memory that was given back. Everything keeps its address on a CPU: nothing is recorded anew.
+    """One part of the memory that was given back. Everything keeps its address on a CPU: nothing is
+    recorded anew.
 
     Args:
         tensors: what it holds.
@@ -26,7 +29,8 @@ class Sleep:
 
     def __init__(self, tensors: Iterable[Tensor], models: Iterable[Decoder], *, keep: bool) -> None:
         self._models = list(models)
-        self._tensors = list({tensor.data_ptr(): tensor for tensor in tensors}.values())  # weight sets may share some
+        # weight sets may share some
+        self._tensors = list({tensor.data_ptr(): tensor for tensor in tensors}.values())
         self._file = _saved(self._tensors) if keep else None
         self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
         for tensor in self._tensors:
@@ -61,7 +65,11 @@ class Sleep:
         if self._file is not None:
             self._file.seek(0)
             for tensor in self._tensors:
-                there = _bytes(tensor) if tensor.device.type == "cpu" else torch.empty(tensor.nbytes, dtype=torch.uint8)
+                there = (
+                    _bytes(tensor)
+                    if tensor.device.type == "cpu"
+                    else torch.empty(tensor.nbytes, dtype=torch.uint8)
+                )
                 if self._file.readinto(there.numpy().data) != tensor.nbytes:
                     raise OSError("their file is cut short")
                 if tensor.device.type != "cpu":
@@ -88,13 +96,19 @@ def give_back(memory: Memory, storages: Iterable[KVStorage], models: Iterable[De
     """Give the weights or the KV cache back. Raises `OSError`, with nothing given back."""
     models = list(models)
     if memory == "weights":
-        return Sleep((_memory(param) for model in models for param in model.params.values()), models, keep=True)
+        return Sleep(
+            (_memory(param) for model in models for param in model.params.values()),
+            models,
+            keep=True,
+        )
     caches = (tensor for storage in set(storages) for tensor in (storage.keys, storage.values))
     return Sleep(caches, models, keep=False)
 
 
 def _saved(tensors: Iterable[Tensor]) -> Any:
-    """A file that has no name, so that it is gone with the process, however that ends. Raises `OSError`."""
+    """A file that has no name, so that it is gone with the process, however that ends. Raises
+    `OSError`.
+    """
     file: IO[bytes] = tempfile.TemporaryFile(prefix="nano-inference-")  # noqa: SIM115
     try:
         for tensor in tensors:  # one by one: no second copy of them all

@@ -24,12 +24,15 @@ def collect(loop: EngineLoop, runner: ModelRunner) -> EngineStats:
         tokens_computed=runner.tokens_computed,
         prompt_tokens_computed=runner.prompt_tokens_computed,
         prompt_tokens_cached=loop.num_cached_tokens,
-        hit_rate=loop.num_cached_tokens / max(loop.num_cached_tokens + runner.prompt_tokens_computed, 1),
+        hit_rate=loop.num_cached_tokens
+        / max(loop.num_cached_tokens + runner.prompt_tokens_computed, 1),
         prompt_tokens=loop.num_prompt_tokens,
         prompt_tokens_queried=loop.num_queried_tokens,
         completion_tokens=loop.num_completion_tokens,
         tokens_per_second=loop.num_completion_tokens / seconds if seconds else 0.0,
         step_microseconds=loop.clock.microseconds(loop.num_steps),
         ranks_busy=tuple(busy for busy, _ in times),
-        ranks_waiting=tuple(waiting + for_samples * (rank == 0) for rank, (_, waiting) in enumerate(times)),
+        ranks_waiting=tuple(
+            waiting + for_samples * (rank == 0) for rank, (_, waiting) in enumerate(times)
+        ),
     )

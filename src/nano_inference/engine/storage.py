@@ -19,27 +19,33 @@ def kv_shape(spec: ModelSpec) -> tuple[int, int, int]:
 
 
 def storage_key(spec: ModelSpec, layout: BlockLayout) -> tuple[object, ...]:
-    """Models with the same key share KV tensors: also which layers have a window must agree where that counts."""
+    """Models with the same key share KV tensors: also which layers have a window must agree where
+    that counts.
+    """
     return (*kv_shape(spec), spec.windows if layout.num_sliding else ())
 
 
 def common_layout(specs: Sequence[ModelSpec], max_len: int, stages: int = 1) -> BlockLayout:
     """What a block costs if every model, and every stage of a pipeline, is to find its place in it.
 
-    A unit holds as many layers as divide both those with a window and those without, in every stage; a stage that has
-    fewer of them than another leaves some of its units empty. Block ids are shared, so models whose layouts differ all
-    keep everything, as if no layer had a window.
+    A unit holds as many layers as divide both those with a window and those without, in every
+    stage; a stage that has fewer of them than another leaves some of its units empty. Block ids are
+    shared, so models whose layouts differ all keep everything, as if no layer had a window.
     """
     layouts = {_layout(spec, max_len, stages) for spec in specs}
     return layouts.pop() if len(layouts) == 1 else UNIFORM
 
 
 def _layout(spec: ModelSpec, max_len: int, stages: int) -> BlockLayout:
-    windows = [window if window < max_len else 0 for window in spec.windows]  # one that no sequence outgrows is none
+    # one that no sequence outgrows is none
+    windows = [window if window < max_len else 0 for window in spec.windows]
     if not any(windows):
         return UNIFORM
     held = [[windows[layer] for layer in layers] for layers in split_layers(spec, stages)]
-    num_full, num_sliding = [each.count(0) for each in held], [len(each) - each.count(0) for each in held]
+    num_full, num_sliding = (
+        [each.count(0) for each in held],
+        [len(each) - each.count(0) for each in held],
+    )
     layers = math.gcd(*num_full, *num_sliding)
     return BlockLayout(max(num_full) // layers, max(num_sliding) // layers, max(windows))
 
@@ -57,18 +63,29 @@ def _slides(spec: ModelSpec, layout: BlockLayout) -> list[bool]:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small tensor of the host on a device, behind what is queued there; the host does not wait for it."""
-    return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    """A small tensor of the host on a device, behind what is queued there; the host does not wait
+    for it.
+    """
+    return (
+        tensor.to(device)
+        if device.type == "cpu"
+        else tensor.pin_memory().to(device, non_blocking=True)
+    )
 
 
 class UnitMap:
-    """Which units stand behind which block, on the device: a mirror of `UnitPool.unit_of`, shared by all storages."""
+    """Which units stand behind which block, on the device: a mirror of `UnitPool.unit_of`, shared
+    by all storages.
+    """
 
     def __init__(self, pool: UnitPool, device: torch.device) -> None:
         self.layout, self.num_units = pool.layout, pool.num_units
         self._pool = pool
-        self._host = torch.frombuffer(pool.unit_of, dtype=torch.int64).view(pool.layout.num_units, pool.num_blocks)
-        self._units = self._host if device.type == "cpu" else self._host.to(device)  # a CPU reads the pool's own memory
+        self._host = torch.frombuffer(pool.unit_of, dtype=torch.int64).view(
+            pool.layout.num_units, pool.num_blocks
+        )
+        # a CPU reads the pool's own memory
+        self._units = self._host if device.type == "cpu" else self._host.to(device)
 
     def units(self) -> Tensor:
         """Units [units of a block, blocks] as they are now."""
@@ -83,8 +100,9 @@ class UnitMap:
 class KVStorage:
     """Keys and values: two tensors [layers of a unit, kv heads, units, block_size, head_dim].
 
-    The head stands before the block, so that a gather over slots gives one contiguous matrix a head. Without `units` a
-    block is one unit of all layers. With them, each layer of a block lies in one of the block's units.
+    The head stands before the block, so that a gather over slots gives one contiguous matrix a
+    head. Without `units` a block is one unit of all layers. With them, each layer of a block lies
+    in one of the block's units.
     """
 
     def __init__(
@@ -96,17 +114,20 @@ class KVStorage:
         device: torch.device,
         units: UnitMap | None = None,
     ) -> None:
-        layout, num_units = (UNIFORM, num_blocks) if units is None else (units.layout, units.num_units)
+        layout, num_units = (
+            (UNIFORM, num_blocks) if units is None else (units.layout, units.num_units)
+        )
         layers = layers_of_a_unit(spec, layout)
         shape = (layers, spec.num_kv_heads, num_units, block_size, spec.head_dim)
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.unit_map = units
-        # For each layer: which of a block's units it lies in, and where in there. Full layers stand before others.
+        # For each layer: which of a block's units it lies in, and where in there. Full layers stand
+        # before others.
         seen = {False: itertools.count(), True: itertools.count(layout.num_full * layers)}
         self.places = [divmod(next(seen[slides]), layers) for slides in _slides(spec, layout)]
-        # Not initialised: no slot is read before it is written (tests fill them with NaN), and touching gigabytes that
-        # may never be used takes seconds.
+        # Not initialised: no slot is read before it is written (tests fill them with NaN), and
+        # touching gigabytes that may never be used takes seconds.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         if device.type == "cpu":
@@ -125,7 +146,9 @@ class KVStorage:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """Of one block in `read_blocks`: [2, layers, kv heads, block_size, head_dim], keys first."""
+        """Of one block in `read_blocks`: [2, layers, kv heads, block_size, head_dim], keys
+        first.
+        """
         return 2, len(self.places), self.keys.shape[1], self.block_size, self.keys.shape[-1]
 
     def read_blocks(self, block_ids: Sequence[int]) -> Tensor:
@@ -140,9 +163,16 @@ class KVStorage:
         return whole.view(len(block_ids), -1).view(torch.uint8)
 
     def write_blocks(self, block_ids: Sequence[int], data: Tensor) -> None:
-        """Put back what `read_blocks` gave, of any storage of the same shape, into blocks that nothing reads now."""
+        """Put back what `read_blocks` gave, of any storage of the same shape, into blocks that
+        nothing reads now.
+        """
         blocks = torch.tensor(block_ids, device=self.keys.device)
-        values = data.contiguous().view(self.keys.dtype).view(len(block_ids), *self.block_shape).to(self.keys.device)
+        values = (
+            data.contiguous()
+            .view(self.keys.dtype)
+            .view(len(block_ids), *self.block_shape)
+            .to(self.keys.device)
+        )
         for layer in range(len(self.places)):
             place, where = self._find_blocks(layer, blocks)
             self.keys[place][:, where] = values[:, 0, layer].transpose(0, 1)
@@ -159,7 +189,9 @@ class KVStorage:
 
 
 class BoundKVStorage:
-    """A `KvcacheView`: the storage, and the tables of one batch. Slots are of blocks, whatever stands behind them."""
+    """A `KvcacheView`: the storage, and the tables of one batch. Slots are of blocks, whatever
+    stands behind them.
+    """
 
     def __init__(self, storage: KVStorage, page_table: Tensor, total_len: Tensor) -> None:
         self.block_size = storage.block_size
@@ -194,7 +226,9 @@ class BoundKVStorage:
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """The layer's keys and values themselves: two of [kv heads, slots, head_dim]."""
         if self._units is not None:
-            raise RuntimeError("slots of units are not slots of blocks; plan_memory keeps them apart.")
+            raise RuntimeError(
+                "slots of units are not slots of blocks; plan_memory keeps them apart."
+            )
         place = self._places[layer][1]
         return self._keys[place], self._values[place]
 
@@ -203,4 +237,6 @@ class BoundKVStorage:
         unit, place = self._places[layer]
         if self._units is None:
             return place, slots
-        return place, self._units[unit][slots // self.block_size] * self.block_size + slots % self.block_size
+        return place, self._units[unit][
+            slots // self.block_size
+        ] * self.block_size + slots % self.block_size

@@ -1,4 +1,6 @@
-"""From an update that somebody has to the weights that serve: who may lend tensors, who waits, who is told."""
+"""From an update that somebody has to the weights that serve: who may lend tensors, who waits, who
+is told.
+"""
 
 from functools import partial
 from typing import Any, get_args
@@ -20,7 +22,9 @@ from nano_inference.types import KvPolicy
 class Updates:
     """Updates of the policy. `manager` checks and writes them, the loop says when."""
 
-    def __init__(self, model: Decoder, runner: ModelRunner, shared: SharedLoop, workspace: int) -> None:
+    def __init__(
+        self, model: Decoder, runner: ModelRunner, shared: SharedLoop, workspace: int
+    ) -> None:
         room = partial(staging_room, model.device, workspace)
         lockstep = shared.loop.lockstep
         others = None if lockstep is None else (shared.lock, lockstep.allows)
@@ -29,8 +33,12 @@ class Updates:
         self._shared = shared
         shared.when_dead = self.manager.close
 
-    def update(self, weights: Any, blocking: bool, kv_policy: KvPolicy | None, **options: Any) -> WeightUpdate:
-        """See `InferenceEngine.update_weights`; `options` are those of `WeightSyncManager.stage`."""
+    def update(
+        self, weights: Any, blocking: bool, kv_policy: KvPolicy | None, **options: Any
+    ) -> WeightUpdate:
+        """See `InferenceEngine.update_weights`; `options` are those of
+        `WeightSyncManager.stage`.
+        """
         shared, loop = self._shared, self._shared.loop
         shared.require_alive()
         policy = self._policy(kv_policy, "recompute" if blocking else "keep")
@@ -39,9 +47,11 @@ class Updates:
             update.kv_policy = policy
             self._announce(update)
 
-        held = shared.lock.acquire(blocking=blocking)  # not held: another thread is stepping and will apply it
+        # not held: another thread is stepping and will apply it
+        held = shared.lock.acquire(blocking=blocking)
         try:
-            # What is still in flight once every sequence has ended is an overrun: nobody would step to retire it.
+            # What is still in flight once every sequence has ended is an overrun: nobody would step
+            # to retire it.
             idle = not loop.in_flight or not loop.sequences.by_id
             at_once = held and (blocking or idle)
             if at_once:
@@ -53,7 +63,8 @@ class Updates:
             update = self.manager.stage(weights, copy=not borrowed, announce=announce, **options)
             if at_once:
                 shared.handle()
-            if borrowed and not blocking:  # another thread's request or update may have come in between
+            # another thread's request or update may have come in between
+            if borrowed and not blocking:
                 self.manager.keep(update)
         finally:
             if held:
@@ -72,7 +83,9 @@ class Updates:
             self.manager.keep(update)
         update.result(0)
 
-    def receive(self, transport: WeightTransport, kv_policy: KvPolicy | None, **options: Any) -> WeightUpdate:
+    def receive(
+        self, transport: WeightTransport, kv_policy: KvPolicy | None, **options: Any
+    ) -> WeightUpdate:
         """See `InferenceEngine.receive_weights`."""
         self._shared.require_alive()
         policy = self._policy(kv_policy, "keep")
@@ -92,13 +105,18 @@ class Updates:
         versions = loop.sequences.versions
         for weight_set in (POLICY, PREVIOUS):
             if versions.get(weight_set) == version:
-                if weight_set == POLICY and any(update.kv_policy == "wait" for update in loop.updates):
+                if weight_set == POLICY and any(
+                    update.kv_policy == "wait" for update in loop.updates
+                ):
                     raise InvalidRequest(
-                        f"weight version {version!r} is about to go: an update waits for the requests that run, and "
+                        f"weight version {version!r} is about to go: an update waits for the "
+                        "requests that run, and "
                         "newcomers for the update."
                     )
                 return weight_set
-        raise InvalidRequest(f"weight version {version!r} is gone; this engine serves {versions[POLICY]}.")
+        raise InvalidRequest(
+            f"weight version {version!r} is gone; this engine serves {versions[POLICY]}."
+        )
 
     def _policy(self, kv_policy: KvPolicy | None, default: KvPolicy) -> KvPolicy:
         policy = default if kv_policy is None else kv_policy
@@ -106,8 +124,9 @@ class Updates:
         return policy
 
     def _require_possible(self, policy: KvPolicy, own: int | None = None) -> None:
-        """Raise `WeightUpdateError` where a thread that waits would keep itself from ever going on. With the lock, and
-        the messages taken in: what waits in the queue now is before the update, or is that itself, of version `own`.
+        """Raise `WeightUpdateError` where a thread that waits would keep itself from ever going on.
+        With the lock, and the messages taken in: what waits in the queue now is before the update,
+        or is that itself, of version `own`.
         """
         loop = self._shared.loop
         if not self._shared.is_paused_by_me() or not loop.would_wait(policy):
@@ -115,15 +134,20 @@ class Updates:
         what = "requests that are paused" if loop.writable else "weights that are asleep"
         first = loop.updates[0] if loop.updates and loop.writable else None
         if first is not None and first.version != own:
-            what = f"weight version {first.version} with kv_policy={first.kv_policy!r}, and that one for {what}"
+            what = (
+                f"weight version {first.version} with kv_policy={first.kv_policy!r}, and that "
+                f"one for {what}"
+            )
         raise WeightUpdateError(
-            f"a blocking update with kv_policy={policy!r} would wait for {what}, by this thread; resume() or wake() "
+            f"a blocking update with kv_policy={policy!r} would wait for {what}, by this thread; "
+            "resume() or wake() "
             "first."
         )
 
     def _require_no_stall(self, update: WeightUpdate, policy: KvPolicy) -> None:
-        """As `_require_possible`, while it waits: another thread's update may have come before it, and whoever is
-        handed a step's tokens may have paused the engine. The update is withdrawn then.
+        """As `_require_possible`, while it waits: another thread's update may have come before it,
+        and whoever is handed a step's tokens may have paused the engine. The update is withdrawn
+        then.
         """
         with self._shared.lock:
             self._shared.handle()
@@ -135,7 +159,9 @@ class Updates:
                     raise
 
     def _announce(self, update: WeightUpdate) -> None:
-        """Tell the loop of an update that was checked and queued. Called with the manager's lock held."""
+        """Tell the loop of an update that was checked and queued. Called with the manager's lock
+        held.
+        """
 
         def set_aside() -> bool:
             if update.error is not None:  # one before it failed; nothing will be written
@@ -155,9 +181,12 @@ class Updates:
 def require_policy(loop: EngineLoop, kv_policy: KvPolicy) -> None:
     """Raise `WeightUpdateError` for what is not possible here."""
     if kv_policy not in get_args(KvPolicy):
-        raise WeightUpdateError(f"kv_policy={kv_policy!r} is not one of {', '.join(get_args(KvPolicy))}.")
+        raise WeightUpdateError(
+            f"kv_policy={kv_policy!r} is not one of {', '.join(get_args(KvPolicy))}."
+        )
     if kv_policy == "finish_old" and loop.lockstep is not None:
         raise WeightUpdateError(
-            "kv_policy='finish_old' is not possible for engines in lockstep: each would have to keep the old "
+            "kv_policy='finish_old' is not possible for engines in lockstep: each would have to "
+            "keep the old "
             "experts for the others; use another one."
         )

@@ -15,7 +15,10 @@ from nano_inference.models.fused_names import FusedTensor, unfused
 from nano_inference.models.weights import TIED, WEIGHT_DTYPES, Slot
 
 FINITE_RUN = 2**22  # numbers that are looked at in one piece
-EMPTY = "weights must be a non-empty state dict (checkpoint names to tensors), a path, or buckets of them."
+EMPTY = (
+    "weights must be a non-empty state dict (checkpoint names to tensors), a path, or "
+    "buckets of them."
+)
 
 
 class Hold(Enum):
@@ -23,7 +26,8 @@ class Hold(Enum):
 
     COPY = auto()  # the caller may write to them afterwards
     TAKE = auto()  # the caller gave them away
-    BORROW = auto()  # they are written into place before the caller gets control back; cast on the way
+    # they are written into place before the caller gets control back; cast on the way
+    BORROW = auto()
 
 
 class WeightSession:
@@ -61,14 +65,17 @@ class WeightSession:
         self.update.shares = shares
         self.complete, self.check_finite = complete, check_finite
         self.changes: list[Change] = []
-        self.heads: dict[str, list[Change]] = {}  # of tied heads, by name: compared at the end, never written
+        # of tied heads, by name: compared at the end, never written
+        self.heads: dict[str, list[Change]] = {}
         self.staged_bytes = 0
         self._slots, self._params = slots, params
         self.whole: set[str] = set()
         self._indices: dict[str, Tensor] = {}  # of patches, by name; rising
 
     def add(self, bucket: Bucket, hold: Hold) -> None:
-        """Check a bucket and put it aside. Raises `WeightUpdateError`; the session is then useless."""
+        """Check a bucket and put it aside. Raises `WeightUpdateError`; the session is then
+        useless.
+        """
         if isinstance(bucket, Mapping):
             for given, whole in cast(Mapping[str, Tensor], bucket).items():
                 for name, tensor in unfused(self._fused, given, whole):
@@ -89,13 +96,17 @@ class WeightSession:
         return sorted(self._slots.keys() - self.whole - self._indices.keys())
 
     def settle(self) -> None:
-        """Wait until what was put aside on a device is there: whoever writes it may do so on another stream."""
+        """Wait until what was put aside on a device is there: whoever writes it may do so on
+        another stream.
+        """
         for device in {change.values.device for change in self.changes}:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
     def _add(self, name: str, values: Tensor, indices: Tensor | None, hold: Hold) -> None:
-        """Hand a checked tensor or patch to the other ranks, and put this rank's part of it aside."""
+        """Hand a checked tensor or patch to the other ranks, and put this rank's part of it
+        aside.
+        """
         tied = self._is_tied(name)
         place = TIED[name] if tied else name
         if self.check_finite:
@@ -115,19 +126,25 @@ class WeightSession:
             return
         self.changes.append(change)
         if hold is not Hold.BORROW:
-            self.staged_bytes += sum(part.nbytes for part in (change.values, change.indices) if part is not None)
+            self.staged_bytes += sum(
+                part.nbytes for part in (change.values, change.indices) if part is not None
+            )
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
         fused = self._fused.get(name) if isinstance(name, str) else None  # it could not be split
         expected = self._slot(name).shape if fused is None else fused.shape
         _require_floating(name, tensor)
         if tuple(tensor.shape) != expected:
-            raise WeightUpdateError(f"{name!r} has shape {tuple(tensor.shape)}, expected {expected}.")
+            raise WeightUpdateError(
+                f"{name!r} has shape {tuple(tensor.shape)}, expected {expected}."
+            )
         if name in self.whole or name in self._indices:
             raise WeightUpdateError(f"{name!r} came twice in one update.")
         self.whole.add(name)
 
-    def _unfused_patch(self, name: str, indices: Tensor, values: Tensor) -> list[tuple[str, Tensor, Tensor]]:
+    def _unfused_patch(
+        self, name: str, indices: Tensor, values: Tensor
+    ) -> list[tuple[str, Tensor, Tensor]]:
         """A patch by the names of the checkpoint."""
         fused = self._fused.get(name) if isinstance(name, str) else None
         if fused is None:
@@ -149,19 +166,29 @@ class WeightSession:
     def _require_places(self, name: str, indices: Tensor, size: int) -> None:
         earlier = self._indices.get(name)
         rising = indices
-        if earlier is not None or (len(indices) > 1 and not bool((indices[1:] > indices[:-1]).all())):
+        if earlier is not None or (
+            len(indices) > 1 and not bool((indices[1:] > indices[:-1]).all())
+        ):
             rising = torch.cat([indices] if earlier is None else [earlier, indices]).sort().values
         if len(rising):
             _require_inside(name, rising[0], rising[-1], size)
         again = (rising[1:] == rising[:-1]).nonzero()
         if len(again):
-            raise WeightUpdateError(f"the patch of {name!r} has index {int(rising[again[0]])} more than once.")
+            raise WeightUpdateError(
+                f"the patch of {name!r} has index {int(rising[again[0]])} more than once."
+            )
         self._indices[name] = rising
 
     def _slot(self, name: str) -> Slot:
-        slot = self._slots.get(TIED[name] if self._is_tied(name) else name) if isinstance(name, str) else None
+        slot = (
+            self._slots.get(TIED[name] if self._is_tied(name) else name)
+            if isinstance(name, str)
+            else None
+        )
         if slot is None:
-            raise WeightUpdateError(f"{name!r} is not a tensor of this model; names are those of its checkpoint.")
+            raise WeightUpdateError(
+                f"{name!r} is not a tensor of this model; names are those of its checkpoint."
+            )
         return slot
 
     def _is_tied(self, name: str) -> bool:
@@ -189,10 +216,15 @@ class WeightSession:
 
 def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> None:
     """In runs: a cast of all of it at once would take as much memory again."""
-    ends = [end for run in values.detach().reshape(-1).split(FINITE_RUN) for end in run.to(dtype).aminmax()]
+    ends = [
+        end
+        for run in values.detach().reshape(-1).split(FINITE_RUN)
+        for end in run.to(dtype).aminmax()
+    ]
     if ends and not bool(torch.isfinite(torch.stack(ends)).all()):
         raise WeightUpdateError(
-            f"{name!r} holds NaN or infinite values in {dtype}; mend them, or send check_finite as false."
+            f"{name!r} holds NaN or infinite values in {dtype}; mend them, or send check_finite "
+            "as false."
         )
 
 
@@ -201,9 +233,13 @@ def _require_patch(name: str, indices: Any, values: Any) -> None:
     integers = (torch.int64, torch.int32)
     if not isinstance(indices, Tensor) or indices.dtype not in integers or indices.is_meta:
         kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
-        raise WeightUpdateError(f"the patch of {name!r} needs indices that are an int64 tensor, not {kind}.")
+        raise WeightUpdateError(
+            f"the patch of {name!r} needs indices that are an int64 tensor, not {kind}."
+        )
     if indices.dim() != 1 or values.shape != indices.shape:
-        shapes = f"indices of shape {tuple(indices.shape)} and values of shape {tuple(values.shape)}"
+        shapes = (
+            f"indices of shape {tuple(indices.shape)} and values of shape {tuple(values.shape)}"
+        )
         raise WeightUpdateError(f"the patch of {name!r} has {shapes}; both must be [n].")
 
 
@@ -211,24 +247,34 @@ def _require_inside(name: str, least: Tensor, most: Tensor, size: int) -> None:
     low, high = int(least), int(most)
     if not 0 <= low <= high < size:
         wrong = low if low < 0 else high
-        raise WeightUpdateError(f"the patch of {name!r} has index {wrong}, outside of its {size} numbers.")
+        raise WeightUpdateError(
+            f"the patch of {name!r} has index {wrong}, outside of its {size} numbers."
+        )
 
 
 def _require_floating(name: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor) or tensor.dtype not in WEIGHT_DTYPES:
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in WEIGHT_DTYPES)
-        raise WeightUpdateError(f"{name!r} must be a floating point tensor, not {kind}; a weight is {known}.")
+        raise WeightUpdateError(
+            f"{name!r} must be a floating point tensor, not {kind}; a weight is {known}."
+        )
     if tensor.layout != torch.strided or tensor.is_meta:
         raise WeightUpdateError(f"{name!r} must be a dense tensor that holds its numbers.")
 
 
 def _patches(bucket: Any) -> Iterable[tuple[str, Tensor, Tensor]]:
-    if isinstance(bucket, WeightPatch) or (isinstance(bucket, tuple) and bucket and isinstance(bucket[0], str)):
+    if isinstance(bucket, WeightPatch) or (
+        isinstance(bucket, tuple) and bucket and isinstance(bucket[0], str)
+    ):
         bucket = [bucket]
     if not isinstance(bucket, Iterable) or isinstance(bucket, str | bytes | Tensor):
-        raise WeightUpdateError(f"a bucket is a dict of tensors or a list of patches, not {type(bucket).__name__}.")
+        raise WeightUpdateError(
+            f"a bucket is a dict of tensors or a list of patches, not {type(bucket).__name__}."
+        )
     for patch in bucket:
         if not isinstance(patch, tuple) or len(patch) != 3:
-            raise WeightUpdateError("a patch is (name, indices, values); whole tensors come in a dict.")
+            raise WeightUpdateError(
+                "a patch is (name, indices, values); whole tensors come in a dict."
+            )
         yield patch

@@ -1,4 +1,6 @@
-"""What an update may be given as: a state dict, a folder or file of safetensors, or buckets one after the other."""
+"""What an update may be given as: a state dict, a folder or file of safetensors, or buckets one
+after the other.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
@@ -31,7 +33,9 @@ def fill(session: WeightSession, weights: Weights, hold: Hold) -> None:
 
 
 def read_folder(path: Path) -> Iterator[Bucket]:
-    """The tensors of a safetensors file or a folder of them, one a bucket. Raises `WeightUpdateError`."""
+    """The tensors of a safetensors file or a folder of them, one a bucket. Raises
+    `WeightUpdateError`.
+    """
     if not path.exists():
         raise WeightUpdateError(f"there are no weights at {path}: no such file or folder.")
     try:
@@ -51,4 +55,6 @@ def _listen(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
     except WeightUpdateError:
         raise
     except Exception as problem:
-        raise WeightUpdateError(f"the weights ended after {count} buckets: {problem!r}") from problem
+        raise WeightUpdateError(
+            f"the weights ended after {count} buckets: {problem!r}"
+        ) from problem

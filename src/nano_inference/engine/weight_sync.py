@@ -29,29 +29,41 @@ from nano_inference.models.fused_names import accepted_shapes, fused_tensors
 from nano_inference.models.weights import TIED
 from nano_inference.types import KvPolicy
 
-__all__ = ["Bucket", "WeightPatch", "WeightSyncManager", "WeightUpdate", "Weights", "cut_into_buckets"]
+__all__ = [
+    "Bucket",
+    "WeightPatch",
+    "WeightSyncManager",
+    "WeightUpdate",
+    "Weights",
+    "cut_into_buckets",
+]
 
 
 class WeightSyncManager:
-    """Owns the version of one model's weights, the updates that wait for it, and the session that is open.
+    """Owns the version of one model's weights, the updates that wait for it, and the session that
+    is open.
 
-    A state dict uses the checkpoint's names, or transformers' for all experts of a layer, and may name only what
-    changed. Everything is checked before anything is written; a refused update leaves the old version serving.
+    A state dict uses the checkpoint's names, or transformers' for all experts of a layer, and may
+    name only what changed. Everything is checked before anything is written; a refused update
+    leaves the old version serving.
 
     Args:
         model: whose parameters are written.
-        announce: called with each update that `end` queues, by the thread that ends it and under `lock`.
-        room: bytes that an update which begins now may take of the model's device; what is beyond waits on the CPU.
+        announce: called with each update that `end` queues, by the thread that ends it and under
+            `lock`.
+        room: bytes that an update which begins now may take of the model's device; what is beyond
+            waits on the CPU.
         shares: the other ranks that hold parts of the model, if there are any.
-        with_others: the lock under which other engines agree to write an update together, and whether they have agreed
-            on the version; None: nobody else writes.
+        with_others: the lock under which other engines agree to write an update together, and
+            whether they have agreed on the version; None: nobody else writes.
 
     Attributes:
         version: the version that serves.
         shapes: of every tensor that an update may name; some names are parts of others.
         num_tensors: of the checkpoint.
         pending: updates that were checked and wait for `finish`, oldest first.
-        lock: held while an update is queued, announced or written; whoever queues and announces in two steps holds it.
+        lock: held while an update is queued, announced or written; whoever queues and announces in
+            two steps holds it.
     """
 
     def __init__(
@@ -73,7 +85,11 @@ class WeightSyncManager:
         self._served = ServedWeights(model, shares)
         self._slots, self._own = self._served.slots, self._served.own
         stored = {name: slot.shape for name, slot in self._slots.items()}
-        self._fused, self.shapes, self.num_tensors = fused_tensors(stored), accepted_shapes(stored), len(stored)
+        self._fused, self.shapes, self.num_tensors = (
+            fused_tensors(stored),
+            accepted_shapes(stored),
+            len(stored),
+        )
         self._newest = 0
         self._open: WeightSession | None = None
         self._version: int | None = None  # that the open session asked for
@@ -84,7 +100,7 @@ class WeightSyncManager:
         """Version of the newest update, pending or applied: the next one's must be larger."""
         return self._newest
 
-    # -- updates in one piece -----------------------------------------------------------------------------------------
+    # -- updates in one piece ----------------------------------------------------------------------
 
     def stage(
         self,
@@ -99,11 +115,11 @@ class WeightSyncManager:
         """Check an update and queue it, whether a session is open or not.
 
         Args:
-            weights: a state dict, the path of a folder or file of safetensors, or buckets one after the other: state
-                dicts and patches.
+            weights: a state dict, the path of a folder or file of safetensors, or buckets one after
+                the other: state dicts and patches.
             version: number of the new version, larger than every one before; None counts up.
-            copy: the tensors are the caller's again when this returns. Without it a state dict is only borrowed until
-                `finish`; buckets are copied all the same.
+            copy: the tensors are the caller's again when this returns. Without it a state dict is
+                only borrowed until `finish`; buckets are copied all the same.
             complete: refuse an update that lacks a tensor.
             check_finite: refuse NaN and infinite values.
             announce: called with the update as it is queued, under `lock`.
@@ -125,12 +141,14 @@ class WeightSyncManager:
             raise
 
     def keep(self, update: WeightUpdate) -> None:
-        """Copy what an update borrowed, if it still waits: its owner gets control back before it is written."""
+        """Copy what an update borrowed, if it still waits: its owner gets control back before it is
+        written.
+        """
         with self.lock, torch.no_grad():
             if update in self.pending:
                 update.copy_borrowed()
 
-    # -- sessions -----------------------------------------------------------------------------------------------------
+    # -- sessions ----------------------------------------------------------------------------------
 
     def begin(
         self,
@@ -149,7 +167,9 @@ class WeightSyncManager:
         with self.lock:
             self._require_not_closed()
             if self._open is not None:
-                raise WeightUpdateConflict("a weight session is open already; end() or cancel() it first.")
+                raise WeightUpdateConflict(
+                    "a weight session is open already; end() or cancel() it first."
+                )
             self.check_version(version)
             self._open = self._new_session(complete, check_finite)
             self._open.update.kv_policy = kv_policy
@@ -168,7 +188,8 @@ class WeightSyncManager:
 
         Args:
             bucket: a state dict, or patches.
-            copy: the tensors are the caller's again when this returns; without it the caller gives them away.
+            copy: the tensors are the caller's again when this returns; without it the caller gives
+                them away.
             of: what `begin` returned; refuses a session that another caller has opened since.
             undo: called before anybody can see that the update has failed, and begin the next one.
 
@@ -207,7 +228,8 @@ class WeightSyncManager:
             return update
 
     def check(self, *, version: int | None = None, of: WeightUpdate | None = None) -> None:
-        """Check what `end` would, and leave the session open: then `end` of the same refuses nothing.
+        """Check what `end` would, and leave the session open: then `end` of the same refuses
+        nothing.
 
         Raises `WeightUpdateError`; the session is then closed.
         """
@@ -219,16 +241,21 @@ class WeightSyncManager:
                 self._close(session, problem)
                 raise
 
-    def cancel(self, reason: str = "the weight session was cancelled.", *, of: WeightUpdate | None = None) -> None:
-        """Forget the open session, if there is one; with `of` only if it is the one that makes this update."""
+    def cancel(
+        self, reason: str = "the weight session was cancelled.", *, of: WeightUpdate | None = None
+    ) -> None:
+        """Forget the open session, if there is one; with `of` only if it is the one that makes this
+        update.
+        """
         with self.lock:
             if self._open is not None and of in (None, self._open.update):
                 self._close(self._open, WeightUpdateError(reason))
 
-    # -- writing ------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def finish(self) -> int | None:
-        """Write the oldest pending update; returns the version that now serves, or None where the update has failed.
+        """Write the oldest pending update; returns the version that now serves, or None where the
+        update has failed.
 
         Nothing may be in flight.
         """
@@ -238,8 +265,13 @@ class WeightSyncManager:
                 return None
             try:
                 update.write_to(self.model.params)
-            except Exception as problem:  # the device is gone: nothing that was checked can be refused
-                update.fail(WeightUpdateError(f"weight version {update.version} could not be written: {problem!r}"))
+            except Exception as problem:
+                # the device is gone: nothing that was checked can be refused
+                update.fail(
+                    WeightUpdateError(
+                        f"weight version {update.version} could not be written: {problem!r}"
+                    )
+                )
                 raise
             self.version = update.version
             update.succeed()
@@ -248,7 +280,8 @@ class WeightSyncManager:
     def refuse(self, reason: str) -> None:
         """Give the oldest pending update up instead of writing it.
 
-        Those behind it that do not bring every tensor were made to follow it, and fail too; `finish` passes over them.
+        Those behind it that do not bring every tensor were made to follow it, and fail too;
+        `finish` passes over them.
         """
         with self.lock:
             updates = list(self.pending)
@@ -256,7 +289,8 @@ class WeightSyncManager:
             self._fail(updates, WeightUpdateError(reason))
 
     def withdraw(self, update: WeightUpdate, reason: WeightUpdateError) -> bool:
-        """Give an update up that does not serve yet, wherever it is; whether it was in time. Its version is free again.
+        """Give an update up that does not serve yet, wherever it is; whether it was in time. Its
+        version is free again.
 
         Those behind it that build on it fail too.
         """
@@ -266,13 +300,16 @@ class WeightSyncManager:
             if self._open is not None and self._open.update is update:
                 self._close(self._open, reason)
                 return True
-            if self._is_agreed(update.version):  # others are about to write it, and so does this engine
+            # others are about to write it, and so does this engine
+            if self._is_agreed(update.version):
                 return False
             self._fail(list(self.pending)[self.pending.index(update) :], reason)
             return True
 
     def close(self, reason: str) -> None:
-        """Nothing is written from now on: what waits or is still received fails, and so does what comes later."""
+        """Nothing is written from now on: what waits or is still received fails, and so does what
+        comes later.
+        """
         with self.lock:
             self._closed = reason
             while self.pending:
@@ -280,7 +317,9 @@ class WeightSyncManager:
             self.cancel(f"{reason}, before the weights had arrived.")
 
     def checksum(self) -> dict[str, str]:
-        """SHA-256 of each checkpoint tensor that serves: its bytes row by row, in the dtype that the engine holds."""
+        """SHA-256 of each checkpoint tensor that serves: its bytes row by row, in the dtype that
+        the engine holds.
+        """
         with self.lock:
             return self._served.checksum()
 
@@ -295,11 +334,15 @@ class WeightSyncManager:
             return self._served.state_dict()
 
     def start_sync(self, new_weights: Weights) -> None:
-        """Stage an update; it is applied by a later `maybe_finish_sync`, or by the next step of the engine."""
+        """Stage an update; it is applied by a later `maybe_finish_sync`, or by the next step of the
+        engine.
+        """
         self.stage(new_weights, announce=self._announce)
 
     def maybe_finish_sync(self) -> bool:
-        """Apply the oldest pending update, if there is one. An engine does so itself: `WeightUpdateError`."""
+        """Apply the oldest pending update, if there is one. An engine does so itself:
+        `WeightUpdateError`.
+        """
         self._require_own()
         if not self.pending:
             return False
@@ -307,22 +350,27 @@ class WeightSyncManager:
         return True
 
     def sync_blocking(self, new_weights: Weights) -> None:
-        """Stage an update and apply it, after those that are pending. Not of an engine: `WeightUpdateError`."""
+        """Stage an update and apply it, after those that are pending. Not of an engine:
+        `WeightUpdateError`.
+        """
         self._require_own()
         self.stage(new_weights, copy=False)
         while self.maybe_finish_sync():
             pass
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _require_own(self) -> None:
-        if self._announce is not None:  # its cache and its samples would not know of the new version
+        # its cache and its samples would not know of the new version
+        if self._announce is not None:
             raise WeightUpdateError("these weights are an engine's; call its update_weights.")
 
     def _new_session(self, complete: bool, check_finite: bool) -> WeightSession:
         checks = {"complete": complete, "check_finite": check_finite}
         held = self._slots, self._own, self.model.params
-        return WeightSession(*held, room=self._room(), shares=self._shares, fused=self._fused, **checks)
+        return WeightSession(
+            *held, room=self._room(), shares=self._shares, fused=self._fused, **checks
+        )
 
     def _require_open(self, of: WeightUpdate | None) -> WeightSession:
         session = self._open
@@ -338,14 +386,22 @@ class WeightSyncManager:
                 self._open = None
 
     def _fail(self, updates: list[WeightUpdate], reason: WeightUpdateError) -> None:
-        """Fail an update and those right behind it that were made to follow it. `finish` passes over them."""
+        """Fail an update and those right behind it that were made to follow it. `finish` passes
+        over them.
+        """
         failed, *behind = updates
         failed.fail(reason)
         for update in behind:
             if update.is_whole(self._slots):
                 break
-            update.fail(WeightUpdateError(f"weight version {failed.version} failed, and this one builds on it."))
-        self._newest = max([self.version, *(each.version for each in self.pending if each.error is None)])
+            update.fail(
+                WeightUpdateError(
+                    f"weight version {failed.version} failed, and this one builds on it."
+                )
+            )
+        self._newest = max(
+            [self.version, *(each.version for each in self.pending if each.error is None)]
+        )
 
     def _require_not_closed(self) -> None:
         if self._closed is not None:
@@ -358,7 +414,9 @@ class WeightSyncManager:
         missing = session.missing() if session.complete else []
         if missing:
             count = f"{len(missing)} of {len(self._slots)}"
-            raise WeightUpdateError(f"{missing[0]!r} is missing ({count} are); complete=True asks for every one.")
+            raise WeightUpdateError(
+                f"{missing[0]!r} is missing ({count} are); complete=True asks for every one."
+            )
         session.settle()
         for name, changes in session.heads.items():
             self._require_tied(name, changes, session.changes)
@@ -382,7 +440,9 @@ class WeightSyncManager:
             return
         version_of(version, "the update")
         if version <= self._newest:
-            raise WeightUpdateError(f"version={version} is not newer than {self._newest}; leave it out or raise it.")
+            raise WeightUpdateError(
+                f"version={version} is not newer than {self._newest}; leave it out or raise it."
+            )
 
     def _require_tied(self, name: str, head: list[Change], changes: list[Change]) -> None:
         """A tied head has no place of its own: it must become what its tensor becomes."""
@@ -390,8 +450,12 @@ class WeightSyncManager:
         tied = [change for change in changes if change.slot == slot]
         pending = [change for update in self.pending for change in update.changes_of(slot)]
         params = self.model.params
-        if not torch.equal(value_of(params, slot, [*pending, *head]), value_of(params, slot, [*pending, *tied])):
-            raise WeightUpdateError(f"{name!r} is tied to {TIED[name]!r} in this model and differs from it.")
+        if not torch.equal(
+            value_of(params, slot, [*pending, *head]), value_of(params, slot, [*pending, *tied])
+        ):
+            raise WeightUpdateError(
+                f"{name!r} is tied to {TIED[name]!r} in this model and differs from it."
+            )
 
 
 def _as_refusal(problem: Exception) -> WeightUpdateError:

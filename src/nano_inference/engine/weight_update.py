@@ -1,4 +1,6 @@
-"""What a weight update is made of: tensors and patches in buckets, and the future that says when they serve."""
+"""What a weight update is made of: tensors and patches in buckets, and the future that says when
+they serve.
+"""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,7 +40,9 @@ Bucket = Mapping[str, Tensor] | Iterable[WeightPatch | tuple[str, Tensor, Tensor
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A checked piece of an update: a whole checkpoint tensor, or with `indices` some numbers of it."""
+    """A checked piece of an update: a whole checkpoint tensor, or with `indices` some numbers of
+    it.
+    """
 
     slot: Slot
     values: Tensor
@@ -53,7 +57,8 @@ class Change:
 
 
 class Shares(Protocol):
-    """The other ranks' parts of updates: what is given is sent on, and written on all ranks or on none.
+    """The other ranks' parts of updates: what is given is sent on, and written on all ranks or on
+    none.
 
     What is raised is a `WeightUpdateError`, or `RankLost`.
     """
@@ -62,7 +67,9 @@ class Shares(Protocol):
         """Of the parameter that a checkpoint tensor goes into, on whichever rank."""
         ...
 
-    def give(self, update: "WeightUpdate", name: str, values: Tensor, indices: Tensor | None) -> None:
+    def give(
+        self, update: "WeightUpdate", name: str, values: Tensor, indices: Tensor | None
+    ) -> None:
         """Send all other ranks their parts of a checked tensor, or of single numbers of one."""
         ...
 
@@ -84,7 +91,8 @@ class Shares(Protocol):
 
 
 class WeightUpdate:
-    """A weight update on its way: being received, then waiting between two steps, then serving. Or it failed.
+    """A weight update on its way: being received, then waiting between two steps, then serving. Or
+    it failed.
 
     Attributes:
         params: the decoder's names of the parameters that it touches; empty while it is received.
@@ -106,9 +114,13 @@ class WeightUpdate:
 
     @property
     def version(self) -> int:
-        """Its version. Raises `WeightUpdateError` while it is received: the trainer may yet name one."""
+        """Its version. Raises `WeightUpdateError` while it is received: the trainer may yet name
+        one.
+        """
         if self._version is None:
-            raise self.error or WeightUpdateError("the weight update is still being received; it has no version yet.")
+            raise self.error or WeightUpdateError(
+                "the weight update is still being received; it has no version yet."
+            )
         return self._version
 
     def done(self) -> bool:
@@ -120,22 +132,31 @@ class WeightUpdate:
         return self._ended.wait(timeout)
 
     def result(self, timeout: float | None = None) -> int:
-        """Wait until the weights serve; returns the version. Raises `WeightUpdateError` if it failed, or in time.
+        """Wait until the weights serve; returns the version. Raises `WeightUpdateError` if it
+        failed, or in time.
 
         The wait needs somebody to call `step()`; a blocking update does not.
         """
         if not self._ended.wait(timeout):
-            subject = "the weight update" if self._version is None else f"weight version {self._version}"
+            subject = (
+                "the weight update" if self._version is None else f"weight version {self._version}"
+            )
             state = "received" if self._version is None else "applied"
-            raise WeightUpdateError(f"{subject} is not {state} after {timeout} s; is step() called?")
+            raise WeightUpdateError(
+                f"{subject} is not {state} after {timeout} s; is step() called?"
+            )
         if self.error is not None:
             raise self.error
         return self.version
 
     # What follows is the manager's.
 
-    def stage(self, version: int, changes: list[Change], staged_bytes: int, whole: Iterable[str]) -> None:
-        """Everything was received and checked. `whole`: checkpoint names of the tensors that it gives as a whole."""
+    def stage(
+        self, version: int, changes: list[Change], staged_bytes: int, whole: Iterable[str]
+    ) -> None:
+        """Everything was received and checked. `whole`: checkpoint names of the tensors that it
+        gives as a whole.
+        """
         self._version, self._changes, self.staged_bytes = version, changes, staged_bytes
         self._whole = frozenset(whole)
         self.params = frozenset(change.slot.param for change in changes)
@@ -145,7 +166,9 @@ class WeightUpdate:
         return [change for change in self._changes if change.slot == slot]
 
     def is_whole(self, names: Iterable[str]) -> bool:
-        """Whether it gives every one of these checkpoint tensors, so that nothing before it matters."""
+        """Whether it gives every one of these checkpoint tensors, so that nothing before it
+        matters.
+        """
         return self._whole >= set(names)
 
     def write_to(self, params: dict[str, Any]) -> None:
@@ -155,7 +178,8 @@ class WeightUpdate:
         for change in self._changes:
             change.apply(params)
         for device in {params[name].device for name in self.params}:
-            if device.type == "cuda":  # until then the values are still read, and a fault of theirs is this update's
+            # until then the values are still read, and a fault of theirs is this update's
+            if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
         self._changes = []
 
@@ -163,11 +187,18 @@ class WeightUpdate:
         """Hold copies of all tensors that it holds."""
         self._changes = [
             Change(
-                change.slot, change.values.clone(), change.indices if change.indices is None else change.indices.clone()
+                change.slot,
+                change.values.clone(),
+                change.indices if change.indices is None else change.indices.clone(),
             )
             for change in self._changes
         ]
-        tensors = [part for change in self._changes for part in (change.values, change.indices) if part is not None]
+        tensors = [
+            part
+            for change in self._changes
+            for part in (change.values, change.indices)
+            if part is not None
+        ]
         self.staged_bytes = sum(tensor.nbytes for tensor in tensors)
 
     def succeed(self) -> None:
@@ -184,16 +215,24 @@ class WeightUpdate:
 
 
 def version_of(given: object, who: object) -> int | None:
-    """The number of a version as a file or a trainer (`who`) gives it. Raises `WeightUpdateError`."""
+    """The number of a version as a file or a trainer (`who`) gives it. Raises
+    `WeightUpdateError`.
+    """
     if given is not None and not (is_whole(given, 0) and given < MOST_VERSIONS):
-        raise WeightUpdateError(f"{who}: version={given!r:.40} must be an integer from 0 to 2^63 - 1.")
+        raise WeightUpdateError(
+            f"{who}: version={given!r:.40} must be an integer from 0 to 2^63 - 1."
+        )
     return given
 
 
 def value_of(params: dict[str, Any], slot: Slot, changes: list[Change]) -> Tensor:
-    """What a rank's part of a checkpoint tensor is after some changes of it, in the model's dtype."""
+    """What a rank's part of a checkpoint tensor is after some changes of it, in the model's
+    dtype.
+    """
     dtype, device = params[slot.param].dtype, params[slot.param].device
-    whole = max((place for place, change in enumerate(changes) if change.indices is None), default=-1)
+    whole = max(
+        (place for place, change in enumerate(changes) if change.indices is None), default=-1
+    )
     value = (read(params, slot) if whole < 0 else changes[whole].values).to(device, dtype)
     if whole + 1 < len(changes):
         value = value.clone(memory_format=torch.contiguous_format)
@@ -203,14 +242,20 @@ def value_of(params: dict[str, Any], slot: Slot, changes: list[Change]) -> Tenso
     return value
 
 
-def cut_into_buckets(weights: Mapping[str, Tensor], max_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, Tensor]]:
-    """A state dict in parts of at most `max_bytes` each, in order; a tensor that is larger goes alone."""
+def cut_into_buckets(
+    weights: Mapping[str, Tensor], max_bytes: int = BUCKET_BYTES
+) -> Iterator[dict[str, Tensor]]:
+    """A state dict in parts of at most `max_bytes` each, in order; a tensor that is larger goes
+    alone.
+    """
     if max_bytes < 1:
         raise ValueError(f"max_bytes={max_bytes} must be at least 1.")
     yield from map(dict, in_groups(weights.items(), lambda named: named[1].nbytes, max_bytes))
 
 
-def in_groups(items: Iterable[Item], size_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+def in_groups(
+    items: Iterable[Item], size_of: Callable[[Item], int], most: int
+) -> Iterator[list[Item]]:
     """Neighbours together, as many as are at most `most` bytes; one that is larger goes alone."""
     group: list[Item] = []
     size = 0

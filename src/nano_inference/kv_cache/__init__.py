@@ -1,1 +1,3 @@
-"""Which block holds what: reference counts, the free list, and the index of prefixes. No tensors here."""
+"""Which block holds what: reference counts, the free list, and the index of prefixes. No tensors
+here.
+"""

@@ -1,4 +1,6 @@
-"""Names of KV blocks: a chain of SHA-256 over token ids, rooted in everything else that decides a block's contents."""
+"""Names of KV blocks: a chain of SHA-256 over token ids, rooted in everything else that decides a
+block's contents.
+"""
 
 import hashlib
 from array import array
@@ -14,7 +16,8 @@ class Namespace:
 
     Attributes:
         weight_set: which weights computed it (`"policy"`, `"reference"` …).
-        version: the version of those weights. An update can therefore never make an old block match.
+        version: the version of those weights. An update can therefore never make an old block
+            match.
         salt: the request's `cache_salt`.
         adapter: name of an adapter on top of the weights.
     """
@@ -25,16 +28,23 @@ class Namespace:
     adapter: str | None = None
 
     def encode(self) -> bytes:
-        """An injective encoding: each part is preceded by its length, and None differs from the empty string."""
+        """An injective encoding: each part is preceded by its length, and None differs from the
+        empty string.
+        """
         parts = [self.weight_set.encode(), str(self.version).encode()]
-        parts += [b"\0" if text is None else b"\1" + text.encode() for text in (self.salt, self.adapter)]
+        parts += [
+            b"\0" if text is None else b"\1" + text.encode() for text in (self.salt, self.adapter)
+        ]
         return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 
-def compute_block_hash(token_ids: Sequence[int], prefix_hash: int = NO_PREFIX, *, extra: bytes = b"") -> int:
+def compute_block_hash(
+    token_ids: Sequence[int], prefix_hash: int = NO_PREFIX, *, extra: bytes = b""
+) -> int:
     """Hash of one full block of token ids after the block named `prefix_hash`: a 256-bit integer.
 
-    `extra` (an encoded `Namespace`) belongs into the first block of a chain; the chain carries it on.
+    `extra` (an encoded `Namespace`) belongs into the first block of a chain; the chain carries it
+    on.
     """
     if not token_ids:
         raise ValueError("a block hash needs at least one token id.")
@@ -59,7 +69,9 @@ class PrefixKeys:
             start = len(self.hashes) * block_size
             parent = self.parent(len(self.hashes))
             extra = b"" if self.hashes else self.namespace.encode()
-            self.hashes.append(compute_block_hash(token_ids[start : start + block_size], parent, extra=extra))
+            self.hashes.append(
+                compute_block_hash(token_ids[start : start + block_size], parent, extra=extra)
+            )
 
     def parent(self, index: int) -> int:
         """Hash of the block before block `index`, or `NO_PREFIX`."""

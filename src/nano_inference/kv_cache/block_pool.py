@@ -1,4 +1,6 @@
-"""Block ids, reference counts, and the order in which free blocks are reused: a ring that any block leaves in O(1)."""
+"""Block ids, reference counts, and the order in which free blocks are reused: a ring that any block
+leaves in O(1).
+"""
 
 import itertools
 from collections import Counter
@@ -41,15 +43,22 @@ class Block:
 
     def forget(self) -> None:
         """Drop the name: the block is no longer matchable."""
-        self.hash, self.parent, self.token_ids, self.namespace, self.above = NO_PREFIX, NO_PREFIX, (), None, None
+        self.hash, self.parent, self.token_ids, self.namespace, self.above = (
+            NO_PREFIX,
+            NO_PREFIX,
+            (),
+            None,
+            None,
+        )
 
 
 class BlockPool:
     """All blocks of a cache. Free blocks stand in the order of their reuse.
 
-    First those without a name; then named ones, the longest unused first, none before a block below it; last those
-    that are pinned: something below them is in use, so their reuse would cost more than one block's contents.
-    `emptied` is called with a block that is free and has no name (any more).
+    First those without a name; then named ones, the longest unused first, none before a block below
+    it; last those that are pinned: something below them is in use, so their reuse would cost more
+    than one block's contents. `emptied` is called with a block that is free and has no name (any
+    more).
 
     Attributes:
         names: of every named block: its name, and its id.
@@ -62,7 +71,8 @@ class BlockPool:
         self.names: dict[int, int] = {}
         self.news: BlockNews | None = None
         self._emptied = emptied
-        # Three elements of the ring are no blocks: the head, the gate before the named ones, the bar before the pinned.
+        # Three elements of the ring are no blocks: the head, the gate before the named ones, the
+        # bar before the pinned.
         self._head, self._gate, self._bar = range(num_blocks, num_blocks + 3)
         self._next = [*range(1, num_blocks), self._gate, 0, self._bar, self._head]
         self._previous = [self._head, *range(num_blocks - 1), self._bar, num_blocks - 1, self._gate]
@@ -90,7 +100,9 @@ class BlockPool:
         block.ref_count += 1
 
     def release(self, block: Block) -> None:
-        """Count one holder less; a block that nobody holds becomes free: the most recently used of its kind."""
+        """Count one holder less; a block that nobody holds becomes free: the most recently used of
+        its kind.
+        """
         if block.ref_count <= 0:
             raise RuntimeError(f"block {block.block_id} was released more often than it was held.")
         block.ref_count -= 1
@@ -110,7 +122,9 @@ class BlockPool:
                 release(block)
 
     def give_name(self, block: Block, name: int, namespace: Namespace | None) -> None:
-        """From now on the contents of this block are known under a name, which another block may have had so far."""
+        """From now on the contents of this block are known under a name, which another block may
+        have had so far.
+        """
         if self.news is not None and name not in self.names:
             self.news.published(name)
         block.hash, block.namespace = name, namespace
@@ -122,7 +136,9 @@ class BlockPool:
         self._pin(above)
 
     def exchange(self, old: Block, new: Block, below: list[Block]) -> None:
-        """`new`, which is held, takes the place of `old` above the blocks `below`; `old` loses its name."""
+        """`new`, which is held, takes the place of `old` above the blocks `below`; `old` loses its
+        name.
+        """
         self.put_below(new, old.above)
         for block in below:
             block.above = new
@@ -149,26 +165,47 @@ class BlockPool:
         return [at for at in self._ring() if at < len(self.blocks)]
 
     def check(self) -> None:
-        """Assert that the ring is whole, holds exactly the blocks that nobody holds, and is in order."""
+        """Assert that the ring is whole, holds exactly the blocks that nobody holds, and is in
+        order.
+        """
         ids = self.free_ids()
         assert len(ids) == self.num_free == len(set(ids)), "free list and its length disagree"
-        assert set(ids) == {b.block_id for b in self.blocks if b.ref_count == 0}, "free list and counts disagree"
+        assert set(ids) == {b.block_id for b in self.blocks if b.ref_count == 0}, (
+            "free list and counts disagree"
+        )
         for left, right in itertools.pairwise([self._head, *self._ring(), self._head]):
             assert self._next[left] == right, "free list is torn"
             assert self._previous[right] == left, "free list is torn backwards"
-        kinds = [2 if block.pins else int(block.hash != NO_PREFIX) for block in map(self.blocks.__getitem__, ids)]
+        kinds = [
+            2 if block.pins else int(block.hash != NO_PREFIX)
+            for block in map(self.blocks.__getitem__, ids)
+        ]
         assert kinds == sorted(kinds), "free list: not unnamed, then named, then pinned"
-        assert ids[len(ids) - kinds.count(2) :] == self._ring()[self._ring().index(self._bar) + 1 :], "bar is misplaced"
-        pins = Counter(b.above.block_id for b in self.blocks if b.above is not None and (b.ref_count or b.pins))
+        assert (
+            ids[len(ids) - kinds.count(2) :] == self._ring()[self._ring().index(self._bar) + 1 :]
+        ), "bar is misplaced"
+        pins = Counter(
+            b.above.block_id for b in self.blocks if b.above is not None and (b.ref_count or b.pins)
+        )
         places = {block_id: place for place, block_id in enumerate(ids)}
         for block in self.blocks:
-            assert block.pins == pins[block.block_id], f"block {block.block_id}: pins and what is below it disagree"
+            assert block.pins == pins[block.block_id], (
+                f"block {block.block_id}: pins and what is below it disagree"
+            )
             above = block.above
-            if above is not None and block.block_id in places and above.ref_count == above.pins == 0:
-                assert places[block.block_id] < places[above.block_id], "a block is reused before one below it"
+            if (
+                above is not None
+                and block.block_id in places
+                and above.ref_count == above.pins == 0
+            ):
+                assert places[block.block_id] < places[above.block_id], (
+                    "a block is reused before one below it"
+                )
 
     def _pin(self, block: Block | None) -> None:
-        """One more of the blocks below is in use. Goes up until a block that was so already: O(1) for a whole path."""
+        """One more of the blocks below is in use. Goes up until a block that was so already: O(1)
+        for a whole path.
+        """
         while block is not None:
             block.pins += 1
             if block.pins > 1 or block.ref_count:

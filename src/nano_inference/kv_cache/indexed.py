@@ -1,4 +1,6 @@
-"""Block tables over one pool: what all caches have in common. How prefixes are found is the index's business."""
+"""Block tables over one pool: what all caches have in common. How prefixes are found is the index's
+business.
+"""
 
 import itertools
 from collections import Counter
@@ -21,14 +23,20 @@ class Found(NamedTuple):
 
 
 class PrefixIndex(Protocol):
-    """Which blocks hold which prefixes. A block is named (its `hash` is set) exactly while the index knows it."""
+    """Which blocks hold which prefixes. A block is named (its `hash` is set) exactly while the
+    index knows it.
+    """
 
     def match(self, token_ids: Sequence[int], prefix: PrefixKeys, num_blocks: int) -> Sequence[int]:
         """Blocks that hold the head of a sequence, at most `num_blocks`. Writes nothing."""
         ...
 
-    def publish(self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range) -> None:
-        """Name these full blocks, unless their contents have a block already that is not stripped."""
+    def publish(
+        self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range
+    ) -> None:
+        """Name these full blocks, unless their contents have a block already that is not
+        stripped.
+        """
         ...
 
     def contents(self, block_ids: Sequence[int]) -> list[int]:
@@ -55,14 +63,17 @@ class PrefixIndex(Protocol):
 class IndexedKVCache:
     """Block tables over one pool and one index of prefixes. Implements `KVCacheManager`.
 
-    A block is matchable from the launch of the step that fills it until it is reused. Only full blocks have a name,
-    and a named block is never written again, so sharing needs no lock; a partial block shared by a fork is copied on
-    the first write.
+    A block is matchable from the launch of the step that fills it until it is reused. Only full
+    blocks have a name, and a named block is never written again, so sharing needs no lock; a
+    partial block shared by a fork is copied on the first write.
 
-    Where layers have a window, `units` knows what memory stands behind a block; otherwise a block is its memory.
+    Where layers have a window, `units` knows what memory stands behind a block; otherwise a block
+    is its memory.
     """
 
-    def __init__(self, pool: BlockPool, index: PrefixIndex, block_size: int, units: UnitPool | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, index: PrefixIndex, block_size: int, units: UnitPool | None = None
+    ) -> None:
         self.num_blocks = len(pool.blocks)
         self.block_size = block_size
         self.units = units
@@ -101,24 +112,34 @@ class IndexedKVCache:
         return self.blocks[block_id].num_users
 
     def match(self, token_ids: Sequence[int], prefix: PrefixKeys, limit: int) -> CacheAllocation:
-        """The longest cached prefix of at most `limit` tokens, in whole blocks. Token ids are compared; no writes.
+        """The longest cached prefix of at most `limit` tokens, in whole blocks. Token ids are
+        compared; no writes.
 
-        The blocks within the window of the token after it have all their units; blocks before those may be stripped.
+        The blocks within the window of the token after it have all their units; blocks before those
+        may be stripped.
         """
         found = self._index.match(token_ids, prefix, min(limit, len(token_ids)) // self.block_size)
         block_ids = tuple(found[: self._usable(found)])
         return CacheAllocation(block_ids, len(block_ids) * self.block_size)
 
-    def allocate(self, token_ids: Sequence[int], *, prefix: PrefixKeys | None = None) -> CacheAllocation:
-        """Blocks for all of `token_ids`: cached ones first, fresh ones after them. The last token is never cached.
+    def allocate(
+        self, token_ids: Sequence[int], *, prefix: PrefixKeys | None = None
+    ) -> CacheAllocation:
+        """Blocks for all of `token_ids`: cached ones first, fresh ones after them. The last token
+        is never cached.
 
-        Raises `RuntimeError`, with nothing taken, where too few blocks are free. All blocks count as within the window.
+        Raises `RuntimeError`, with nothing taken, where too few blocks are free. All blocks count
+        as within the window.
         """
         if prefix is None:
             prefix = PrefixKeys(Namespace())
             prefix.extend(token_ids, self.block_size)
         found = self.match(token_ids, prefix, len(token_ids) - 1)
-        table = list(itertools.takewhile(lambda block_id: not self.blocks[block_id].stripped, found.block_ids))
+        table = list(
+            itertools.takewhile(
+                lambda block_id: not self.blocks[block_id].stripped, found.block_ids
+            )
+        )
         cached_length = len(table) * self.block_size
         self.adopt(table)
         fresh = -(-len(token_ids) // self.block_size) - len(table)
@@ -130,7 +151,9 @@ class IndexedKVCache:
         return CacheAllocation(tuple(table), cached_length)
 
     def adopt(self, block_ids: Sequence[int], num_slid: int = 0) -> None:
-        """Hold these blocks once more; the first `num_slid` are outside the window of the table that does."""
+        """Hold these blocks once more; the first `num_slid` are outside the window of the table
+        that does.
+        """
         for block_id in block_ids:
             self._pool.hold(self.blocks[block_id])
         if self.units is not None:
@@ -140,7 +163,8 @@ class IndexedKVCache:
                 self.units.enter(self.blocks[block_id])
 
     def extend(self, table: list[int], start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """Make positions [start, end) writable: own the block that `start` stands in, append fresh ones up to `end`.
+        """Make positions [start, end) writable: own the block that `start` stands in, append fresh
+        ones up to `end`.
 
         Returns the copies (source block, target block) that must run before anything is written.
         """
@@ -156,17 +180,24 @@ class IndexedKVCache:
         return copies
 
     def slide(self, table: Sequence[int], start: int, end: int) -> None:
-        """The sequence goes on at position `end` instead of `start`: let go of the blocks that left its window.
+        """The sequence goes on at position `end` instead of `start`: let go of the blocks that left
+        its window.
 
         What sliding-window layers stored in them stays matchable until it is taken.
         """
         if self.units is not None:
             num_slid = self.layout.num_slid
-            for block_id in table[num_slid(start, self.block_size) : num_slid(end, self.block_size)]:
+            for block_id in table[
+                num_slid(start, self.block_size) : num_slid(end, self.block_size)
+            ]:
                 self.units.leave(self.blocks[block_id], still_held=True)
 
-    def publish(self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range) -> None:
-        """Make these full blocks matchable. Where the contents are already matchable elsewhere, that stays."""
+    def publish(
+        self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range
+    ) -> None:
+        """Make these full blocks matchable. Where the contents are already matchable elsewhere,
+        that stays.
+        """
         self._index.publish(table, token_ids, prefix, blocks)
 
     def deallocate(self, block_ids: Sequence[int], num_slid: int = 0) -> None:
@@ -185,12 +216,14 @@ class IndexedKVCache:
         """Forget every prefix. Blocks in use stay in use."""
         self._index.flush()
 
-    # -- between engines ----------------------------------------------------------------------------------------------
+    # -- between engines ---------------------------------------------------------------------------
 
     def find(self, names: Sequence[int]) -> Found:
-        """The blocks of these names, which are a chain from the head of a sequence, as far as they are here.
+        """The blocks of these names, which are a chain from the head of a sequence, as far as they
+        are here.
 
-        No writes. They are whole: what lacks its units of sliding layers, and all behind it, is not found.
+        No writes. They are whole: what lacks its units of sliding layers, and all behind it, is not
+        found.
         """
         block_ids: list[int] = []
         for name in names:
@@ -203,23 +236,36 @@ class IndexedKVCache:
             return Found(Namespace(), (), ())
         prefix, token_ids = PrefixKeys(namespace), self._index.contents(block_ids)
         prefix.extend(token_ids, self.block_size)
-        ours = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prefix.hashes, names, strict=False))
+        ours = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(prefix.hashes, names, strict=False)
+        )
         count = sum(1 for _ in ours)
-        return Found(namespace, tuple(block_ids[:count]), tuple(token_ids[: count * self.block_size]))
+        return Found(
+            namespace, tuple(block_ids[:count]), tuple(token_ids[: count * self.block_size])
+        )
 
     def count(self, names: Sequence[int]) -> int:
         """How many blocks at the head of this chain are here, whole. Token ids are not compared."""
         blocks, ids = self.blocks, map(self._pool.names.get, names)
-        return sum(1 for _ in itertools.takewhile(lambda at: at is not None and not blocks[at].stripped, ids))
+        return sum(
+            1
+            for _ in itertools.takewhile(lambda at: at is not None and not blocks[at].stripped, ids)
+        )
 
-    def reserve(self, token_ids: Sequence[int], prefix: PrefixKeys, start: int, end: int) -> tuple[list[int], int]:
-        """A table for blocks [0, end) of a sequence, and how many of them are cached: the rest are to be written.
+    def reserve(
+        self, token_ids: Sequence[int], prefix: PrefixKeys, start: int, end: int
+    ) -> tuple[list[int], int]:
+        """A table for blocks [0, end) of a sequence, and how many of them are cached: the rest are
+        to be written.
 
-        The table is empty where block `start` would not follow what is cached, and shorter than `end` where too few
-        blocks are free. Who called it writes the fresh blocks, publishes them and lets go of the table.
+        The table is empty where block `start` would not follow what is cached, and shorter than
+        `end` where too few blocks are free. Who called it writes the fresh blocks, publishes them
+        and lets go of the table.
         """
         found = self.match(token_ids, prefix, end * self.block_size).block_ids
-        table = list(itertools.takewhile(lambda block_id: not self.blocks[block_id].stripped, found))
+        table = list(
+            itertools.takewhile(lambda block_id: not self.blocks[block_id].stripped, found)
+        )
         cached = len(table)
         if cached < start:
             return [], 0
@@ -229,29 +275,41 @@ class IndexedKVCache:
         return table, cached
 
     def observe(self, news: BlockNews | None) -> list[int]:
-        """Tell `news` (None: nobody) from now on of names that come and go; returns those that are here."""
+        """Tell `news` (None: nobody) from now on of names that come and go; returns those that are
+        here.
+        """
         self._pool.news = news
         return list(self._pool.names)
 
     def check(self, tables: Iterable[Sequence[int]], num_slid: Iterable[int] | None = None) -> None:
-        """Assert every invariant of pool, index, units and tables. For tests and debugging; O(blocks)."""
+        """Assert every invariant of pool, index, units and tables. For tests and debugging;
+        O(blocks).
+        """
         tables = list(tables)
         self._pool.check()
         held = Counter(block_id for table in tables for block_id in table)
         for block in self.blocks:
-            assert block.ref_count == held[block.block_id], f"block {block.block_id}: count and tables disagree"
+            assert block.ref_count == held[block.block_id], (
+                f"block {block.block_id}: count and tables disagree"
+            )
             nameless = block == Block(block.block_id, block.ref_count) and block.above is None
-            assert nameless or block.hash != NO_PREFIX, "a block without a name has contents, or a place in a path"
+            assert nameless or block.hash != NO_PREFIX, (
+                "a block without a name has contents, or a place in a path"
+            )
         named = {block.hash: block.block_id for block in self.blocks if block.hash != NO_PREFIX}
         assert self._pool.names == named, "names and blocks disagree"
         self._index.check(tables)
         if self.units is not None:
             outside = [0] * len(tables) if num_slid is None else num_slid
-            users = Counter(b for table, slid in zip(tables, outside, strict=True) for b in table[slid:])
+            users = Counter(
+                b for table, slid in zip(tables, outside, strict=True) for b in table[slid:]
+            )
             self.units.check(self.blocks, users)
 
     def _usable(self, found: Sequence[int]) -> int:
-        """How many of these blocks a sequence can start from: the last ones, those in its window, must be whole."""
+        """How many of these blocks a sequence can start from: the last ones, those in its window,
+        must be whole.
+        """
         count = place = len(found)
         if self.units is not None:
             while place > self.layout.num_slid(count * self.block_size, self.block_size):
@@ -284,12 +342,15 @@ def new_pools(
 ) -> tuple[BlockPool, UnitPool | None]:
     """The pools of a cache of this size; raises `ValueError` where there is nothing to pool.
 
-    `num_units` None: enough for all blocks to be within the window. Without a window a block is its unit.
+    `num_units` None: enough for all blocks to be within the window. Without a window a block is its
+    unit.
     """
     if num_units is None:
         num_units = num_blocks * layout.num_units
     if num_blocks < 1 or block_size < 1 or num_units < 1:
-        raise ValueError(f"a KV cache needs positive sizes, not {num_blocks} blocks of {block_size} tokens.")
+        raise ValueError(
+            f"a KV cache needs positive sizes, not {num_blocks} blocks of {block_size} tokens."
+        )
     if layout == UNIFORM:
         return BlockPool(num_blocks), None
     units = UnitPool(num_units, num_blocks, layout)

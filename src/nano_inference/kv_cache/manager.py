@@ -1,4 +1,6 @@
-"""The protocol between the loop and a KV cache. `schedule` sees only the read-only half, `CacheView`."""
+"""The protocol between the loop and a KV cache. `schedule` sees only the read-only half,
+`CacheView`.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +29,9 @@ class CacheView(Protocol):
         ...
 
     def num_free_units(self) -> int:
-        """Units that can be taken now: all but those that a table needs. A fresh block takes `layout.num_units`."""
+        """Units that can be taken now: all but those that a table needs. A fresh block takes
+        `layout.num_units`.
+        """
         ...
 
     def ref_count(self, block_id: int) -> int:
@@ -35,7 +39,9 @@ class CacheView(Protocol):
         ...
 
     def num_users(self, block_id: int) -> int:
-        """How many block tables have this block in their window. Only for a layout with sliding units."""
+        """How many block tables have this block in their window. Only for a layout with sliding
+        units.
+        """
         ...
 
     def match(self, token_ids: Sequence[int], prefix: PrefixKeys, limit: int) -> CacheAllocation:
@@ -46,7 +52,8 @@ class CacheView(Protocol):
 class KVCacheManager(CacheView, Protocol):
     """The verbs that change a cache. A block table is a list of block ids owned by one sequence.
 
-    The first `num_slid` blocks of a table have left its window: `layout.num_slid(tokens computed)` at all times.
+    The first `num_slid` blocks of a table have left its window: `layout.num_slid(tokens computed)`
+    at all times.
     """
 
     num_blocks: int
@@ -56,7 +63,9 @@ class KVCacheManager(CacheView, Protocol):
         """Share of the memory that sequences hold; the rest may hold prefixes."""
         ...
 
-    def allocate(self, token_ids: Sequence[int], *, prefix: PrefixKeys | None = None) -> CacheAllocation:
+    def allocate(
+        self, token_ids: Sequence[int], *, prefix: PrefixKeys | None = None
+    ) -> CacheAllocation:
         """Blocks for all of `token_ids`: cached ones first, fresh ones after them."""
         ...
 
@@ -65,19 +74,27 @@ class KVCacheManager(CacheView, Protocol):
         ...
 
     def extend(self, table: list[int], start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """Make positions [start, end) of a sequence writable; returns the (source, target) block copies to run."""
+        """Make positions [start, end) of a sequence writable; returns the (source, target) block
+        copies to run.
+        """
         ...
 
     def slide(self, table: Sequence[int], start: int, end: int) -> None:
-        """The sequence goes on at `end` instead of `start`: let go of the blocks that left its window."""
+        """The sequence goes on at `end` instead of `start`: let go of the blocks that left its
+        window.
+        """
         ...
 
-    def publish(self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range) -> None:
+    def publish(
+        self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range
+    ) -> None:
         """Make these full blocks of a sequence matchable."""
         ...
 
     def deallocate(self, block_ids: Sequence[int], num_slid: int = 0) -> None:
-        """Let go of a block table. Blocks that nobody holds become free, and stay matchable until they are reused."""
+        """Let go of a block table. Blocks that nobody holds become free, and stay matchable until
+        they are reused.
+        """
         ...
 
     def drop_version(self, weight_set: str, version: int) -> None:
@@ -89,5 +106,7 @@ class KVCacheManager(CacheView, Protocol):
         ...
 
     def check(self, tables: Iterable[Sequence[int]], num_slid: Iterable[int] | None = None) -> None:
-        """Assert every invariant, given all live block tables, and how many blocks have left the window of each."""
+        """Assert every invariant, given all live block tables, and how many blocks have left the
+        window of each.
+        """
         ...

@@ -7,7 +7,9 @@ SHORT = (1 << 64) - 1
 
 
 def short_name(name: int) -> int:
-    """64 bits of a block's name: enough to look it up. Who fetches a block compares the whole name, and its tokens."""
+    """64 bits of a block's name: enough to look it up. Who fetches a block compares the whole name,
+    and its tokens.
+    """
     return name & SHORT
 
 
@@ -39,7 +41,8 @@ class BlockNews:
 
     def __init__(self, most: int = 65536) -> None:
         self._most = most
-        self._changes: dict[int, bool] | None = None  # short name -> whether it came; None: too many, or never told
+        # short name -> whether it came; None: too many, or never told
+        self._changes: dict[int, bool] | None = None
         self._number = 0
 
     def published(self, name: int) -> None:
@@ -55,7 +58,9 @@ class BlockNews:
         self._changes = None
 
     def take(self, names: Iterable[int]) -> BlockReport:
-        """The next report. `names` are all that the cache has; they are read only for a whole one."""
+        """The next report. `names` are all that the cache has; they are read only for a whole
+        one.
+        """
         changes, self._changes = self._changes, {}
         self._number += 1
         if changes is None:
@@ -67,7 +72,8 @@ class BlockNews:
     def _note(self, name: int, *, came: bool) -> None:
         if self._changes is None:
             return
-        if self._changes.pop(name, came) == came:  # else the opposite of what has not been told: nothing is left of it
+        # else the opposite of what has not been told: nothing is left of it
+        if self._changes.pop(name, came) == came:
             self._changes[name] = came
         if len(self._changes) > self._most:
             self._changes = None

@@ -1,4 +1,6 @@
-"""A KV cache whose prefixes are found by a chain of block hashes (the design of vLLM's prefix cache)."""
+"""A KV cache whose prefixes are found by a chain of block hashes (the design of vLLM's prefix
+cache).
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -21,13 +23,19 @@ class HashIndex:
         block_ids: list[int] = []
         for index in range(min(len(prefix.hashes), num_blocks)):
             block_id = self.hash_to_block.get(prefix.hashes[index])
-            if block_id is None or not self._holds(self._pool.blocks[block_id], token_ids, prefix, index):
+            if block_id is None or not self._holds(
+                self._pool.blocks[block_id], token_ids, prefix, index
+            ):
                 break
             block_ids.append(block_id)
         return block_ids
 
-    def publish(self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range) -> None:
-        """Name these full blocks. Where the contents are already matchable elsewhere, that stays, unless stripped."""
+    def publish(
+        self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range
+    ) -> None:
+        """Name these full blocks. Where the contents are already matchable elsewhere, that stays,
+        unless stripped.
+        """
         for index in blocks:
             block, name = self._pool.blocks[table[index]], prefix.hashes[index]
             other = self.hash_to_block.get(name)
@@ -41,7 +49,9 @@ class HashIndex:
 
     def contents(self, block_ids: Sequence[int]) -> list[int]:
         """Token ids of named blocks."""
-        return [token_id for block_id in block_ids for token_id in self._pool.blocks[block_id].token_ids]
+        return [
+            token_id for block_id in block_ids for token_id in self._pool.blocks[block_id].token_ids
+        ]
 
     def forget(self, block: Block) -> None:
         """Drop a block."""
@@ -63,15 +73,21 @@ class HashIndex:
         """Assert that names and index agree, whatever the tables are."""
         for block in self._pool.blocks:
             named = block.hash != NO_PREFIX
-            assert not named or self.hash_to_block.get(block.hash) == block.block_id, "a name without an index entry"
-            assert not named or len(block.token_ids) == self._block_size, "a named block that is not full"
+            assert not named or self.hash_to_block.get(block.hash) == block.block_id, (
+                "a name without an index entry"
+            )
+            assert not named or len(block.token_ids) == self._block_size, (
+                "a named block that is not full"
+            )
         for name, block_id in self.hash_to_block.items():
             assert self._pool.blocks[block_id].hash == name, "an index entry without a name"
 
     def _named(self) -> Iterable[Block]:
         return [self._pool.blocks[block_id] for block_id in self.hash_to_block.values()]
 
-    def _holds(self, block: Block, token_ids: Sequence[int], prefix: PrefixKeys, index: int) -> bool:
+    def _holds(
+        self, block: Block, token_ids: Sequence[int], prefix: PrefixKeys, index: int
+    ) -> bool:
         start = index * self._block_size
         return (
             block.token_ids == tuple(token_ids[start : start + self._block_size])
@@ -87,7 +103,12 @@ class PagedKVCache(IndexedKVCache):
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, layout: BlockLayout = UNIFORM, num_units: int | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        layout: BlockLayout = UNIFORM,
+        num_units: int | None = None,
     ) -> None:
         pool, units = new_pools(num_blocks, block_size, layout, num_units)
         index = HashIndex(pool, block_size)

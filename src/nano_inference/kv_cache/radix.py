@@ -1,4 +1,6 @@
-"""A KV cache whose prefixes are found in a radix tree over token ids (the idea of SGLang's RadixAttention)."""
+"""A KV cache whose prefixes are found in a radix tree over token ids (the idea of SGLang's
+RadixAttention).
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -12,15 +14,17 @@ from nano_inference.kv_cache.units import UNIFORM, BlockLayout
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A run of blocks that are always reached together, and what follows it. A root is an empty run.
+    """A run of blocks that are always reached together, and what follows it. A root is an empty
+    run.
 
     Attributes:
         namespace: of the whole tree.
         parent: the run before this one; None for a root.
         block_ids: the blocks of the run.
         token_ids: their contents, one after the other.
-        children: the runs that may follow, by the token ids of their first block. Two of them may begin with the same
-            tokens, as long as their first blocks differ: a block is never divided.
+        children: the runs that may follow, by the token ids of their first block. Two of them may
+            begin with the same tokens, as long as their first blocks differ: a block is never
+            divided.
     """
 
     namespace: Namespace
@@ -33,10 +37,10 @@ class Node:
 class RadixTree:
     """A tree for each namespace, whose edges are runs of whole blocks. Implements `PrefixIndex`.
 
-    Token ids alone decide where a block hangs; its hash is only a mark that it hangs somewhere. The pool knows for each
-    block the one above it, and so reuses leaves first; the tree knows only contents. A block hangs in the tree as long
-    as everything above it does: a block whose ancestors are gone is not published, and if one is reused after all,
-    what hangs below goes with it.
+    Token ids alone decide where a block hangs; its hash is only a mark that it hangs somewhere. The
+    pool knows for each block the one above it, and so reuses leaves first; the tree knows only
+    contents. A block hangs in the tree as long as everything above it does: a block whose ancestors
+    are gone is not published, and if one is reused after all, what hangs below goes with it.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -50,11 +54,14 @@ class RadixTree:
         root = self.roots.get(prefix.namespace)
         return [] if root is None else self._follow(root, 0, _as_list(token_ids), 0, num_blocks)[0]
 
-    def publish(self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range) -> None:
-        """Hang these full blocks into the tree, under the blocks before them: the table's own or their twins.
+    def publish(
+        self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range
+    ) -> None:
+        """Hang these full blocks into the tree, under the blocks before them: the table's own or
+        their twins.
 
-        Where the contents already hang there, that stays, and the table's block remains without a name; but a stripped
-        block makes way for one that is not.
+        Where the contents already hang there, that stays, and the table's block remains without a
+        name; but a stripped block makes way for one that is not.
         """
         tokens = _as_list(token_ids)
         place = self._place_before(table, tokens, prefix, blocks.start)
@@ -116,15 +123,21 @@ class RadixTree:
         return token_ids
 
     def check(self, tables: Sequence[Sequence[int]]) -> None:
-        """Assert that runs, their order, contents and names agree, and that every table hangs along a path."""
+        """Assert that runs, their order, contents and names agree, and that every table hangs along
+        a path.
+        """
         blocks = self._pool.blocks
         seen: list[int] = []
         for namespace, root in self.roots.items():
             assert root.children, "a tree without blocks"
             assert not root.block_ids, "a root with blocks"
             for node in _subtree(root):
-                assert node.namespace is namespace or node.namespace == namespace, "a run in the wrong tree"
-                assert len(node.token_ids) == len(node.block_ids) * self._block_size, "a run whose contents do not fit"
+                assert node.namespace is namespace or node.namespace == namespace, (
+                    "a run in the wrong tree"
+                )
+                assert len(node.token_ids) == len(node.block_ids) * self._block_size, (
+                    "a run whose contents do not fit"
+                )
                 assert node is root or node.block_ids, "an empty run"
                 self._check_chain(node)
                 seen += node.block_ids
@@ -135,21 +148,32 @@ class RadixTree:
             if left in named and right in named:
                 assert blocks[right].above is blocks[left], "a table is no path of the tree"
 
-    # -- places: a node, and how many blocks of its run lie before ----------------------------------------------------
+    # -- places: a node, and how many blocks of its run lie before ---------------------------------
 
     def _place_before(
         self, table: Sequence[int], tokens: list[int], prefix: PrefixKeys, index: int
     ) -> tuple[Node, int] | None:
-        """Where block `index` of a sequence belongs; None if what comes before it is not in the tree."""
+        """Where block `index` of a sequence belongs; None if what comes before it is not in the
+        tree.
+        """
         last = self._node_of.get(table[index - 1]) if index else None
-        if last is not None and last.block_ids[-1] == table[index - 1] and last.namespace == prefix.namespace:
-            return last, len(last.block_ids)  # a sequence that grows by itself: O(1), however long it is
+        if (
+            last is not None
+            and last.block_ids[-1] == table[index - 1]
+            and last.namespace == prefix.namespace
+        ):
+            # a sequence that grows by itself: O(1), however long it is
+            return last, len(last.block_ids)
         root = self.roots.get(prefix.namespace) or Node(prefix.namespace, None)
         found, node, length = self._follow(root, 0, tokens, 0, index)
         return (node, length) if len(found) == index else None
 
-    def _follow(self, node: Node, length: int, tokens: list[int], first: int, end: int) -> tuple[list[int], Node, int]:
-        """From a place along blocks [first, end) of a sequence: the blocks found, and the place that they lead to."""
+    def _follow(
+        self, node: Node, length: int, tokens: list[int], first: int, end: int
+    ) -> tuple[list[int], Node, int]:
+        """From a place along blocks [first, end) of a sequence: the blocks found, and the place
+        that they lead to.
+        """
         found: list[int] = []
         while (at := first + len(found)) < end:
             if length == len(node.block_ids):
@@ -165,19 +189,24 @@ class RadixTree:
         return found, node, length
 
     def _count_equal(self, node: Node, length: int, tokens: list[int], at: int, end: int) -> int:
-        """How many blocks the run, from its block `length` on, shares with blocks [at, end) of a sequence."""
+        """How many blocks the run, from its block `length` on, shares with blocks [at, end) of a
+        sequence.
+        """
         most = min(len(node.block_ids) - length, end - at)
         mine = self._run(node.token_ids, length, length + most)
         theirs = self._run(tokens, at, at + most)
         if mine == theirs:
             return most
-        return next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b) // self._block_size
+        return (
+            next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+            // self._block_size
+        )
 
     def _run(self, tokens: list[int], first: int, end: int) -> list[int]:
         """Token ids of blocks [first, end)."""
         return tokens[first * self._block_size : end * self._block_size]
 
-    # -- changing the tree --------------------------------------------------------------------------------------------
+    # -- changing the tree -------------------------------------------------------------------------
 
     def _open_run(self, node: Node, first_block: list[int]) -> Node:
         """The run that goes on where this one ends: itself if it is a leaf, else a new child."""
@@ -192,16 +221,22 @@ class RadixTree:
         """Hang a block without a name where one with the same contents hangs."""
         node = self._node_of.pop(old.block_id)
         place = node.block_ids.index(old.block_id)
-        below = node.block_ids[place + 1 : place + 2] or [child.block_ids[0] for child in node.children.values()]
+        below = node.block_ids[place + 1 : place + 2] or [
+            child.block_ids[0] for child in node.children.values()
+        ]
         node.block_ids[place] = new.block_id
         self._node_of[new.block_id] = node
         self._pool.give_name(new, old.hash, old.namespace)
         self._pool.exchange(old, new, [self._pool.blocks[block_id] for block_id in below])
 
     def _split(self, node: Node, length: int) -> None:
-        """Leave the first `length` blocks of a run where they are; the rest becomes its only child."""
+        """Leave the first `length` blocks of a run where they are; the rest becomes its only
+        child.
+        """
         size = length * self._block_size
-        lower = Node(node.namespace, node, node.block_ids[length:], node.token_ids[size:], node.children)
+        lower = Node(
+            node.namespace, node, node.block_ids[length:], node.token_ids[size:], node.children
+        )
         for child in lower.children.values():
             child.parent = lower
         self._node_of.update(dict.fromkeys(lower.block_ids, lower))
@@ -214,14 +249,18 @@ class RadixTree:
             self._cut(node, 0)
 
     def _cut(self, node: Node, length: int) -> None:
-        """Forget the blocks of a run that nothing hangs below, from block `length` on, the last one first."""
+        """Forget the blocks of a run that nothing hangs below, from block `length` on, the last one
+        first.
+        """
         for block_id in reversed(node.block_ids[length:]):
             del self._node_of[block_id]
             self._pool.forget(self._pool.blocks[block_id])
         del node.block_ids[length:], node.token_ids[length * self._block_size :]
 
     def _detach(self, node: Node) -> None:
-        """Take a run out of its parent's children, and its tree out of the roots if it was the last."""
+        """Take a run out of its parent's children, and its tree out of the roots if it was the
+        last.
+        """
         parent = node.parent
         assert parent is not None, "a root holds no block"
         del parent.children[tuple(self._run(node.token_ids, 0, 1))]
@@ -229,7 +268,11 @@ class RadixTree:
             del self.roots[parent.namespace]
 
     def _check_chain(self, node: Node) -> None:
-        above = self._pool.blocks[node.parent.block_ids[-1]] if node.parent and node.parent.block_ids else None
+        above = (
+            self._pool.blocks[node.parent.block_ids[-1]]
+            if node.parent and node.parent.block_ids
+            else None
+        )
         for block in map(self._pool.blocks.__getitem__, node.block_ids):
             assert self._node_of[block.block_id] is node, "a block in the wrong run"
             assert block.namespace == node.namespace, "a block in the wrong tree"
@@ -243,12 +286,18 @@ class RadixTree:
 class RadixKVCache(IndexedKVCache):
     """Block tables over one pool, with a radix tree over token ids. Implements `KVCacheManager`.
 
-    Blocks without a name are reused first, then leaves of the tree, the longest unused first. Using a block uses its
-    whole path, and a path stays as long as a table holds anything on it, unless nothing else is free.
+    Blocks without a name are reused first, then leaves of the tree, the longest unused first. Using
+    a block uses its whole path, and a path stays as long as a table holds anything on it, unless
+    nothing else is free.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, layout: BlockLayout = UNIFORM, num_units: int | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        layout: BlockLayout = UNIFORM,
+        num_units: int | None = None,
     ) -> None:
         pool, units = new_pools(num_blocks, block_size, layout, num_units)
         super().__init__(pool, RadixTree(pool, block_size), block_size, units)
@@ -259,7 +308,9 @@ def _as_list(token_ids: Sequence[int]) -> list[int]:
 
 
 def _subtree(top: Node) -> Iterator[Node]:
-    """A node and all below it, parents first. No recursion: a tree can be as deep as a sequence has blocks."""
+    """A node and all below it, parents first. No recursion: a tree can be as deep as a sequence has
+    blocks.
+    """
     stack = [top]
     while stack:
         node = stack.pop()

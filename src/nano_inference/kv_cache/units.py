@@ -1,7 +1,9 @@
-"""Units: the pieces of memory that stand behind blocks, so that sliding-window layers can give theirs back.
+"""Units: the pieces of memory that stand behind blocks, so that sliding-window layers can give
+theirs back.
 
-A unit holds one block's tokens for a few layers. Every block has units for the layers that see all tokens, and more for
-the layers with a window, until it has left the window of every table that holds it.
+A unit holds one block's tokens for a few layers. Every block has units for the layers that see all
+tokens, and more for the layers with a window, until it has left the window of every table that
+holds it.
 """
 
 from array import array
@@ -15,7 +17,8 @@ NO_UNIT = -1
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """What one block costs. A model whose layers all see everything has one unit a block: the block itself.
+    """What one block costs. A model whose layers all see everything has one unit a block: the block
+    itself.
 
     Attributes:
         num_full: units for the layers that see all tokens.
@@ -29,9 +32,13 @@ class BlockLayout:
 
     def __post_init__(self) -> None:
         if min(self.num_full, self.num_sliding, self.window) < 0 or not self.num_units:
-            raise ValueError(f"{self} is no layout: counts are not negative, and a block has at least one unit.")
+            raise ValueError(
+                f"{self} is no layout: counts are not negative, and a block has at least one unit."
+            )
         if (self.num_sliding > 0) != (self.window > 0):
-            raise ValueError(f"{self} is no layout: units of sliding layers and their window come together.")
+            raise ValueError(
+                f"{self} is no layout: units of sliding layers and their window come together."
+            )
 
     @property
     def num_units(self) -> int:
@@ -39,16 +46,22 @@ class BlockLayout:
         return self.num_full + self.num_sliding
 
     def num_slid(self, start: int, block_size: int) -> int:
-        """Leading blocks of a sequence that no row from position `start` on sees through a window."""
+        """Leading blocks of a sequence that no row from position `start` on sees through a
+        window.
+        """
         # The row at `start` sees the keys above start - window.
         return max(0, start - self.window + 1) // block_size if self.num_sliding else 0
 
     def most_in_window(self, length: int, block_size: int) -> int:
-        """Blocks that the rows of a chunk and their windows touch at most, wherever the chunk starts."""
+        """Blocks that the rows of a chunk and their windows touch at most, wherever the chunk
+        starts.
+        """
         return (self.window + length - 1 + block_size - 2) // block_size + 1
 
     def most_units(self, num_tokens: int, length: int, block_size: int) -> int:
-        """Units that a sequence of so many tokens needs at most while it is computed in chunks of `length` tokens."""
+        """Units that a sequence of so many tokens needs at most while it is computed in chunks of
+        `length` tokens.
+        """
         blocks = -(-num_tokens // block_size)
         within = min(blocks, self.most_in_window(length, block_size)) if self.num_sliding else 0
         return self.num_full * blocks + self.num_sliding * within
@@ -60,11 +73,13 @@ UNIFORM = BlockLayout()
 class UnitPool:
     """Which units stand behind which block, and which can be taken.
 
-    A block has its units of full layers as long as a table holds it or its contents have a name. It keeps those of
-    sliding layers too, but they may be taken from a block that is in nobody's window: the least recently let go first.
+    A block has its units of full layers as long as a table holds it or its contents have a name. It
+    keeps those of sliding layers too, but they may be taken from a block that is in nobody's
+    window: the least recently let go first.
 
     Attributes:
-        unit_of: row by row [layout.num_units, num_blocks]: full layers first; `NO_UNIT` where there is none.
+        unit_of: row by row [layout.num_units, num_blocks]: full layers first; `NO_UNIT` where there
+            is none.
         changed: blocks whose units changed; whoever mirrors `unit_of` clears it.
         num_in_window: blocks that at least one table has in its window.
     """
@@ -76,7 +91,8 @@ class UnitPool:
         self.changed: set[int] = set()
         self.num_in_window = 0
         self.free = list(range(num_units - 1, -1, -1))  # a stack
-        self._slid: dict[int, Block] = {}  # held or named, in nobody's window: in the order of being let go
+        # held or named, in nobody's window: in the order of being let go
+        self._slid: dict[int, Block] = {}
 
     def assign(self, block: Block) -> None:
         """All units of a fresh block, which its one holder has in its window."""
@@ -106,7 +122,9 @@ class UnitPool:
         block.num_users += 1
 
     def leave(self, block: Block, still_held: bool) -> None:
-        """It left the window of one table, or that table ended. What nobody holds is not taken apart: see `offer`."""
+        """It left the window of one table, or that table ended. What nobody holds is not taken
+        apart: see `offer`.
+        """
         block.num_users -= 1
         if not block.num_users:
             self.num_in_window -= 1
@@ -116,27 +134,40 @@ class UnitPool:
     def offer(self, block: Block) -> None:
         """This block is held, but maybe in nobody's window; then its sliding units may be taken.
 
-        The end of a finished sequence is not offered: requests meet at ends, and a block there is reused as a whole.
+        The end of a finished sequence is not offered: requests meet at ends, and a block there is
+        reused as a whole.
         """
         if not block.num_users and not block.stripped:
             self._slid.setdefault(block.block_id, block)
 
     def check(self, blocks: list[Block], users: dict[int, int]) -> None:
-        """Assert that every unit is free or behind one block, and that blocks have what they must."""
+        """Assert that every unit is free or behind one block, and that blocks have what they
+        must.
+        """
         behind = [unit for unit in self.unit_of if unit != NO_UNIT]
-        assert sorted(behind + self.free) == list(range(self.num_units)), "a unit is lost, or in two places"
+        assert sorted(behind + self.free) == list(range(self.num_units)), (
+            "a unit is lost, or in two places"
+        )
         full = self.layout.num_full
         for block in blocks:
             units = [self.unit_of[place] for place in self._places(block)]
             alive = block.ref_count > 0 or block.hash != NO_PREFIX
-            assert all((unit != NO_UNIT) == alive for unit in units[:full]), "units of full layers: neither all nor due"
+            assert all((unit != NO_UNIT) == alive for unit in units[:full]), (
+                "units of full layers: neither all nor due"
+            )
             there = alive and not block.stripped
-            assert all((unit != NO_UNIT) == there for unit in units[full:]), "units of sliding layers: not as marked"
+            assert all((unit != NO_UNIT) == there for unit in units[full:]), (
+                "units of sliding layers: not as marked"
+            )
             assert block.num_users == users.get(block.block_id, 0), "users and tables disagree"
             assert there or not block.num_users, "a block within a window lacks its units"
             offered = block.block_id in self._slid
-            assert not offered or (there and not block.num_users), "units are offered that are needed or gone"
-            assert offered or block.num_users or not (block.ref_count and there), "units are held back"
+            assert not offered or (there and not block.num_users), (
+                "units are offered that are needed or gone"
+            )
+            assert offered or block.num_users or not (block.ref_count and there), (
+                "units are held back"
+            )
         assert self.num_in_window == sum(block.num_users > 0 for block in blocks)
 
     def _places(self, block: Block) -> range:

@@ -1,4 +1,5 @@
-"""What a number, name or list of a config.json may be: a table, checked before anything is computed from them.
+"""What a number, name or list of a config.json may be: a table, checked before anything is computed
+from them.
 
 Absent values and nulls pass: whether a key may be absent is said where it is read.
 """
@@ -22,7 +23,10 @@ class _Kind:
 
 
 def _whole(low: int, high: int) -> _Kind:
-    return _Kind(f"an integer from {low} to {high}", lambda value: _is_integer(value) and low <= value <= high)
+    return _Kind(
+        f"an integer from {low} to {high}",
+        lambda value: _is_integer(value) and low <= value <= high,
+    )
 
 
 def _is_integer(value: Any) -> bool:
@@ -32,7 +36,9 @@ def _is_integer(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     """Finite, and finite as a float: 10**400 is not."""
     try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        )
     except OverflowError:
         return False
 
@@ -51,9 +57,16 @@ _BASE = _Kind("a number above 1", lambda value: _is_number(value) and value > 1)
 _NOT_NEGATIVE = _Kind("a number from 0 on", lambda value: _is_number(value) and value >= 0)
 _SWITCH = _Kind("true or false", lambda value: isinstance(value, bool))
 _NAME = _Kind("a name", lambda value: isinstance(value, str))
-_NAMES = _Kind("a list of names", lambda value: _is_list_of(value, lambda each: isinstance(each, str)))
-_LAYERS = _Kind("a list of layers' numbers", lambda value: _is_list_of(value, lambda each: _is_integer(each)))
-_ENDS = _Kind("a token id or a list of them", lambda value: _is_token_id(value) or _is_list_of(value, _is_token_id))
+_NAMES = _Kind(
+    "a list of names", lambda value: _is_list_of(value, lambda each: isinstance(each, str))
+)
+_LAYERS = _Kind(
+    "a list of layers' numbers", lambda value: _is_list_of(value, lambda each: _is_integer(each))
+)
+_ENDS = _Kind(
+    "a token id or a list of them",
+    lambda value: _is_token_id(value) or _is_list_of(value, _is_token_id),
+)
 _OBJECT = _Kind("an object", lambda value: isinstance(value, Mapping))
 
 _POSITIONS = _whole(1, 2**31 - 1)
@@ -114,8 +127,12 @@ _ROPE_KINDS: Mapping[str, _Kind] = {
     "attention_factor": _POSITIVE,
     "mscale": _NOT_NEGATIVE,
     "mscale_all_dim": _NOT_NEGATIVE,
-    "short_factor": _Kind("a list of numbers above 0", lambda value: _is_list_of(value, _POSITIVE.fits)),
-    "long_factor": _Kind("a list of numbers above 0", lambda value: _is_list_of(value, _POSITIVE.fits)),
+    "short_factor": _Kind(
+        "a list of numbers above 0", lambda value: _is_list_of(value, _POSITIVE.fits)
+    ),
+    "long_factor": _Kind(
+        "a list of numbers above 0", lambda value: _is_list_of(value, _POSITIVE.fits)
+    ),
     "full_attention": _OBJECT,
     "sliding_attention": _OBJECT,
 }

@@ -1,4 +1,6 @@
-"""`SharedContext`: what the decoder asks of the ranks that share every sequence's keys and values with it."""
+"""`SharedContext`: what the decoder asks of the ranks that share every sequence's keys and values
+with it.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,14 @@ from nano_inference.batch import ForwardBatch
 from nano_inference.models.spec import ModelSpec
 from nano_inference.ops.backend import Joint, KvcacheView, Ops, PartialAttention
 from nano_inference.parallel.collectives import Group
-from nano_inference.parallel.context import MOST_NUMBERS, ContextSplit, ContextStep, Piece, Rejoining, own_rows
+from nano_inference.parallel.context import (
+    MOST_NUMBERS,
+    ContextSplit,
+    ContextStep,
+    Piece,
+    Rejoining,
+    own_rows,
+)
 
 
 class SharedContext:
@@ -33,7 +42,9 @@ class SharedContext:
         self._partial: PartialAttention = ops.partial
         self._windows = sorted(set(spec.windows))
         self._heads = (spec.num_heads, spec.head_dim)
-        self._most_states = max(1, MOST_NUMBERS // (spec.num_heads * ops.partial.width(spec.head_dim)))
+        self._most_states = max(
+            1, MOST_NUMBERS // (spec.num_heads * ops.partial.width(spec.head_dim))
+        )
         self._step: ContextStep | None = None
         self._plans: dict[int, list[Any]] = {}  # of the step, by window: one for each piece
 
@@ -45,11 +56,17 @@ class SharedContext:
         return own
 
     def rejoin(self, rejoining: Rejoining, values: Tensor) -> Tensor:
-        """Values [n, ...] of own rows, and of all others', in the order of the batch. Every rank gets all."""
-        return torch.cat(self._group.all_to_all([values] * self._group.size, rejoining.counts))[rejoining.order]
+        """Values [n, ...] of own rows, and of all others', in the order of the batch. Every rank
+        gets all.
+        """
+        return torch.cat(self._group.all_to_all([values] * self._group.size, rejoining.counts))[
+            rejoining.order
+        ]
 
     def attention(self, view: KvcacheView, layer: int, window: int, scale: float) -> Joint:
-        """A function for `Ops.call`: q [N, heads * D] of own rows -> attention over the keys of all ranks."""
+        """A function for `Ops.call`: q [N, heads * D] of own rows -> attention over the keys of all
+        ranks.
+        """
 
         def attend(batch: ForwardBatch, out: Tensor, q: Tensor) -> None:
             heads = q.reshape(len(q), *self._heads)
@@ -67,7 +84,9 @@ class SharedContext:
         """Queries to those who have keys for them, states back to the rows' owners."""
         asked = torch.cat(self._group.all_to_all([q[rows] for rows in piece.queries], piece.asked))
         found = states(asked[piece.arrived])
-        answers = torch.cat(self._group.all_to_all([found[rows] for rows in piece.answers], piece.answered))
+        answers = torch.cat(
+            self._group.all_to_all([found[rows] for rows in piece.answers], piece.answered)
+        )
         return self._partial.merge(answers[piece.order], piece.counts, q.dtype)
 
     def _plans_of(self, batch: ForwardBatch, window: int, block_size: int) -> list[Any]:

@@ -1,4 +1,6 @@
-"""The decoder: one forward pass over the rows of a batch, by a `ModelSpec` and the operations it is given."""
+"""The decoder: one forward pass over the rows of a batch, by a `ModelSpec` and the operations it is
+given.
+"""
 
 import copy
 from typing import Any, NamedTuple, Protocol
@@ -31,7 +33,9 @@ class KvCache(Protocol):
 
 
 class BestTokens(NamedTuple):
-    """The most probable tokens after some rows, best first, and their logprobs under the model's own distribution."""
+    """The most probable tokens after some rows, best first, and their logprobs under the model's
+    own distribution.
+    """
 
     token_ids: Tensor  # int64 [T, K]
     logprobs: Tensor  # float32 [T, K]
@@ -40,8 +44,11 @@ class BestTokens(NamedTuple):
 class ForwardResult(NamedTuple):
     """What a forward pass gives."""
 
-    hidden: Tensor  # [L, H], rows `batch.logits_indices` after the last norm; good until the next forward
-    scores: Tensor  # float32 [P], logprobs of `batch.score_targets` at rows `batch.score_rows`, at their temperatures
+    # [L, H], rows `batch.logits_indices` after the last norm; good until the next forward
+    hidden: Tensor
+    # float32 [P], logprobs of `batch.score_targets` at rows `batch.score_rows`, at their
+    # temperatures
+    scores: Tensor
     best: BestTokens | None = None  # after rows `batch.best_rows`; None where there are none
 
 
@@ -57,7 +64,12 @@ class Decoder:
     """
 
     def __init__(
-        self, spec: ModelSpec, params: dict[str, Any], ops: Ops, num_positions: int, joints: Joints | None = None
+        self,
+        spec: ModelSpec,
+        params: dict[str, Any],
+        ops: Ops,
+        num_positions: int,
+        joints: Joints | None = None,
     ) -> None:
         self.spec = spec
         self.params = params
@@ -72,11 +84,16 @@ class Decoder:
         self.ropes = {False: rope_table(spec.rope, spec.head_dim, num_positions, self.device)}
         same = spec.sliding_rope == spec.rope or not any(spec.windows)
         self.ropes[True] = (
-            self.ropes[False] if same else rope_table(spec.sliding_rope, spec.head_dim, num_positions, self.device)
+            self.ropes[False]
+            if same
+            else rope_table(spec.sliding_rope, spec.head_dim, num_positions, self.device)
         )
-        self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))  # rounded as the model was trained
-        self.routes: RouteRecord | None = None  # where the experts of every row are noted, if anybody wants to know
-        self.recorded: dict[object, Any] = {}  # by whom it serves: a KV storage (`Ops.compile`), or captured graphs
+        # rounded as the model was trained
+        self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
+        # where the experts of every row are noted, if anybody wants to know
+        self.routes: RouteRecord | None = None
+        # by whom it serves: a KV storage (`Ops.compile`), or captured graphs
+        self.recorded: dict[object, Any] = {}
 
     @property
     def head(self) -> Any:
@@ -96,8 +113,12 @@ class Decoder:
             return self._forward_own(batch, view, self.context)
         return self._forward(batch, view)
 
-    def _forward_own(self, batch: ForwardBatch, view: KvcacheView, context: SharedContext) -> ForwardResult:
-        """Compute this rank's rows of a batch; what is wanted of any row comes from whoever computed it."""
+    def _forward_own(
+        self, batch: ForwardBatch, view: KvcacheView, context: SharedContext
+    ) -> ForwardResult:
+        """Compute this rank's rows of a batch; what is wanted of any row comes from whoever
+        computed it.
+        """
         own = context.own_rows(batch, view.block_size)
         hidden, scores, best = self._forward(own, view)
         if not self.part.place.is_last_stage:
@@ -106,7 +127,9 @@ class Decoder:
         return ForwardResult(
             context.rejoin(step.logits, hidden) if len(batch.logits_indices) else hidden,
             context.rejoin(step.scores, scores) if len(batch.score_rows) else scores,
-            None if best is None else BestTokens(*(context.rejoin(step.best, each) for each in best)),
+            None
+            if best is None
+            else BestTokens(*(context.rejoin(step.best, each) for each in best)),
         )
 
     def _forward(self, batch: ForwardBatch, view: KvcacheView) -> ForwardResult:
@@ -122,7 +145,9 @@ class Decoder:
             scores = torch.empty(0, device=self.device)
         best = self.best_tokens(hidden[batch.best_rows], batch.num_best) if batch.num_best else None
         drawn = len(batch.logits_indices)
-        return ForwardResult(hidden if drawn == len(hidden) else hidden[batch.logits_indices], scores, best)
+        return ForwardResult(
+            hidden if drawn == len(hidden) else hidden[batch.logits_indices], scores, best
+        )
 
     def draw(self, hidden: Tensor, batch: SamplingBatch) -> Draw:
         """Draw samples from the logits of rows [L, H] that a forward pass gave."""
@@ -133,16 +158,25 @@ class Decoder:
         return self._end.logits(hidden, self.head, self.spec.logits_divisor)
 
     def best_tokens(self, hidden: Tensor, num_best: int) -> BestTokens:
-        """The most probable tokens after rows [T, H] that a forward pass gave: what greedy draws report there."""
+        """The most probable tokens after rows [T, H] that a forward pass gave: what greedy draws
+        report there.
+        """
         if not len(hidden):
             nothing = torch.empty((0, num_best), device=self.device)
             return BestTokens(nothing.long(), nothing)
-        draws = [self.draw(rows, greedy_batch(len(rows), num_best).to(self.device)) for rows in hidden.split(BEST_TILE)]
-        return BestTokens(torch.cat([draw.top_ids for draw in draws]), torch.cat([d.top_logprobs for d in draws]))
+        draws = [
+            self.draw(rows, greedy_batch(len(rows), num_best).to(self.device))
+            for rows in hidden.split(BEST_TILE)
+        ]
+        return BestTokens(
+            torch.cat([draw.top_ids for draw in draws]), torch.cat([d.top_logprobs for d in draws])
+        )
 
     @torch.inference_mode()
     def serve_others(self) -> None:
-        """A forward of no rows: what the ranks that share this one's experts need of it while they make one."""
+        """A forward of no rows: what the ranks that share this one's experts need of it while they
+        make one.
+        """
         moe = self.spec.moe
         if moe is None or self.joints.exchange is None:
             return
@@ -156,7 +190,9 @@ class Decoder:
         self.recorded.clear()
 
     def twin(self, params: dict[str, Any] | None = None, ops: Ops | None = None) -> "Decoder":
-        """The same model with other weights, or other operations, or for KV tensors of its own; tables are shared."""
+        """The same model with other weights, or other operations, or for KV tensors of its own;
+        tables are shared.
+        """
         other = copy.copy(self)
         other.params = self.params if params is None else params
         other.ops = self.ops if ops is None else ops
@@ -182,21 +218,33 @@ class Decoder:
         return self.recorded[view.storage](batch)
 
     def trunk(self, ops: Operations, batch: ForwardBatch, view: KvcacheView) -> Tensor:
-        """Everything but the head, by calls of `ops` alone: a backend may record them once and replay them."""
+        """Everything but the head, by calls of `ops` alone: a backend may record them once and
+        replay them.
+        """
         spec = self.spec
         whole = self.context is None  # the keys of a sequence are all here
-        plans = {w: ops.plan_attention(batch, view.block_size, w) for w in set(spec.windows)} if whole else {}
+        plans = (
+            {w: ops.plan_attention(batch, view.block_size, w) for w in set(spec.windows)}
+            if whole
+            else {}
+        )
         residual = self._enter(ops, batch)  # [N, H]
         x: Tensor | None = None
         for layer, window in enumerate(spec.windows):
             name = f"layers.{layer}."
-            normed, residual = ops.rms_norm(x, residual, self._norm(name + "attn_norm"), spec.residual_scale)
+            normed, residual = ops.rms_norm(
+                x, residual, self._norm(name + "attn_norm"), spec.residual_scale
+            )
             x = self._attention(ops, normed, name, layer, batch, view, plans.get(window))
             x = self._after(ops, x, name + "attn_out_norm")
-            normed, residual = ops.rms_norm(x, residual, self._norm(name + "mlp_norm"), spec.residual_scale)
+            normed, residual = ops.rms_norm(
+                x, residual, self._norm(name + "mlp_norm"), spec.residual_scale
+            )
             x = self._after(ops, self._mlp(ops, batch, normed, name, layer), name + "mlp_out_norm")
         if not self.part.place.is_last_stage:
-            _, residual = ops.rms_norm(x, residual, Norm(None, 0.0, 0.0, torch.float32), spec.residual_scale)
+            _, residual = ops.rms_norm(
+                x, residual, Norm(None, 0.0, 0.0, torch.float32), spec.residual_scale
+            )
             return ops.call(batch, self.joints.send, (residual,), spec.hidden_size, torch.float32)
         return ops.rms_norm(x, residual, self._norm("norm"), spec.residual_scale)[0]
 
@@ -247,43 +295,72 @@ class Decoder:
         return ops.call(batch, joints.add_up, (rows,), hidden, torch.float32)
 
     def _row_parallel(
-        self, ops: Operations, batch: ForwardBatch, x: Tensor, name: str, segments: tuple[int, ...] | None
+        self,
+        ops: Operations,
+        batch: ForwardBatch,
+        x: Tensor,
+        name: str,
+        segments: tuple[int, ...] | None,
     ) -> Tensor:
-        """A product whose input columns are spread over ranks: each adds up its own, then all of them."""
+        """A product whose input columns are spread over ranks: each adds up its own, then all of
+        them.
+        """
         weight, bias, joints = self.params[name], self.params.get(name + "_bias"), self.joints
         if joints.tensor is None:
             return ops.linear(x, weight, bias, segments if self.ops.in_segments else None)
         segments = segments if segments is not None else (0, weight.shape[1])
         add_up = joints.add_up if bias is None else AddBias(joints, bias)
-        return ops.call(batch, add_up, (ops.linear(x, weight, None, segments),), self.spec.hidden_size, torch.float32)
+        return ops.call(
+            batch,
+            add_up,
+            (ops.linear(x, weight, None, segments),),
+            self.spec.hidden_size,
+            torch.float32,
+        )
 
-    def _mlp(self, ops: Operations, batch: ForwardBatch, normed: Tensor, name: str, layer: int) -> Tensor:
+    def _mlp(
+        self, ops: Operations, batch: ForwardBatch, normed: Tensor, name: str, layer: int
+    ) -> Tensor:
         if self.spec.moe is not None and self.spec.moe.layers[layer]:
             experts = self._experts(name, self.spec.moe)
             if self.routes is None:
                 return ops.moe(normed, experts, self.joints.exchange)
             noted = RecordedMoe(self.ops.moe, experts, self.joints.exchange, self.routes, layer)
             return ops.call(batch, noted, (normed,), self.spec.hidden_size, torch.float32)
-        gated = ops.gate(ops.linear(normed, self.params[name + "gate_up"], None), self.spec.activation)
+        gated = ops.gate(
+            ops.linear(normed, self.params[name + "gate_up"], None), self.spec.activation
+        )
         return self._row_parallel(ops, batch, gated, name + "down", self.part.inner_segments)
 
     def _experts(self, name: str, moe: MoeSpec) -> Experts:
-        router, gate_up, down = (self.params[name + part] for part in ("router", "experts_gate_up", "experts_down"))
-        return Experts(router, gate_up, down, moe.experts_per_token, moe.renormalized, self.spec.activation)
+        router, gate_up, down = (
+            self.params[name + part] for part in ("router", "experts_gate_up", "experts_down")
+        )
+        return Experts(
+            router, gate_up, down, moe.experts_per_token, moe.renormalized, self.spec.activation
+        )
 
     def _after(self, ops: Operations, x: Tensor, name: str) -> Tensor:
-        """What a block adds to the residual stream: normalised where the model has a norm there, and not rounded."""
+        """What a block adds to the residual stream: normalised where the model has a norm there,
+        and not rounded.
+        """
         if name not in self.params:
             return x
         norm = self._norm(name)._replace(dtype=torch.float32)
         return ops.rms_norm(None, x, norm, 1.0)[0]
 
     def _norm(self, name: str) -> Norm:
-        """A norm of the model; where it has none, what rounds the residual stream for the next product."""
-        return Norm(self.params.get(name), self.spec.rms_norm_eps, self.spec.norm_offset, self.dtype)
+        """A norm of the model; where it has none, what rounds the residual stream for the next
+        product.
+        """
+        return Norm(
+            self.params.get(name), self.spec.rms_norm_eps, self.spec.norm_offset, self.dtype
+        )
 
 
 @torch.inference_mode()
 def model_forward(model: Decoder, inputs: ForwardBatch, cache: KvCache) -> Tensor:
-    """One forward pass: rows of `inputs` through `model`, keys and values into `cache`; logits float32 [L, V]."""
+    """One forward pass: rows of `inputs` through `model`, keys and values into `cache`; logits
+    float32 [L, V].
+    """
     return model.logits(model.forward(inputs, cache).hidden)

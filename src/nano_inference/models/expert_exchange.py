@@ -1,7 +1,9 @@
-"""`ExpertExchange`: rows go to the ranks of their experts and their products come back, without a bit changed.
+"""`ExpertExchange`: rows go to the ranks of their experts and their products come back, without a
+bit changed.
 
-Every rank routes rows of its own, sends each row once to every rank that holds some of its experts, and gets back one
-product for each expert. Those it adds up as one rank would: by rising expert id, in float32.
+Every rank routes rows of its own, sends each row once to every rank that holds some of its experts,
+and gets back one product for each expert. Those it adds up as one rank would: by rising expert id,
+in float32.
 """
 
 from collections.abc import Sequence
@@ -12,7 +14,8 @@ from torch import Tensor
 from nano_inference.ops.moe import Experts, MoeSteps
 from nano_inference.parallel.collectives import Group
 
-ROW_BLOCK = 512  # rows of a rank that are computed at once, where all ranks know how many rows there are
+# rows of a rank that are computed at once, where all ranks know how many rows there are
+ROW_BLOCK = 512
 
 
 class ExpertExchange:
@@ -21,7 +24,8 @@ class ExpertExchange:
     Args:
         group: these ranks, by whose experts they hold.
         bounds: the first expert of each rank, and the number of experts.
-        shared: all ranks have the same rows, of which each routes a share; else each has rows of its own, maybe none.
+        shared: all ranks have the same rows, of which each routes a share; else each has rows of
+            its own, maybe none.
     """
 
     def __init__(self, group: Group, bounds: Sequence[int], *, shared: bool) -> None:
@@ -33,7 +37,9 @@ class ExpertExchange:
         """X [N, H] -> float32 [N, H]. All ranks call it, with the weights of the same layer."""
         if not self._shared:
             return self._exchanged(steps, x, experts)
-        blocks = [self._share(steps, rows, experts) for rows in x.split(ROW_BLOCK * self.group.size)]
+        blocks = [
+            self._share(steps, rows, experts) for rows in x.split(ROW_BLOCK * self.group.size)
+        ]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
     def _share(self, steps: MoeSteps, x: Tensor, experts: Experts) -> Tensor:
@@ -45,10 +51,15 @@ class ExpertExchange:
 
     def _exchanged(self, steps: MoeSteps, x: Tensor, experts: Experts) -> Tensor:
         ids, weights = steps.route(x, experts)
-        owners = torch.searchsorted(torch.tensor(self._bounds[1:], device=ids.device), ids, right=True)  # [N, K]
-        wanted = [(owners == rank).nonzero(as_tuple=True) for rank in range(self.group.size)]  # (row, which of its K)
+        # [N, K]
+        owners = torch.searchsorted(
+            torch.tensor(self._bounds[1:], device=ids.device), ids, right=True
+        )
+        # (row, which of its K)
+        wanted = [(owners == rank).nonzero(as_tuple=True) for rank in range(self.group.size)]
         sent: list[Tensor] = []  # each rank's rows, each once
-        asked: list[Tensor] = []  # [pairs, 2]: place among these rows, place of the expert at its rank
+        # [pairs, 2]: place among these rows, place of the expert at its rank
+        asked: list[Tensor] = []
         for rank, (rows, which) in enumerate(wanted):
             unique, places = rows.unique(return_inverse=True)
             sent.append(x[unique])
@@ -61,10 +72,16 @@ class ExpertExchange:
         return steps.combine(products, weights)
 
 
-def _products(steps: MoeSteps, given: Sequence[Tensor], questions: Sequence[Tensor], experts: Experts) -> list[Tensor]:
+def _products(
+    steps: MoeSteps, given: Sequence[Tensor], questions: Sequence[Tensor], experts: Experts
+) -> list[Tensor]:
     """What each rank asked of the experts that are here."""
     counts = [len(each) for each in questions]
     firsts = torch.tensor([0, *(len(rows) for rows in given[:-1])]).cumsum(0).tolist()
     rows = torch.cat([each[:, 0] + first for each, first in zip(questions, firsts, strict=True)])
     held = torch.cat([each[:, 1] for each in questions])
-    return list(steps.products(torch.cat(list(given)), rows.contiguous(), held.contiguous(), experts).split(counts))
+    return list(
+        steps.products(torch.cat(list(given)), rows.contiguous(), held.contiguous(), experts).split(
+            counts
+        )
+    )

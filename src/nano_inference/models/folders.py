@@ -1,4 +1,6 @@
-"""Where a model lies, and what its config.json says. Nothing here imports torch: a server reads it, too."""
+"""Where a model lies, and what its config.json says. Nothing here imports torch: a server reads it,
+too.
+"""
 
 import difflib
 from pathlib import Path
@@ -12,7 +14,9 @@ from nano_inference.regular_files import read_json
 
 
 def resolve_model(model_path: str) -> Path:
-    """The folder of a model named by folder, embedded name, `.gguf` file or hub id. Raises `ModelLoadError`."""
+    """The folder of a model named by folder, embedded name, `.gguf` file or hub id. Raises
+    `ModelLoadError`.
+    """
     path = Path(model_path).expanduser()
     if path.is_dir():
         return path
@@ -29,7 +33,9 @@ def load_spec(folder: Path) -> ModelSpec:
     """Read config.json and, where there is one, generation_config.json."""
     _refuse_adapter(folder)
     if not (folder / "config.json").exists():
-        raise ModelLoadError(f"{folder.absolute()} is not a model's folder: config.json is missing.")
+        raise ModelLoadError(
+            f"{folder.absolute()} is not a model's folder: config.json is missing."
+        )
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     spec = spec_from_config(config, read_json(generation) if generation.exists() else None)
@@ -38,8 +44,8 @@ def load_spec(folder: Path) -> ModelSpec:
 
 
 def require_plain_weights(folder: Path) -> None:
-    """Raise `ModelLoadError` where a folder says that it holds an adapter, or weights that are quantised (by which
-    method).
+    """Raise `ModelLoadError` where a folder says that it holds an adapter, or weights that are
+    quantised (by which method).
     """
     _refuse_adapter(folder)
     if (folder / "config.json").exists():
@@ -53,17 +59,22 @@ def _refuse_adapter(folder: Path) -> None:
         fields = read_json(path)
         kind, base = fields.get("peft_type") or "LoRA", fields.get("base_model_name_or_path")
         raise ModelLoadError(
-            f"{folder.absolute()} holds an adapter ({kind}{f' of {base}' if base else ''}), and adapters are not "
+            f"{folder.absolute()} holds an adapter ({kind}{f' of {base}' if base else ''}), and "
+            "adapters are not "
             "supported yet; merge it into its model and load that."
         )
 
 
 def _refuse_side_files(folder: Path) -> None:
-    refuse_side_files(folder, {name: read_json(folder / name) for name in SIDE_FILES if (folder / name).exists()})
+    refuse_side_files(
+        folder, {name: read_json(folder / name) for name in SIDE_FILES if (folder / name).exists()}
+    )
 
 
 def config_folder(model_path: str) -> Path | None:
-    """As `resolve_model`, without weights: of a hub id config.json alone is fetched. None: it is not to be had here."""
+    """As `resolve_model`, without weights: of a hub id config.json alone is fetched. None: it is
+    not to be had here.
+    """
     try:
         if Path(model_path).expanduser().exists() or model_path in EMBEDDED_MODELS:
             return resolve_model(model_path)
@@ -83,7 +94,11 @@ def _download(model_path: str) -> Path:
         return Path(snapshot_download(model_path, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
         near = difflib.get_close_matches(model_path.lower(), EMBEDDED_MODELS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"embedded models are {', '.join(map(repr, EMBEDDED_MODELS))}."
+        hint = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else f"embedded models are {', '.join(map(repr, EMBEDDED_MODELS))}."
+        )
         raise ModelLoadError(
             f"{model_path!r} is not a folder or file here, and {_hub_problem(problem)}; {hint}"
         ) from problem

@@ -1,7 +1,8 @@
-"""The sampling parameters that a model's generation_config.json recommends. Nothing here imports torch.
+"""The sampling parameters that a model's generation_config.json recommends. Nothing here imports
+torch.
 
-They are for those who ask without saying how: the server's protocols and the command line. The library and the routes
-by which trainers sample take only what a request says.
+They are for those who ask without saying how: the server's protocols and the command line. The
+library and the routes by which trainers sample take only what a request says.
 """
 
 import logging
@@ -20,12 +21,15 @@ GenerationConfig = Literal["auto", "none"]
 
 def _number(value: Any) -> bool:
     try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        )
     except OverflowError:  # 10**400
         return False
 
 
-# Parameters that are read -> what the engine takes of them. `top_k` is an integer; 0 and -1 keep all.
+# Parameters that are read -> what the engine takes of them. `top_k` is an integer; 0 and -1 keep
+# all.
 _TAKEN: Mapping[str, Callable[[Any], bool]] = {
     "temperature": lambda value: _number(value) and 0 <= value <= 2,
     "top_p": lambda value: _number(value) and 0 < value <= 1,
@@ -36,10 +40,11 @@ _TAKEN: Mapping[str, Callable[[Any], bool]] = {
 
 
 def generation_defaults(folder: Path) -> dict[str, float]:
-    """What generation_config.json of a model's folder recommends, as fields of `SamplingParams`; empty: nothing.
+    """What generation_config.json of a model's folder recommends, as fields of `SamplingParams`;
+    empty: nothing.
 
-    A value that the engine does not take is left out, with a warning. Raises `ModelLoadError` for a file that cannot be
-    read.
+    A value that the engine does not take is left out, with a warning. Raises `ModelLoadError` for a
+    file that cannot be read.
     """
     path = folder / "generation_config.json"
     told = read_json(path) if path.exists() else {}

@@ -1,4 +1,6 @@
-"""The architectures that GGUF files are converted from: what each calls its tensors and its metadata."""
+"""The architectures that GGUF files are converted from: what each calls its tensors and its
+metadata.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,11 +16,16 @@ Transform = Callable[[np.ndarray, Config], np.ndarray]
 
 
 def _unpermute_rows(weight: np.ndarray, config: Config, heads_key: str) -> np.ndarray:
-    """Query or key rows in Hugging Face's order. `weight` [num_heads * head_dim, hidden_size] in GGUF's order."""
-    # GGUF rotates neighbours (0, 1), (2, 3) ...; Hugging Face rotates (0, head_dim / 2), (1, head_dim / 2 + 1) ...
+    """Query or key rows in Hugging Face's order. `weight` [num_heads * head_dim, hidden_size] in
+    GGUF's order.
+    """
+    # GGUF rotates neighbours (0, 1), (2, 3) ...; Hugging Face rotates (0, head_dim / 2), (1,
+    # head_dim / 2 + 1) ...
     num_heads, head_dim = config[heads_key], config["head_dim"]
     if weight.shape[0] != num_heads * head_dim:
-        raise ModelLoadError(f"a weight has {weight.shape[0]} rows; {heads_key} * head_dim is {num_heads * head_dim}")
+        raise ModelLoadError(
+            f"a weight has {weight.shape[0]} rows; {heads_key} * head_dim is {num_heads * head_dim}"
+        )
     pairs = weight.reshape(num_heads, head_dim // 2, 2, *weight.shape[1:])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
@@ -31,12 +38,16 @@ def _minus_one(weight: np.ndarray, config: Config) -> np.ndarray:
 def _gemma3_defaults(config: Config) -> Config:
     """What every Gemma 3 has and its GGUF file leaves to the reader, as llama.cpp fills it in."""
     num_layers, period = config["num_hidden_layers"], config.get("sliding_window_pattern", 6)
-    # The 27B model alone scales queries by something else than head_dim. Only its depth tells it from the others.
+    # The 27B model alone scales queries by something else than head_dim. Only its depth tells it
+    # from the others.
     split_evenly = config["hidden_size"] // config["num_attention_heads"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_local_base_freq": 10000.0,
-        "layer_types": ["sliding_attention" if i % period else "full_attention" for i in range(1, num_layers + 1)],
+        "layer_types": [
+            "sliding_attention" if i % period else "full_attention"
+            for i in range(1, num_layers + 1)
+        ],
         "query_pre_attn_scalar": split_evenly if num_layers == 62 else config["head_dim"],
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
@@ -46,17 +57,25 @@ def _gemma3_defaults(config: Config) -> Config:
 
 @dataclass(frozen=True)
 class Family:
-    """How one `general.architecture` of GGUF maps to Hugging Face's configuration and tensor names."""
+    """How one `general.architecture` of GGUF maps to Hugging Face's configuration and tensor
+    names.
+    """
 
     architecture: str  # Hugging Face's class name
     model_type: str
-    layer_names: Mapping[str, str]  # what follows "blk.N." in GGUF -> what follows "model.layers.N."
-    transforms: Mapping[str, Transform]  # GGUF name without "blk.N." -> stored values to Hugging Face's
-    config_keys: Mapping[str, str]  # required metadata key without its "llama." -> configuration key
-    optional_keys: Mapping[str, str] = field(default_factory=dict)  # the same of keys that a file may lack
+    # what follows "blk.N." in GGUF -> what follows "model.layers.N."
+    layer_names: Mapping[str, str]
+    # GGUF name without "blk.N." -> stored values to Hugging Face's
+    transforms: Mapping[str, Transform]
+    # required metadata key without its "llama." -> configuration key
+    config_keys: Mapping[str, str]
+    # the same of keys that a file may lack
+    optional_keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Callable[[Config], Config] = lambda config: {}  # what holds where no metadata says it
-    has_rope_freqs: bool = False  # a file may hold `rope_freqs.weight`, which divides the rotary frequencies
-    chat_eos_ids: tuple[int, ...] = ()  # ids that also end a sample where the file carries a chat template
+    # a file may hold `rope_freqs.weight`, which divides the rotary frequencies
+    has_rope_freqs: bool = False
+    # ids that also end a sample where the file carries a chat template
+    chat_eos_ids: tuple[int, ...] = ()
 
 
 GLOBAL_NAMES: Mapping[str, str] = {

@@ -1,4 +1,6 @@
-"""`Joints`: where the trunk of a model that several ranks share waits for the other ranks, and what they exchange."""
+"""`Joints`: where the trunk of a model that several ranks share waits for the other ranks, and what
+they exchange.
+"""
 
 import time
 from dataclasses import dataclass, field
@@ -16,15 +18,17 @@ from nano_inference.parallel.collectives import Group
 
 @dataclass(frozen=True, eq=False)
 class Joints:
-    """What a rank holds, and the ranks that it exchanges rows with. Its methods are functions for `Ops.call`.
+    """What a rank holds, and the ranks that it exchanges rows with. Its methods are functions for
+    `Ops.call`.
 
     Attributes:
         part: what it holds.
         tensor: the ranks that share its layers, by tensor rank; None: it has them to itself.
         pipeline: the ranks in its place of every stage, by stage; None: there is one stage.
-        context: the ranks that share its keys and values, by context rank; None: it has them to itself.
-        engines: the engines that have the experts in common, by number, of which this is one; None: it has them to
-            itself, or shares them with its tensor ranks.
+        context: the ranks that share its keys and values, by context rank; None: it has them to
+            itself.
+        engines: the engines that have the experts in common, by number, of which this is one; None:
+            it has them to itself, or shares them with its tensor ranks.
         clock: of the rank; all its models have the same.
     """
 
@@ -41,7 +45,9 @@ class Joints:
         group = self.engines if self.engines is not None else self.tensor
         if self.part.whole.moe is None or group is None:
             return None
-        return ExpertExchange(group, expert_bounds(self.part.whole, group.size), shared=self.engines is None)
+        return ExpertExchange(
+            group, expert_bounds(self.part.whole, group.size), shared=self.engines is None
+        )
 
     def add_up(self, _batch: ForwardBatch, out: Tensor, partial: Tensor) -> None:
         """Float32 [N, columns] of every tensor rank -> their sum."""
@@ -57,7 +63,9 @@ class Joints:
         out.copy_(rows)
 
     def send(self, _batch: ForwardBatch, out: Tensor, residual: Tensor) -> None:
-        """Hand the residual stream [N, H] on to the next stage; what follows here need not wait for that."""
+        """Hand the residual stream [N, H] on to the next stage; what follows here need not wait for
+        that.
+        """
         assert self.pipeline is not None
         self.pipeline.send(residual.clone(), self.part.place.stage + 1)
         out.copy_(residual)

@@ -14,7 +14,16 @@ from nano_inference.models.folders import require_plain_weights
 from nano_inference.models.folders import resolve_model as resolve_model
 from nano_inference.models.part import ModelPart
 from nano_inference.models.spec import ModelSpec
-from nano_inference.models.weights import TIED, WEIGHT_DTYPES, Allocate, allocate, param_table, read, slots, write
+from nano_inference.models.weights import (
+    TIED,
+    WEIGHT_DTYPES,
+    Allocate,
+    allocate,
+    param_table,
+    read,
+    slots,
+    write,
+)
 from nano_inference.ops import reference
 from nano_inference.regular_files import open_regular, read_json
 
@@ -22,7 +31,9 @@ from nano_inference.regular_files import open_regular, read_json
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 MOST_HEADER = 10**8  # bytes: safetensors refuses longer ones
 _CPU = torch.device("cpu")
-_STORED_DTYPES = tuple(f"{'BF' if each is torch.bfloat16 else 'F'}{8 * each.itemsize}" for each in WEIGHT_DTYPES)
+_STORED_DTYPES = tuple(
+    f"{'BF' if each is torch.bfloat16 else 'F'}{8 * each.itemsize}" for each in WEIGHT_DTYPES
+)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -31,7 +42,9 @@ def resolve_dtype(asked: str, spec: ModelSpec) -> torch.dtype:
     if asked != "auto":
         return _DTYPES[asked]
     if spec.quantized_source:
-        return torch.bfloat16 if torch.cuda.is_available() or _cpu_multiplies_bf16() else torch.float32
+        return (
+            torch.bfloat16 if torch.cuda.is_available() or _cpu_multiplies_bf16() else torch.float32
+        )
     return _DTYPES.get(spec.checkpoint_dtype, torch.float32)
 
 
@@ -43,8 +56,8 @@ def load_params(
     matrix: Allocate = reference.allocate,
     part: ModelPart | None = None,
 ) -> dict[str, Any]:
-    """All parameters of a model, or of a rank's part of it, streamed from its safetensors files. Of other ranks' parts
-    nothing is read. Memory: the parameters and one tensor, both on the device.
+    """All parameters of a model, or of a rank's part of it, streamed from its safetensors files. Of
+    other ranks' parts nothing is read. Memory: the parameters and one tensor, both on the device.
 
     Raises `ModelLoadError` naming the first unknown, misshapen or missing tensor.
     """
@@ -67,10 +80,14 @@ def load_params(
             if shape != slot.shape:
                 if tied:
                     raise _untied(name)
-                raise ModelLoadError(f"{folder}: tensor {name!r} has shape {shape}, expected {slot.shape}.")
+                raise ModelLoadError(
+                    f"{folder}: tensor {name!r} has shape {shape}, expected {slot.shape}."
+                )
             tensor = slot.take(stored)
         except (SafetensorError, OSError) as problem:
-            raise ModelLoadError(f"tensor {name!r} of {file} cannot be read: {problem}") from problem
+            raise ModelLoadError(
+                f"tensor {name!r} of {file} cannot be read: {problem}"
+            ) from problem
         if tied:
             _check_tied(name, tensor, read(params, slot))
             continue
@@ -78,15 +95,19 @@ def load_params(
         missing.discard(name)
     if missing:
         first = min(missing)
-        raise ModelLoadError(f"{folder}: tensor {first!r} is missing ({len(missing)} of {len(places)} are).")
+        raise ModelLoadError(
+            f"{folder}: tensor {first!r} is missing ({len(missing)} of {len(places)} are)."
+        )
     return params
 
 
 def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, tensor) of a model folder or a .safetensors file, one at a time; a head that may be tied last.
+    """(checkpoint name, tensor) of a model folder or a .safetensors file, one at a time; a head
+    that may be tied last.
 
-    They are on `device`; on CUDA each goes there straight from the file's pages. Raises `ModelLoadError` naming the
-    file that is missing, cut short or something else, or what a folder says that it holds instead of plain weights.
+    They are on `device`; on CUDA each goes there straight from the file's pages. Raises
+    `ModelLoadError` naming the file that is missing, cut short or something else, or what a folder
+    says that it holds instead of plain weights.
     """
     if path.is_dir():
         require_plain_weights(path)
@@ -94,7 +115,9 @@ def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str,
         try:
             tensor = opened.get_tensor(name)
         except (SafetensorError, OSError) as problem:
-            raise ModelLoadError(f"tensor {name!r} of {file} cannot be read: {problem}") from problem
+            raise ModelLoadError(
+                f"tensor {name!r} of {file} cannot be read: {problem}"
+            ) from problem
         yield name, tensor
 
 
@@ -113,8 +136,9 @@ def _tensors_of(path: Path, device: torch.device) -> Iterator[tuple[str, Path, A
 
 
 def _opened(file: Path, device: torch.device) -> Any:
-    """An open safetensors file. safetensors keeps the interpreter while it opens one and reads its header: so both are
-    done before, by calls that let other threads run, however long a share takes. Raises `OSError`, `SafetensorError`.
+    """An open safetensors file. safetensors keeps the interpreter while it opens one and reads its
+    header: so both are done before, by calls that let other threads run, however long a share
+    takes. Raises `OSError`, `SafetensorError`.
     """
     with open_regular(file) as source:
         length = int.from_bytes(source.read(8), "little")
@@ -124,7 +148,11 @@ def _opened(file: Path, device: torch.device) -> Any:
 
 def _named(device: torch.device) -> str:
     """A device as safetensors knows it: with its number."""
-    return f"cuda:{torch.cuda.current_device()}" if device.type == "cuda" and device.index is None else str(device)
+    return (
+        f"cuda:{torch.cuda.current_device()}"
+        if device.type == "cuda" and device.index is None
+        else str(device)
+    )
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -133,11 +161,15 @@ def _weight_files(folder: Path) -> list[Path]:
         try:
             files = [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
         except (KeyError, AttributeError, TypeError) as problem:
-            raise ModelLoadError(f"{index} has no weight_map of tensor names to files.") from problem
+            raise ModelLoadError(
+                f"{index} has no weight_map of tensor names to files."
+            ) from problem
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelLoadError(f"{folder} has no .safetensors file; other formats are not read, convert it first.")
+        raise ModelLoadError(
+            f"{folder} has no .safetensors file; other formats are not read, convert it first."
+        )
     for file in files:
         if not file.exists():
             raise ModelLoadError(f"{file} is named by {index.name} and missing.")
@@ -148,18 +180,24 @@ def _require_weight(name: str, file: Path, stored: str) -> None:
     """`stored`: a dtype as safetensors names it."""
     if stored not in _STORED_DTYPES:
         raise ModelLoadError(
-            f"tensor {name!r} of {file} has dtype {stored}, and a weight is one of {', '.join(_STORED_DTYPES)}: the "
-            "checkpoint is quantised and its config.json does not say how; use the unquantised one, or a GGUF file."
+            f"tensor {name!r} of {file} has dtype {stored}, and a weight is one of "
+            f"{', '.join(_STORED_DTYPES)}: the "
+            "checkpoint is quantised and its config.json does not say how; use the unquantised "
+            "one, or a GGUF file."
         )
 
 
 def _check_tied(name: str, tensor: Tensor, own: Tensor) -> None:
-    if tuple(tensor.shape) != tuple(own.shape) or not torch.equal(tensor.to(own.device, own.dtype), own):
+    if tuple(tensor.shape) != tuple(own.shape) or not torch.equal(
+        tensor.to(own.device, own.dtype), own
+    ):
         raise _untied(name)
 
 
 def _untied(name: str) -> ModelLoadError:
-    return ModelLoadError(f"tensor {name!r} is tied to {TIED[name]!r} by config.json and differs from it.")
+    return ModelLoadError(
+        f"tensor {name!r} is tied to {TIED[name]!r} by config.json and differs from it."
+    )
 
 
 def _cpu_multiplies_bf16() -> bool:

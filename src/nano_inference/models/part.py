@@ -1,4 +1,6 @@
-"""`ModelPart`: which part of a model one rank holds, as ranges of heads, columns, layers and tokens."""
+"""`ModelPart`: which part of a model one rank holds, as ranges of heads, columns, layers and
+tokens.
+"""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -9,7 +11,8 @@ from nano_inference.models.spec import ModelSpec
 from nano_inference.parallel.bounds import SEGMENTS, row_segments, segment_unit
 from nano_inference.parallel.mesh import Mesh, Place
 
-# Tokens are shared out by whole blocks of every backend's sums over the vocabulary, else by whole panels, else singly.
+# Tokens are shared out by whole blocks of every backend's sums over the vocabulary, else by whole
+# panels, else singly.
 VOCAB_UNITS = (1536, 16, 1)
 
 
@@ -26,8 +29,8 @@ class ModelPart:
         vocab: rows of embedding and head.
         layers: of the pipeline stage.
         experts: of the model's every layer of experts, whole ones; the others are at other ranks.
-        head_segments, inner_segments: bounds of the segments in which the columns that are this rank's are added up,
-            counted from its first; None: there are more ranks than segments.
+        head_segments, inner_segments: bounds of the segments in which the columns that are this
+            rank's are added up, counted from its first; None: there are more ranks than segments.
     """
 
     place: Place
@@ -43,7 +46,9 @@ class ModelPart:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model as this rank runs it: with the query heads of its KV heads, and with its layers alone."""
+        """The model as this rank runs it: with the query heads of its KV heads, and with its layers
+        alone.
+        """
         group = self.whole.num_heads // self.whole.num_kv_heads
         first, last = self.layers.start, self.layers.stop
         moe = self.whole.moe
@@ -59,7 +64,9 @@ class ModelPart:
 
     @property
     def own_columns(self) -> tuple[int, int]:
-        """Where, in the attention output of the heads that it computes, its own ones stand: [start, stop)."""
+        """Where, in the attention output of the heads that it computes, its own ones stand: [start,
+        stop).
+        """
         group, size = self.whole.num_heads // self.whole.num_kv_heads, self.whole.head_dim
         first = self.kv_heads.start * group
         return (self.heads.start - first) * size, (self.heads.stop - first) * size
@@ -67,7 +74,9 @@ class ModelPart:
     @property
     def has_embedding(self) -> bool:
         """Whether it needs the embedding: to embed, or as a tied head."""
-        return self.place.is_first_stage or (self.place.is_last_stage and self.whole.tie_word_embeddings)
+        return self.place.is_first_stage or (
+            self.place.is_last_stage and self.whole.tie_word_embeddings
+        )
 
     @property
     def has_head(self) -> bool:
@@ -76,23 +85,32 @@ class ModelPart:
 
     @property
     def vocab_bounds(self) -> tuple[int, ...]:
-        """Which tokens the ranks that share its layers hold: rank r from bounds[r] to bounds[r + 1]."""
+        """Which tokens the ranks that share its layers hold: rank r from bounds[r] to bounds[r +
+        1].
+        """
         return _vocab_bounds(self.whole.vocab_size, self.place.mesh.tensor)
 
     @property
     def is_whole(self) -> bool:
         """Whether it is the whole model."""
         every = self.whole.moe.num_experts if self.whole.moe is not None else 0
-        return self.place.mesh == Mesh(context=self.place.mesh.context) and len(self.experts) == every
+        return (
+            self.place.mesh == Mesh(context=self.place.mesh.context) and len(self.experts) == every
+        )
 
 
-def part_of(spec: ModelSpec, place: Place = Place(), engines: tuple[int, int] = (0, 1)) -> ModelPart:  # noqa: B008 (frozen)
+def part_of(
+    spec: ModelSpec,
+    place: Place = Place(),  # noqa: B008 (frozen)
+    engines: tuple[int, int] = (0, 1),
+) -> ModelPart:
     """What the rank at `place` holds. Raises `ConfigError` where a model cannot be shared so.
 
     Args:
         spec: of the whole model.
         place: the rank's.
-        engines: which one this is of how many engines that have the experts in common; with one tensor rank each.
+        engines: which one this is of how many engines that have the experts in common; with one
+            tensor rank each.
     """
     ranks, index = place.mesh.tensor, place.tensor_rank
     _require_divisible(spec, place.mesh)
@@ -101,10 +119,15 @@ def part_of(spec: ModelSpec, place: Place = Place(), engines: tuple[int, int] = 
         inner = row_segments(spec.intermediate_size, segment_unit(spec.intermediate_size))
         first, last = SEGMENTS // ranks * index, SEGMENTS // ranks * (index + 1)
         own_heads, own_inner = range(heads[first], heads[last]), range(inner[first], inner[last])
-        head_segments = tuple((bound - heads[first]) * spec.head_dim for bound in heads[first : last + 1])
+        head_segments = tuple(
+            (bound - heads[first]) * spec.head_dim for bound in heads[first : last + 1]
+        )
         inner_segments = tuple(bound - inner[first] for bound in inner[first : last + 1])
     else:
-        own_heads, own_inner = _share(spec.num_heads, ranks, index), _share(spec.intermediate_size, ranks, index)
+        own_heads, own_inner = (
+            _share(spec.num_heads, ranks, index),
+            _share(spec.intermediate_size, ranks, index),
+        )
         head_segments = inner_segments = None
     group = spec.num_heads // spec.num_kv_heads
     vocab = _vocab_bounds(spec.vocab_size, ranks)
@@ -134,7 +157,8 @@ def _experts(spec: ModelSpec, rank: tuple[int, int]) -> range:
     index, ranks = rank
     if ranks > spec.moe.num_experts:
         raise ConfigError(
-            f"{ranks} ranks are more than the model's {spec.moe.num_experts} experts; use at most so many."
+            f"{ranks} ranks are more than the model's {spec.moe.num_experts} experts; use at most "
+            "so many."
         )
     bounds = expert_bounds(spec, ranks)
     return range(bounds[index], bounds[index + 1])
@@ -142,26 +166,32 @@ def _experts(spec: ModelSpec, rank: tuple[int, int]) -> range:
 
 @cache
 def split_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
-    """Which layers each stage of a pipeline holds, so that stages hold about as many bytes of weights each.
+    """Which layers each stage of a pipeline holds, so that stages hold about as many bytes of
+    weights each.
 
-    The first stage bears the embedding, the last one the head. Raises `ConfigError` where there are more stages than
-    layers.
+    The first stage bears the embedding, the last one the head. Raises `ConfigError` where there are
+    more stages than layers.
     """
     if stages > spec.num_layers:
         raise ConfigError(
-            f"pipeline_parallel={stages} is more than the model's {spec.num_layers} layers; use at most "
+            f"pipeline_parallel={stages} is more than the model's {spec.num_layers} layers; use "
+            "at most "
             f"{spec.num_layers}."
         )
     if stages == 1:
         return (range(spec.num_layers),)
-    most, ends = spec.num_layers, spec.vocab_size * spec.hidden_size  # numbers of an embedding, or a head
-    up_to = list(itertools.accumulate((_layer_size(spec, layer) for layer in range(most)), initial=0))
+    # numbers of an embedding, or a head
+    most, ends = spec.num_layers, spec.vocab_size * spec.hidden_size
+    up_to = list(
+        itertools.accumulate((_layer_size(spec, layer) for layer in range(most)), initial=0)
+    )
 
     def cost(stage: int, start: int, stop: int) -> int:
         size = up_to[stop] - up_to[start] + ends * ((stage == 0) + (stage == stages - 1))
         return size * size  # the least sum of squares is the most even
 
-    # By how many layers the stages so far have: the least that it costs, and the first layer of each of them.
+    # By how many layers the stages so far have: the least that it costs, and the first layer of
+    # each of them.
     best = {stop: (cost(0, 0, stop), (0,)) for stop in range(1, most)}
     for stage in range(1, stages):
         left = stages - 1 - stage
@@ -200,12 +230,17 @@ def _share(count: int, ranks: int, index: int) -> range:
 def _require_divisible(spec: ModelSpec, mesh: Mesh) -> None:
     if mesh.tensor > 1 and spec.qk_norm == "full":
         raise ConfigError(
-            f"tensor_parallel={mesh.tensor} is not possible for {spec.architecture}: its norm of queries and keys "
+            f"tensor_parallel={mesh.tensor} is not possible for {spec.architecture}: its norm of "
+            "queries and keys "
             "spans all heads; use pipeline_parallel or replicas."
         )
-    for count, what in ((spec.num_heads, "attention heads"), (spec.intermediate_size, "inner columns")):
+    for count, what in (
+        (spec.num_heads, "attention heads"),
+        (spec.intermediate_size, "inner columns"),
+    ):
         if mesh.tensor > count:
             most = 1 << count.bit_length() - 1  # a power of two
             raise ConfigError(
-                f"tensor_parallel={mesh.tensor} is more than the model's {count} {what}; use at most {most}."
+                f"tensor_parallel={mesh.tensor} is more than the model's {count} {what}; use at "
+                f"most {most}."
             )

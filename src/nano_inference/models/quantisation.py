@@ -1,4 +1,6 @@
-"""Checkpoints whose weights are codes of a quantisation method: told by name, for none is read yet."""
+"""Checkpoints whose weights are codes of a quantisation method: told by name, for none is read
+yet.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,10 +10,15 @@ from nano_inference.errors import ModelLoadError
 
 Config = Mapping[str, Any]
 
-# Where a config.json says it: transformers' key, compressed-tensors' old one, MLX's; each also inside `text_config`.
+# Where a config.json says it: transformers' key, compressed-tensors' old one, MLX's; each also
+# inside `text_config`.
 _KEYS = ("quantization_config", "compression_config", "quantization")
 # Files that say it beside config.json -> the method.
-SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+SIDE_FILES = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
 # Of a description that names no method: a field that this method writes, the most telling first.
 _TRACES = {
     "load_in_4bit": "bitsandbytes",
@@ -26,7 +33,9 @@ _NONE = (None, "", "none", "no_quant")
 
 
 def refuse_quantised(config: Config) -> None:
-    """Raise `ModelLoadError`, naming the method, where a config.json says that the weights are quantised."""
+    """Raise `ModelLoadError`, naming the method, where a config.json says that the weights are
+    quantised.
+    """
     inner = config.get("text_config")
     for source in (config, inner if isinstance(inner, Mapping) else {}):
         for key in _KEYS:
@@ -42,17 +51,26 @@ def refuse_side_files(folder: Path, contents: Mapping[str, Config]) -> None:
         contents: those of `SIDE_FILES` that are there.
     """
     for name, content in contents.items():
-        fields = content.get("quantization") if isinstance(content.get("quantization"), Mapping) else content
+        fields = (
+            content.get("quantization")
+            if isinstance(content.get("quantization"), Mapping)
+            else content
+        )
         _refuse(f"{folder / name}", fields, SIDE_FILES[name])
 
 
 def _refuse(where: str, fields: Any, default: str | None) -> None:
-    method, detail = (_method(fields, default), _detail(fields)) if isinstance(fields, Mapping) else (str(fields), "")
+    method, detail = (
+        (_method(fields, default), _detail(fields))
+        if isinstance(fields, Mapping)
+        else (str(fields), "")
+    )
     if method is None:
         return
     told = f" ({detail})" if detail else ""
     raise ModelLoadError(
-        f"the checkpoint is quantised with {method}{told}, as {where} says, and that is not supported yet; use the "
+        f"the checkpoint is quantised with {method}{told}, as {where} says, and that is not "
+        "supported yet; use the "
         "unquantised checkpoint, or a GGUF file of the model."
     )
 
@@ -64,17 +82,26 @@ def _method(fields: Config, default: str | None) -> str | None:
             return None
     if named := fields.get("quant_method"):
         return str(named)
-    return default or next((method for field, method in _TRACES.items() if field in fields), "an unnamed method")
+    return default or next(
+        (method for field, method in _TRACES.items() if field in fields), "an unnamed method"
+    )
 
 
 def _detail(fields: Config) -> str:
     """Of how many bits, or of which kind, its codes are; empty: it does not say."""
-    bits = next((fields[key] for key in ("bits", "w_bit", "wbits") if isinstance(fields.get(key), int)), None)
+    bits = next(
+        (fields[key] for key in ("bits", "w_bit", "wbits") if isinstance(fields.get(key), int)),
+        None,
+    )
     bits = 4 if fields.get("load_in_4bit") else 8 if fields.get("load_in_8bit") else bits
     groups = fields.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
-        if bits is None and isinstance(weights, Mapping) and isinstance(weights.get("num_bits"), int):
+        if (
+            bits is None
+            and isinstance(weights, Mapping)
+            and isinstance(weights.get("num_bits"), int)
+        ):
             bits = weights["num_bits"]
     if bits is not None:
         return f"{bits} bits"

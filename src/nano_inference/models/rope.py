@@ -1,4 +1,6 @@
-"""Cosine and sine tables of rotary position embedding, for each way of stretching its frequencies."""
+"""Cosine and sine tables of rotary position embedding, for each way of stretching its
+frequencies.
+"""
 
 import math
 
@@ -8,8 +10,12 @@ from torch import Tensor
 from nano_inference.models.rope_spec import RopeSpec
 
 
-def rope_table(spec: RopeSpec, head_dim: int, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine by position, float32, each [num_positions, head_dim / 2]. Made on the CPU: one table for all."""
+def rope_table(
+    spec: RopeSpec, head_dim: int, num_positions: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine by position, float32, each [num_positions, head_dim / 2]. Made on the CPU:
+    one table for all.
+    """
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = positions[:, None] * _inverse_frequencies(spec, head_dim)[None, :]
     return (
@@ -44,7 +50,9 @@ def _llama3(spec: RopeSpec, base: Tensor) -> Tensor:
 
 
 def _yarn(spec: RopeSpec, powers: Tensor, head_dim: int) -> Tensor:
-    """YaRN (arXiv:2309.00071), section 3.2: interpolate slow dimensions, keep fast ones, a ramp between them."""
+    """YaRN (arXiv:2309.00071), section 3.2: interpolate slow dimensions, keep fast ones, a ramp
+    between them.
+    """
 
     def dimension(rotations: float) -> float:
         turns = spec.original_max_position / (rotations * 2 * math.pi)

@@ -1,4 +1,6 @@
-"""`RopeSpec`: what config.json says of rotary position embedding, in every spelling that it is found in."""
+"""`RopeSpec`: what config.json says of rotary position embedding, in every spelling that it is
+found in.
+"""
 
 import math
 from collections.abc import Mapping
@@ -16,13 +18,15 @@ class RopeSpec:
 
     Attributes:
         theta: base of the frequencies.
-        kind: `"default"`, `"linear"`, `"llama3"`, `"yarn"` (arXiv:2309.00071) or `"longrope"` (arXiv:2402.13753).
+        kind: `"default"`, `"linear"`, `"llama3"`, `"yarn"` (arXiv:2309.00071) or `"longrope"`
+            (arXiv:2402.13753).
         factor: how far the context is stretched.
         original_max_position: context that the model was first trained for (llama3, yarn).
         low_freq_factor, high_freq_factor: llama3's band of interpolation.
         beta_fast, beta_slow, truncate: yarn's band of interpolation.
         attention_factor: multiplies cosine and sine.
-        factors: divide the frequencies one by one, [head_dim / 2] (longrope, of which one list serves all lengths).
+        factors: divide the frequencies one by one, [head_dim / 2] (longrope, of which one list
+            serves all lengths).
     """
 
     theta: float = 10000.0
@@ -41,8 +45,9 @@ class RopeSpec:
 def read_ropes(config: Config, max_position: int) -> tuple[RopeSpec, RopeSpec]:
     """Rotary embeddings of layers without and with a sliding window, equal for most models.
 
-    transformers 5 writes `rope_parameters` (one, or one a kind of layer), earlier versions `rope_theta` with
-    `rope_scaling` and, for Gemma, `rope_local_base_freq`. Raises `ModelLoadError` for a kind that is not known.
+    transformers 5 writes `rope_parameters` (one, or one a kind of layer), earlier versions
+    `rope_theta` with `rope_scaling` and, for Gemma, `rope_local_base_freq`. Raises `ModelLoadError`
+    for a kind that is not known.
     """
     fields: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if "full_attention" in fields:
@@ -57,7 +62,9 @@ def read_ropes(config: Config, max_position: int) -> tuple[RopeSpec, RopeSpec]:
 def _rope(fields: Config, config: Config, max_position: int) -> RopeSpec:
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind not in _ROPE_KINDS:
-        raise ModelLoadError(f"rope scaling {kind!r} is not supported; the decoder knows {', '.join(_ROPE_KINDS)}.")
+        raise ModelLoadError(
+            f"rope scaling {kind!r} is not supported; the decoder knows {', '.join(_ROPE_KINDS)}."
+        )
     if any(source.get("partial_rotary_factor", 1.0) != 1.0 for source in (fields, config)):
         raise ModelLoadError("partial_rotary_factor other than 1 is not supported.")
     theta = float(fields.get("rope_theta") or config.get("rope_theta") or 10000.0)
@@ -72,7 +79,8 @@ def _rope(fields: Config, config: Config, max_position: int) -> RopeSpec:
     if kind == "llama3":
         if fields["low_freq_factor"] >= fields["high_freq_factor"]:
             raise ModelLoadError(
-                f"rope scaling llama3 has low_freq_factor={fields['low_freq_factor']!r}, which must be less than "
+                f"rope scaling llama3 has low_freq_factor={fields['low_freq_factor']!r}, which "
+                "must be less than "
                 f"high_freq_factor={fields['high_freq_factor']!r}."
             )
         return RopeSpec(
@@ -99,14 +107,22 @@ _ROPE_KINDS = ("default", "linear", "llama3", "longrope", "yarn")
 
 
 def _longrope(fields: Config, theta: float) -> RopeSpec:
-    """One table serves all lengths here, so that a token's place does not depend on how long its sequence gets."""
+    """One table serves all lengths here, so that a token's place does not depend on how long its
+    sequence gets.
+    """
     if fields["short_factor"] != fields["long_factor"] or fields.get("attention_factor") is None:
         raise ModelLoadError(
-            "rope scaling 'longrope' is supported where short_factor and long_factor are equal and attention_factor is "
+            "rope scaling 'longrope' is supported where short_factor and long_factor are equal "
+            "and attention_factor is "
             "given."
         )
     factors = tuple(float(each) for each in fields["short_factor"])
-    return RopeSpec(theta=theta, kind="longrope", attention_factor=float(fields["attention_factor"]), factors=factors)
+    return RopeSpec(
+        theta=theta,
+        kind="longrope",
+        attention_factor=float(fields["attention_factor"]),
+        factors=factors,
+    )
 
 
 def _yarn_attention_factor(fields: Config, factor: float) -> float:

@@ -1,7 +1,8 @@
-"""`RouteRecord`: the experts that every row went through, kept by the slot of the row's keys and values.
+"""`RouteRecord`: the experts that every row went through, kept by the slot of the row's keys and
+values.
 
-A row that comes from the prefix cache was routed when its block was computed. A record by slots has those rows too, and
-follows blocks where they are copied.
+A row that comes from the prefix cache was routed when its block was computed. A record by slots has
+those rows too, and follows blocks where they are copied.
 """
 
 from collections.abc import Sequence
@@ -15,12 +16,15 @@ from nano_inference.ops.moe import Exchange, Experts, Moe
 
 
 class RouteRecord:
-    """Expert ids int16 [layers of experts, slots + 1, K], rising in each row; -1 where nothing was computed yet.
+    """Expert ids int16 [layers of experts, slots + 1, K], rising in each row; -1 where nothing was
+    computed yet.
 
     The last slot takes the rows that fill up a captured batch.
     """
 
-    def __init__(self, moe: MoeSpec, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, moe: MoeSpec, num_blocks: int, block_size: int, device: torch.device
+    ) -> None:
         self.block_size = block_size
         counts = [sum(moe.layers[:layer]) for layer in range(len(moe.layers))]
         self._places = {layer: counts[layer] for layer, mixed in enumerate(moe.layers) if mixed}
@@ -28,16 +32,20 @@ class RouteRecord:
         self._ids = torch.full(shape, -1, dtype=torch.int16, device=device)
 
     def write(self, layer: int, slots: Tensor, ids: Tensor) -> None:
-        """Note the experts [N, K] of rows whose keys lie in slots [N]; a slot below 0 is that of no row."""
+        """Note the experts [N, K] of rows whose keys lie in slots [N]; a slot below 0 is that of no
+        row.
+        """
         own = self._ids[self._places[layer]]
         own.index_copy_(0, torch.where(slots < 0, len(own) - 1, slots), ids.to(torch.int16))
 
     def read(self, block_ids: Sequence[int], num_rows: int) -> Tensor:
-        """The experts of the first rows of a sequence with these blocks: int16 [rows, layers of experts, K], on the
-        host.
+        """The experts of the first rows of a sequence with these blocks: int16 [rows, layers of
+        experts, K], on the host.
         """
         blocks = torch.tensor(block_ids, dtype=torch.int64)
-        slots = (blocks[:, None] * self.block_size + torch.arange(self.block_size)).flatten()[:num_rows]
+        slots = (blocks[:, None] * self.block_size + torch.arange(self.block_size)).flatten()[
+            :num_rows
+        ]
         return self._ids[:, slots.to(self._ids.device)].transpose(0, 1).cpu().contiguous()
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
@@ -50,7 +58,9 @@ class RouteRecord:
 class RecordedMoe:
     """A layer of experts in the middle of a trunk (`Ops.call`) whose choices are noted."""
 
-    def __init__(self, moe: Moe, experts: Experts, exchange: Exchange | None, record: RouteRecord, layer: int) -> None:
+    def __init__(
+        self, moe: Moe, experts: Experts, exchange: Exchange | None, record: RouteRecord, layer: int
+    ) -> None:
         self._moe, self._experts, self._exchange = moe, experts, exchange
         self._record, self._layer = record, layer
 
@@ -61,6 +71,7 @@ class RecordedMoe:
         ids = torch.cat(found)
         if len(ids) != len(batch.slot_mapping):
             raise RuntimeError(
-                f"{len(ids)} rows were routed here of {len(batch.slot_mapping)}; other ranks route some."
+                f"{len(ids)} rows were routed here of {len(batch.slot_mapping)}; other ranks "
+                "route some."
             )
         self._record.write(self._layer, batch.slot_mapping, ids)

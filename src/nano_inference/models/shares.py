@@ -1,4 +1,6 @@
-"""Whether a model can be shared by the ranks that a config asks for, as its config.json alone tells."""
+"""Whether a model can be shared by the ranks that a config asks for, as its config.json alone
+tells.
+"""
 
 from collections.abc import Iterable
 
@@ -18,7 +20,8 @@ def mesh_of(config: EngineConfig) -> Mesh:
 def require_shares(config: EngineConfig) -> None:
     """Raise `ConfigError` where no engine of this config can be built; before anything is started.
 
-    A model whose config.json cannot be read here is passed over: whoever builds the engine says why.
+    A model whose config.json cannot be read here is passed over: whoever builds the engine says
+    why.
     """
     if mesh_of(config).world_size == config.expert_parallel == 1:
         return
@@ -41,4 +44,6 @@ def require_experts(config: EngineConfig, specs: Iterable[ModelSpec]) -> None:
     """Raise `ConfigError` where experts are to be spread and there are none."""
     asked = config.expert_parallel
     if asked > 1 and all(spec.moe is None for spec in specs):
-        raise ConfigError(f"expert_parallel={asked} is not possible for {config.model_path!r}: it has no experts.")
+        raise ConfigError(
+            f"expert_parallel={asked} is not possible for {config.model_path!r}: it has no experts."
+        )

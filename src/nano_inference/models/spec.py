@@ -23,8 +23,10 @@ class MoeSpec:
         num_experts: of a layer.
         experts_per_token: how many of them each token goes through.
         intermediate_size: of one expert.
-        renormalized: the weights of a token's experts add up to 1; else they are what the softmax over all gave.
-        layers: one entry a layer: whether it has experts, or an MLP of the model's own intermediate size.
+        renormalized: the weights of a token's experts add up to 1; else they are what the softmax
+            over all gave.
+        layers: one entry a layer: whether it has experts, or an MLP of the model's own intermediate
+            size.
         module: the checkpoint's name of such a layer's MLP.
         projections: its names of an expert's gate, up and down.
     """
@@ -50,17 +52,19 @@ class ModelSpec:
         eos_token_ids: ids that end a sample.
         checkpoint_dtype: name of the dtype that the checkpoint says it has.
         quantized_source: the checkpoint was made from a quantised file, so its dtype says nothing.
-        windows: one entry a layer: how many tokens, itself included, a token attends to; 0: all before it.
+        windows: one entry a layer: how many tokens, itself included, a token attends to; 0: all
+            before it.
         rope, sliding_rope: rotary embedding of layers without and with a window.
         qkv_bias, o_bias: the attention's projections have biases.
-        qk_norm: queries and keys are normalised before they are rotated: each head for itself (`"head"`), or all heads
-            of a token together (`"full"`).
-        norms: where a layer has its norms: before attention and MLP (`"pre"`), after them (`"post"`), or `"both"`.
+        qk_norm: queries and keys are normalised before they are rotated: each head for itself
+            (`"head"`), or all heads of a token together (`"full"`).
+        norms: where a layer has its norms: before attention and MLP (`"pre"`), after them
+            (`"post"`), or `"both"`.
         norm_offset: added to the weights of norms; such weights are kept in float32.
         activation: of the MLP's gate, `"silu"` or `"gelu_tanh"`.
         attention_scale: multiplies queries times keys.
-        embed_scale, residual_scale, logits_divisor: embeddings are multiplied, what a block adds to the residual stream
-            is multiplied, logits are divided by it.
+        embed_scale, residual_scale, logits_divisor: embeddings are multiplied, what a block adds to
+            the residual stream is multiplied, logits are divided by it.
         fused_projections: the checkpoint stores q, k, v in one tensor, and gate and up in one.
         moe: its layers of experts; None: it has none.
     """
@@ -100,14 +104,16 @@ class ModelSpec:
 class _Family:
     """What the name of an architecture says, and its config.json does not."""
 
-    qkv_bias: bool | None = None  # None: as attention_bias says; the output projection then has one too
+    # None: as attention_bias says; the output projection then has one too
+    qkv_bias: bool | None = None
     qk_norm: QkNorm | None = None
     norms: NormPlacement = "pre"
     norm_offset: float = 0.0
     activation_key: str = "hidden_act"
     fused_projections: bool = False
     tied_by_default: bool = False
-    windows: Callable[[Config, int], tuple[int, ...]] | None = None  # (config, layers); None: the family has none
+    # (config, layers); None: the family has none
+    windows: Callable[[Config, int], tuple[int, ...]] | None = None
     scales: Callable[[Config], dict[str, float]] = lambda _: {}
     moe: Callable[[Config, int], MoeSpec | None] = lambda _, __: None  # (config, layers)
 
@@ -115,7 +121,8 @@ class _Family:
 def spec_from_config(config: Config, generation_config: Config | None = None) -> ModelSpec:
     """Read config.json (and generation_config.json) of a model.
 
-    Raises `ModelLoadError` for what the decoder lacks, for quantised weights, and for a value that no model has.
+    Raises `ModelLoadError` for what the decoder lacks, for quantised weights, and for a value that
+    no model has.
     """
     check_values(config)
     check_end_ids(generation_config or {})
@@ -123,7 +130,8 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
     known = [name for name in architectures if name in _ARCHITECTURES]
     if not known:
         raise ModelLoadError(
-            f"architecture {', '.join(architectures) or 'missing'} is not supported; the decoder knows "
+            f"architecture {', '.join(architectures) or 'missing'} is not supported; the decoder "
+            "knows "
             f"{', '.join(sorted(_ARCHITECTURES))}."
         )
     refuse_quantised(config)
@@ -132,29 +140,40 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
     except KeyError as missing:
         raise ModelLoadError(f"config.json lacks {missing.args[0]!r}.") from missing
     except (TypeError, ValueError, AttributeError, ArithmeticError) as problem:
-        raise ModelLoadError(f"config.json holds a value of the wrong kind: {problem}.") from problem
+        raise ModelLoadError(
+            f"config.json holds a value of the wrong kind: {problem}."
+        ) from problem
 
 
-def _read(architecture: str, family: _Family, config: Config, generation_config: Config) -> ModelSpec:
+def _read(
+    architecture: str, family: _Family, config: Config, generation_config: Config
+) -> ModelSpec:
     for name in _UNSUPPORTED:
         if config.get(name):
-            raise ModelLoadError(f"config.json has {name}={config[name]!r}; this decoder has no {name}.")
+            raise ModelLoadError(
+                f"config.json has {name}={config[name]!r}; this decoder has no {name}."
+            )
     if missing := [name for name in _REQUIRED if config.get(name) is None]:
         raise KeyError(missing[0])
     num_heads, num_layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
     if num_heads % num_kv_heads:
-        raise ModelLoadError(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly.")
+        raise ModelLoadError(
+            f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly."
+        )
     head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
     if head_dim < 2 or head_dim % 2:
-        raise ModelLoadError(f"heads are {head_dim} wide; rotary embedding turns pairs, so head_dim must be even.")
+        raise ModelLoadError(
+            f"heads are {head_dim} wide; rotary embedding turns pairs, so head_dim must be even."
+        )
     max_position = int(config["max_position_embeddings"])
     all_biases = bool(config.get("attention_bias", False))
     rope, sliding_rope = read_ropes(config, max_position)
     for each in (rope, sliding_rope):
         if each.factors and len(each.factors) != head_dim // 2:
             raise ModelLoadError(
-                f"rope scaling has {len(each.factors)} factors; heads {head_dim} wide need {head_dim // 2}."
+                f"rope scaling has {len(each.factors)} factors; heads {head_dim} wide need "
+                f"{head_dim // 2}."
             )
     scales = {"attention_scale": head_dim**-0.5} | family.scales(config)
     return ModelSpec(
@@ -194,7 +213,11 @@ def _uniform_window(config: Config, num_layers: int) -> tuple[int, ...]:
 
 def _switched_window(config: Config, num_layers: int) -> tuple[int, ...]:
     """The same window in every layer where `use_sliding_window` says that there is one."""
-    return _uniform_window(config, num_layers) if config.get("use_sliding_window", False) else (0,) * num_layers
+    return (
+        _uniform_window(config, num_layers)
+        if config.get("use_sliding_window", False)
+        else (0,) * num_layers
+    )
 
 
 def _upper_windows(config: Config, num_layers: int) -> tuple[int, ...]:
@@ -202,14 +225,20 @@ def _upper_windows(config: Config, num_layers: int) -> tuple[int, ...]:
     if not config.get("use_sliding_window", False):
         return (0,) * num_layers
     first = int(config.get("max_window_layers", num_layers))
-    return _windows(config, ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)])
+    return _windows(
+        config, ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    )
 
 
 def _alternating_windows(config: Config, num_layers: int) -> tuple[int, ...]:
     """Gemma 3: every sixth layer sees everything."""
     period = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
     return _windows(
-        config, ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(num_layers)]
+        config,
+        [
+            "full_attention" if (i + 1) % period == 0 else "sliding_attention"
+            for i in range(num_layers)
+        ],
     )
 
 
@@ -218,7 +247,8 @@ def _windows(config: Config, default_types: list[str]) -> tuple[int, ...]:
     unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
     if unknown or len(types) != len(default_types):
         raise ModelLoadError(
-            f"config.json has layer_types {types!r}; {len(default_types)} entries are needed, each 'full_attention' or "
+            f"config.json has layer_types {types!r}; {len(default_types)} entries are needed, "
+            "each 'full_attention' or "
             "'sliding_attention'."
         )
     window = int(config.get("sliding_window") or 0)
@@ -227,20 +257,30 @@ def _windows(config: Config, default_types: list[str]) -> tuple[int, ...]:
 
 def _qwen_experts(config: Config, num_layers: int) -> MoeSpec | None:
     """Every `decoder_sparse_step`-th layer, but for `mlp_only_layers`."""
-    step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
+    step, dense = (
+        int(config.get("decoder_sparse_step") or 1),
+        set(config.get("mlp_only_layers") or ()),
+    )
     layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
-    inner, renormalized = int(config["moe_intermediate_size"]), bool(config.get("norm_topk_prob", False))
+    inner, renormalized = (
+        int(config["moe_intermediate_size"]),
+        bool(config.get("norm_topk_prob", False)),
+    )
     return _with_experts(MoeSpec(*_expert_counts(config), inner, renormalized, layers))
 
 
 def _mixtral_experts(config: Config, num_layers: int) -> MoeSpec | None:
     inner, counts = int(config["intermediate_size"]), _expert_counts(config)
     names = ("w1", "w3", "w2")
-    return _with_experts(MoeSpec(*counts, inner, True, (True,) * num_layers, "block_sparse_moe", names))
+    return _with_experts(
+        MoeSpec(*counts, inner, True, (True,) * num_layers, "block_sparse_moe", names)
+    )
 
 
 def _expert_counts(config: Config) -> tuple[int, int]:
-    """How many there are, which transformers has written under two names, and how many a token goes through."""
+    """How many there are, which transformers has written under two names, and how many a token goes
+    through.
+    """
     name = "num_experts" if "num_experts" in config else "num_local_experts"
     return int(config[name]), int(config["num_experts_per_tok"])
 
@@ -249,10 +289,13 @@ def _with_experts(found: MoeSpec) -> MoeSpec | None:
     if found.num_experts == 0 or not any(found.layers):
         return None
     if not 1 <= found.experts_per_token <= found.num_experts:
-        raise ModelLoadError(f"{found.experts_per_token} experts a token cannot be chosen of {found.num_experts}.")
+        raise ModelLoadError(
+            f"{found.experts_per_token} experts a token cannot be chosen of {found.num_experts}."
+        )
     if found.num_experts * len(found.layers) > _MOST_EXPERTS:
         raise ModelLoadError(
-            f"{found.num_experts} experts in {len(found.layers)} layers are more than {_MOST_EXPERTS:,} together."
+            f"{found.num_experts} experts in {len(found.layers)} layers are more than "
+            f"{_MOST_EXPERTS:,} together."
         )
     return found
 
@@ -299,14 +342,25 @@ _REQUIRED = (
     *("max_position_embeddings", "rms_norm_eps"),
 )
 _MOST_EXPERTS = 2**20  # of all layers together; each has its rows in the table of parameters
-_UNSUPPORTED = ("mlp_bias", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
-_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_UNSUPPORTED = (
+    "mlp_bias",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
+)
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 
 
 def _activation(config: Config, key: str) -> Activation:
     name = config.get(key) or "silu"
     if name not in _ACTIVATIONS:
-        raise ModelLoadError(f"config.json has {key}={name!r}; this decoder knows {', '.join(_ACTIVATIONS)}.")
+        raise ModelLoadError(
+            f"config.json has {key}={name!r}; this decoder knows {', '.join(_ACTIVATIONS)}."
+        )
     return _ACTIVATIONS[name]
 
 

@@ -1,7 +1,8 @@
-"""`ParamSpec`: one table a model that names every parameter, what it is fused from, and how it may be split.
+"""`ParamSpec`: one table a model that names every parameter, what it is fused from, and how it may
+be split.
 
-The table drives allocation, loading from disk, weight updates and sharding: a rank's table says which part of each
-checkpoint tensor is its own.
+The table drives allocation, loading from disk, weight updates and sharding: a rank's table says
+which part of each checkpoint tensor is its own.
 """
 
 from collections.abc import Callable
@@ -60,7 +61,8 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one checkpoint tensor goes: what `take` gives becomes rows [start, start + n) of a parameter.
+    """Where one checkpoint tensor goes: what `take` gives becomes rows [start, start + n) of a
+    parameter.
 
     `shape` is the checkpoint's. `axis` and `parts` are those of `Source`.
     """
@@ -77,7 +79,9 @@ class Slot:
         return Source("", self.shape, self.axis, self.parts).local_shape
 
     def take(self, tensor: Any) -> Tensor:
-        """This rank's part of a checkpoint tensor, or of what safetensors reads by slices; a view where it can be."""
+        """This rank's part of a checkpoint tensor, or of what safetensors reads by slices; a view
+        where it can be.
+        """
         if self.parts is None:
             return tensor[:]
         rows = (slice(None),) * self.axis
@@ -91,11 +95,15 @@ class Slot:
             return
         start = 0
         for first, last in self.parts:
-            whole.narrow(self.axis, first, last - first).copy_(part.narrow(self.axis, start, last - first))
+            whole.narrow(self.axis, first, last - first).copy_(
+                part.narrow(self.axis, start, last - first)
+            )
             start += last - first
 
     def take_places(self, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Of numbers of a checkpoint tensor, by flat row-major place: this rank's, by place in what `take` gives."""
+        """Of numbers of a checkpoint tensor, by flat row-major place: this rank's, by place in what
+        `take` gives.
+        """
         if self.parts is None:
             return indices, values
         inner = torch.Size(self.shape[self.axis + 1 :]).numel()
@@ -107,13 +115,17 @@ class Slot:
             mine = (along >= first) & (along < last)
             places = indices[mine]
             outer, rest = places // (inner * size), places % inner
-            found.append(((outer * own_size + along[mine] - first + start) * inner + rest, values[mine]))
+            found.append(
+                ((outer * own_size + along[mine] - first + start) * inner + rest, values[mine])
+            )
             start += last - first
-        return torch.cat([places for places, _ in found]), torch.cat([numbers for _, numbers in found])
+        return torch.cat([places for places, _ in found]), torch.cat(
+            [numbers for _, numbers in found]
+        )
 
 
-# What a weight may be stored as, or sent as. Integers, booleans and floats of eight bits are codes of a quantisation:
-# without their scales they are other numbers.
+# What a weight may be stored as, or sent as. Integers, booleans and floats of eight bits are codes
+# of a quantisation: without their scales they are other numbers.
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Any]  # `Ops.allocate`
@@ -122,7 +134,10 @@ Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Any]  # `Ops.a
 # Norms of a layer by their placement: (the decoder's name, the checkpoint's).
 _NORMS = {
     "pre": (("attn_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")),
-    "post": (("attn_out_norm", "post_attention_layernorm"), ("mlp_out_norm", "post_feedforward_layernorm")),
+    "post": (
+        ("attn_out_norm", "post_attention_layernorm"),
+        ("mlp_out_norm", "post_feedforward_layernorm"),
+    ),
     "both": (
         ("attn_norm", "input_layernorm"),
         ("attn_out_norm", "post_attention_layernorm"),
@@ -143,11 +158,18 @@ def param_table(spec: ModelSpec, part: ModelPart | None = None) -> tuple[ParamSp
     hidden, vocab = spec.hidden_size, spec.vocab_size
     table: list[ParamSpec] = []
     if part.has_embedding:
-        table.append(_plain("embed", Source("model.embed_tokens.weight", (vocab, hidden), 0, _of(part.vocab, vocab))))
+        table.append(
+            _plain(
+                "embed",
+                Source("model.embed_tokens.weight", (vocab, hidden), 0, _of(part.vocab, vocab)),
+            )
+        )
     for place, i in enumerate(part.layers):
         table += _attention(part, f"layers.{place}", f"model.layers.{i}.self_attn")
         if spec.moe is not None and spec.moe.layers[i]:
-            table += _experts(part, spec.moe, f"layers.{place}", f"model.layers.{i}.{spec.moe.module}")
+            table += _experts(
+                part, spec.moe, f"layers.{place}", f"model.layers.{i}.{spec.moe.module}"
+            )
         else:
             table += _mlp(part, f"layers.{place}", f"model.layers.{i}.mlp")
         table += [
@@ -157,7 +179,9 @@ def param_table(spec: ModelSpec, part: ModelPart | None = None) -> tuple[ParamSp
     if part.place.is_last_stage:
         table.append(_norm(spec, "norm", "model.norm.weight", hidden))
     if part.has_head:
-        table.append(_plain("head", Source("lm_head.weight", (vocab, hidden), 0, _of(part.vocab, vocab))))
+        table.append(
+            _plain("head", Source("lm_head.weight", (vocab, hidden), 0, _of(part.vocab, vocab)))
+        )
     return tuple(table)
 
 
@@ -170,12 +194,18 @@ def _attention(part: ModelPart, own: str, hf: str) -> list[ParamSpec]:
     rows = {"q_proj": (q_rows, (q,)), "k_proj": (kv_rows, (kv,)), "v_proj": (kv_rows, (kv,))}
     if spec.fused_projections:
         after, value = q_rows, q_rows + kv_rows
-        parts = (q, range(after + kv.start, after + kv.stop), range(value + kv.start, value + kv.stop))
+        parts = (
+            q,
+            range(after + kv.start, after + kv.stop),
+            range(value + kv.start, value + kv.stop),
+        )
         rows = {"qkv_proj": (q_rows + 2 * kv_rows, parts)}
     columns = range(part.heads.start * size, part.heads.stop * size)
     params = [
         _stacked(f"{own}.qkv", hf, "weight", rows, (hidden,)),
-        _plain(f"{own}.o", Source(f"{hf}.o_proj.weight", (hidden, q_rows), 1, _of(columns, q_rows))),
+        _plain(
+            f"{own}.o", Source(f"{hf}.o_proj.weight", (hidden, q_rows), 1, _of(columns, q_rows))
+        ),
     ]
     if spec.qkv_bias:
         params.append(_stacked(f"{own}.qkv_bias", hf, "bias", rows, ()))
@@ -199,12 +229,16 @@ def _mlp(part: ModelPart, own: str, hf: str) -> list[ParamSpec]:
         rows = {"gate_up_proj": (2 * inner, parts)}
     return [
         _stacked(f"{own}.gate_up", hf, "weight", rows, (hidden,)),
-        _plain(f"{own}.down", Source(f"{hf}.down_proj.weight", (hidden, inner), 1, _of(part.inner, inner))),
+        _plain(
+            f"{own}.down",
+            Source(f"{hf}.down_proj.weight", (hidden, inner), 1, _of(part.inner, inner)),
+        ),
     ]
 
 
 def _experts(part: ModelPart, moe: MoeSpec, own: str, hf: str) -> list[ParamSpec]:
-    """The router, and the experts' matrices one below the other: the gate and up rows of each expert together.
+    """The router, and the experts' matrices one below the other: the gate and up rows of each
+    expert together.
 
     Of experts that other ranks hold there are no rows here.
     """
@@ -216,7 +250,9 @@ def _experts(part: ModelPart, moe: MoeSpec, own: str, hf: str) -> list[ParamSpec
         return Source(name, shape, 0, None if expert in part.experts else ((0, 0),))
 
     every = range(moe.num_experts)
-    gate_up = tuple(source(expert, name, (inner, hidden)) for expert in every for name in (gate, up))
+    gate_up = tuple(
+        source(expert, name, (inner, hidden)) for expert in every for name in (gate, up)
+    )
     return [
         _plain(f"{own}.router", Source(f"{hf}.gate.weight", (moe.num_experts, hidden))),
         ParamSpec(f"{own}.experts_gate_up", (len(part.experts) * 2 * inner, hidden), gate_up),
@@ -244,25 +280,33 @@ def slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:
 
 
 def allocate(
-    table: tuple[ParamSpec, ...], dtype: torch.dtype, device: torch.device, matrix: Allocate = reference.allocate
+    table: tuple[ParamSpec, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    matrix: Allocate = reference.allocate,
 ) -> dict[str, Any]:
     """Uninitialised parameters by name. Matrices are what `matrix` makes, vectors are tensors."""
     return {
         param.name: matrix(param.shape, dtype, device)
         if len(param.shape) == 2
-        else torch.empty(param.shape, dtype=torch.float32 if param.keep_float32 else dtype, device=device)
+        else torch.empty(
+            param.shape, dtype=torch.float32 if param.keep_float32 else dtype, device=device
+        )
         for param in table
     }
 
 
 def num_bytes(table: tuple[ParamSpec, ...], dtype: torch.dtype) -> int:
     """Bytes that the parameters of a table take."""
-    return sum(torch.Size(param.shape).numel() * (4 if param.keep_float32 else dtype.itemsize) for param in table)
+    return sum(
+        torch.Size(param.shape).numel() * (4 if param.keep_float32 else dtype.itemsize)
+        for param in table
+    )
 
 
 def write(params: dict[str, Any], slot: Slot, tensor: Tensor) -> None:
-    """Copy this rank's part of one checkpoint tensor (`Slot.take`) into its place, in place, cast to the parameter's
-    dtype.
+    """Copy this rank's part of one checkpoint tensor (`Slot.take`) into its place, in place, cast
+    to the parameter's dtype.
     """
     param = params[slot.param]
     if isinstance(param, Tensor):
@@ -272,8 +316,8 @@ def write(params: dict[str, Any], slot: Slot, tensor: Tensor) -> None:
 
 
 def patch(params: dict[str, Any], slot: Slot, indices: Tensor, values: Tensor) -> None:
-    """Change single numbers of this rank's part of one checkpoint tensor in place: flat row-major `indices` int64 [n],
-    `values` [n].
+    """Change single numbers of this rank's part of one checkpoint tensor in place: flat row-major
+    `indices` int64 [n], `values` [n].
     """
     param = params[slot.param]
     if isinstance(param, Tensor):
@@ -284,8 +328,8 @@ def patch(params: dict[str, Any], slot: Slot, indices: Tensor, values: Tensor) -
 
 
 def read(params: dict[str, Any], slot: Slot) -> Tensor:
-    """What this rank holds of one checkpoint tensor, in the parameter's dtype: a view, or a copy where weights are
-    packed.
+    """What this rank holds of one checkpoint tensor, in the parameter's dtype: a view, or a copy
+    where weights are packed.
     """
     param, rows = params[slot.param], slot.local_shape[0]
     if isinstance(param, Tensor):
@@ -304,18 +348,26 @@ def _plain(name: str, source: Source) -> ParamSpec:
 
 def _norm(spec: ModelSpec, name: str, source: str, width: int) -> ParamSpec:
     # 1 + w in bfloat16 would lose the digits of a small w.
-    return ParamSpec(name, (width,), (Source(source, (width,)),), keep_float32=spec.norm_offset != 0)
+    return ParamSpec(
+        name, (width,), (Source(source, (width,)),), keep_float32=spec.norm_offset != 0
+    )
 
 
 def _stacked(
-    name: str, module: str, kind: str, rows: dict[str, tuple[int, tuple[range, ...]]], inner: tuple[int, ...]
+    name: str,
+    module: str,
+    kind: str,
+    rows: dict[str, tuple[int, tuple[range, ...]]],
+    inner: tuple[int, ...],
 ) -> ParamSpec:
     sources = tuple(
         Source(
             f"{module}.{projection}.{kind}",
             (count, *inner),
             0,
-            None if sum(map(len, parts)) == count else tuple((part.start, part.stop) for part in parts),
+            None
+            if sum(map(len, parts)) == count
+            else tuple((part.start, part.stop) for part in parts),
         )
         for projection, (count, parts) in rows.items()
     )

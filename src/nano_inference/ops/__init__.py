@@ -1,1 +1,3 @@
-"""The operations that a model is made of. A backend is one set of them, chosen once and passed down."""
+"""The operations that a model is made of. A backend is one set of them, chosen once and passed
+down.
+"""

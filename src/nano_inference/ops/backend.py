@@ -21,7 +21,9 @@ Joint = Callable[..., None]  # (batch, out, *inputs); see `Ops.call`
 
 
 class KvcacheView(Protocol):
-    """The KV tensors together with the block tables of one batch: what attention reads and writes."""
+    """The KV tensors together with the block tables of one batch: what attention reads and
+    writes.
+    """
 
     block_size: int
     storage: Any  # whose view it is
@@ -35,12 +37,16 @@ class KvcacheView(Protocol):
         ...
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer in their own dtype, not copied, each [num_kv_heads, slots, head_dim]."""
+        """All keys and values of a layer in their own dtype, not copied, each [num_kv_heads, slots,
+        head_dim].
+        """
         ...
 
 
 class Norm(NamedTuple):
-    """One RMS norm: x / rms(x) * (offset + weight), rounded to dtype once, at the end. No weight: only rounded."""
+    """One RMS norm: x / rms(x) * (offset + weight), rounded to dtype once, at the end. No weight:
+    only rounded.
+    """
 
     weight: Tensor | None  # [width]
     eps: float
@@ -49,14 +55,15 @@ class Norm(NamedTuple):
 
 
 class PartialAttention(NamedTuple):
-    """Attention cut at multiples of `SEGMENT` keys: who holds the keys computes states, the row's owner merges them.
+    """Attention cut at multiples of `SEGMENT` keys: who holds the keys computes states, the row's
+    owner merges them.
 
     Attributes:
         plan: (rows, block_size) -> whatever `states` wants to know; once a step for each window.
-        states: (q [M, heads, D], view, layer, plan, scale) -> float32 [states, heads, width], row by row, each row's
-            in order of keys.
-        merge: (states, counts [N], dtype) -> [N, heads * D]: all states of each row in order of keys become the bits of
-            undivided attention.
+        states: (q [M, heads, D], view, layer, plan, scale) -> float32 [states, heads, width], row
+            by row, each row's in order of keys.
+        merge: (states, counts [N], dtype) -> [N, heads * D]: all states of each row in order of
+            keys become the bits of undivided attention.
         width: (D) -> numbers of a state.
     """
 
@@ -68,49 +75,62 @@ class PartialAttention(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """A backend. N rows; weights are [out, in]; the residual stream is float32, products read the weights' dtype.
+    """A backend. N rows; weights are [out, in]; the residual stream is float32, products read the
+    weights' dtype.
 
     Attributes:
         name: of the backend; part of the numerics fingerprint.
         version: counted up whenever any bit of its results may change.
-        schedule_invariant: whether a row's bits depend only on the weights and on the tokens before it.
-        in_segments: whether `linear` adds up in the segments that it is given, so that 1, 2, 4 and 8 ranks agree to the
-            bit. Else a rank adds up its columns in one piece, and the number of ranks is part of the fingerprint.
-        embed: (input_ids [N], weight [V, H], scale, part) -> scaled rows as the residual [N, H]. With a part (first,
-            vocab_size) the weight holds the tokens from `first` on alone; of others the row is zeros, negative ones: a
-            sum over ranks changes no bit.
-        linear: (x [N, in], weight, bias [out] or None, segments) -> [N, out], in the weights' dtype or in float32.
-            Where segments are given, bounds of 1, 2, 4 or 8 pieces of the input's columns, each is added up by itself
-            and they are merged neighbours first (`parallel.segments`), in float32: a rank's part of a sum over ranks.
-        rms_norm: (x [N, H] to be added or None, residual [N, H], norm, scale) -> (normed [N, H], residual).
-            scale * x is added, in float32.
-        rope_and_store: (qkv [N, (heads + 2 kv heads) * D], cos, sin [positions, D / 2], positions [N], view, layer,
-            slot_mapping [N], heads, kv heads, norms of q and of k or None) -> q [N, heads, D] rotated; k and v are
-            written to their slots. A norm of D weights is of each head, a wider one of all heads of a row.
-        plan_attention: (batch, block_size, window) -> whatever `attention` wants to know; once a step for
-            each window that the model has (0: none). A row at position p sees the keys above p - window.
+        schedule_invariant: whether a row's bits depend only on the weights and on the tokens before
+            it.
+        in_segments: whether `linear` adds up in the segments that it is given, so that 1, 2, 4 and
+            8 ranks agree to the bit. Else a rank adds up its columns in one piece, and the number
+            of ranks is part of the fingerprint.
+        embed: (input_ids [N], weight [V, H], scale, part) -> scaled rows as the residual [N, H].
+            With a part (first, vocab_size) the weight holds the tokens from `first` on alone; of
+            others the row is zeros, negative ones: a sum over ranks changes no bit.
+        linear: (x [N, in], weight, bias [out] or None, segments) -> [N, out], in the weights' dtype
+            or in float32. Where segments are given, bounds of 1, 2, 4 or 8 pieces of the input's
+            columns, each is added up by itself and they are merged neighbours first
+            (`parallel.segments`), in float32: a rank's part of a sum over ranks.
+        rms_norm: (x [N, H] to be added or None, residual [N, H], norm, scale) -> (normed [N, H],
+            residual). scale * x is added, in float32.
+        rope_and_store: (qkv [N, (heads + 2 kv heads) * D], cos, sin [positions, D / 2], positions
+            [N], view, layer, slot_mapping [N], heads, kv heads, norms of q and of k or None) -> q
+            [N, heads, D] rotated; k and v are written to their slots. A norm of D weights is of
+            each head, a wider one of all heads of a row.
+        plan_attention: (batch, block_size, window) -> whatever `attention` wants to know; once a
+            step for each window that the model has (0: none). A row at position p sees the keys
+            above p - window.
         attention: (q [N, heads, D], view, layer, plan, scale) -> [N, heads * D].
         gate: (gate and up [N, 2 * inner], activation) -> activation(gate) * up [N, inner].
-        moe: (x [N, H], experts, exchange or None, note or None) -> float32 [N, H]: a layer of experts; see
-            `ops.moe.mixture`.
-        logits: (hidden [L, H], weight [V, H], divisor) -> hidden @ weight.T / divisor, float32 [L, V].
+        moe: (x [N, H], experts, exchange or None, note or None) -> float32 [N, H]: a layer of
+            experts; see `ops.moe.mixture`.
+        logits: (hidden [L, H], weight [V, H], divisor) -> hidden @ weight.T / divisor, float32 [L,
+            V].
         sample: (hidden [L, H], weight, divisor, batch) -> `Draw` from these logits.
-        sample_logits: (logits [L, V], batch) -> the same `Draw`, from logits that are there already.
-        gather_logprobs: (hidden [L, H], weight, divisor, token_ids [L], temperatures [L]) -> float32 [L], under softmax
-            of these logits over the temperature (above 0): the same bits as `sample` reports of that token.
-        score_logits: (logits [L, V], token_ids [L], temperatures [L]) -> the same, from logits that are there already.
-        allocate: ([out, in], dtype, device) -> a weight as the products read it, not initialised: a tensor, or
-            what keeps the numbers in an order of its own, like `ops.cpu.weights.PackedWeight`.
-        compile: (trunk, batch, view, dtype) -> a function of a batch that gives what `trunk(ops, batch, view)` gives;
-            None: the trunk is called in every step.
-        call: (batch, function, inputs, columns, dtype) -> [N, columns]: a Python function in the middle of a trunk,
-            such as what ranks tell each other. It is called as `function(batch, out, *inputs)` and fills `out`; also
-            where a batch has no rows.
+        sample_logits: (logits [L, V], batch) -> the same `Draw`, from logits that are there
+            already.
+        gather_logprobs: (hidden [L, H], weight, divisor, token_ids [L], temperatures [L]) ->
+            float32 [L], under softmax of these logits over the temperature (above 0): the same bits
+            as `sample` reports of that token.
+        score_logits: (logits [L, V], token_ids [L], temperatures [L]) -> the same, from logits that
+            are there already.
+        allocate: ([out, in], dtype, device) -> a weight as the products read it, not initialised: a
+            tensor, or what keeps the numbers in an order of its own, like
+            `ops.cpu.weights.PackedWeight`.
+        compile: (trunk, batch, view, dtype) -> a function of a batch that gives what `trunk(ops,
+            batch, view)` gives; None: the trunk is called in every step.
+        call: (batch, function, inputs, columns, dtype) -> [N, columns]: a Python function in the
+            middle of a trunk, such as what ranks tell each other. It is called as `function(batch,
+            out, *inputs)` and fills `out`; also where a batch has no rows.
         columns: (x [N, C], start, stop) -> some of the columns, not copied.
-        few_rows: (trunk, batch, view) -> what `trunk(ops, batch, view)` gives but for roundings, of at most `FEW_ROWS`
-            rows, in fewer kernels; for steps that are captured. None: there is no other way.
+        few_rows: (trunk, batch, view) -> what `trunk(ops, batch, view)` gives but for roundings, of
+            at most `FEW_ROWS` rows, in fewer kernels; for steps that are captured. None: there is
+            no other way.
         partial: attention over a part of the keys. None: the backend computes it whole.
-        head_parts: draws and scores where each rank holds a part of the head. None: ranks gather the logits.
+        head_parts: draws and scores where each rank holds a part of the head. None: ranks gather
+            the logits.
     """
 
     name: str
@@ -121,7 +141,19 @@ class Ops:
     linear: Callable[..., Tensor]  # segments may be left out
     rms_norm: Callable[[Tensor | None, Tensor, Norm, float], tuple[Tensor, Tensor]]
     rope_and_store: Callable[
-        [Tensor, Tensor, Tensor, Tensor, KvcacheView, int, Tensor, int, int, tuple[Norm, Norm] | None], Tensor
+        [
+            Tensor,
+            Tensor,
+            Tensor,
+            Tensor,
+            KvcacheView,
+            int,
+            Tensor,
+            int,
+            int,
+            tuple[Norm, Norm] | None,
+        ],
+        Tensor,
     ]
     plan_attention: Callable[[ForwardBatch, int, int], Any]
     attention: Callable[[Tensor, KvcacheView, int, Any, float], Tensor]
@@ -134,7 +166,10 @@ class Ops:
     score_logits: Callable[[Tensor, Tensor, Tensor], Tensor]
     allocate: Callable[[tuple[int, ...], torch.dtype, torch.device], Any]
     compile: (
-        Callable[[Callable[..., Tensor], ForwardBatch, KvcacheView, torch.dtype], Callable[[ForwardBatch], Tensor]]
+        Callable[
+            [Callable[..., Tensor], ForwardBatch, KvcacheView, torch.dtype],
+            Callable[[ForwardBatch], Tensor],
+        ]
         | None
     )
     call: Callable[[ForwardBatch, Joint, Sequence[Tensor], int, torch.dtype], Tensor]
@@ -145,24 +180,32 @@ class Ops:
 
 
 class HeadParts(NamedTuple):
-    """`sample` and `gather_logprobs` of hidden rows that all ranks have, by a weight of which each has some rows.
+    """`sample` and `gather_logprobs` of hidden rows that all ranks have, by a weight of which each
+    has some rows.
 
-    Both take the rank's rows of the weight and say in `VocabPart` which these are. They are generators as
-    `sampling.parts` describes them; what they return has the bits of one rank with the whole weight. Batches that are
-    sampled so have no filters and no best tokens.
+    Both take the rank's rows of the weight and say in `VocabPart` which these are. They are
+    generators as `sampling.parts` describes them; what they return has the bits of one rank with
+    the whole weight. Batches that are sampled so have no filters and no best tokens.
 
     Attributes:
         block: every rank's tokens must begin with a multiple of this.
         sample: (hidden [L, H], weight [v, H], divisor, batch, part) -> `Draw`.
-        score: (hidden [L, H], weight [v, H], divisor, token_ids [L], temperatures [L], part) -> float32 [L].
+        score: (hidden [L, H], weight [v, H], divisor, token_ids [L], temperatures [L], part) ->
+            float32 [L].
     """
 
     block: int
-    sample: Callable[[Tensor, Any, float, SamplingBatch, VocabPart], Generator[Tensor, list[Tensor], Draw]]
-    score: Callable[[Tensor, Any, float, Tensor, Tensor, VocabPart], Generator[Tensor, list[Tensor], Tensor]]
+    sample: Callable[
+        [Tensor, Any, float, SamplingBatch, VocabPart], Generator[Tensor, list[Tensor], Draw]
+    ]
+    score: Callable[
+        [Tensor, Any, float, Tensor, Tensor, VocabPart], Generator[Tensor, list[Tensor], Tensor]
+    ]
 
 
-def call(batch: ForwardBatch, function: Joint, inputs: Sequence[Tensor], columns: int, dtype: torch.dtype) -> Tensor:
+def call(
+    batch: ForwardBatch, function: Joint, inputs: Sequence[Tensor], columns: int, dtype: torch.dtype
+) -> Tensor:
     """`Ops.call` of a backend that computes at once."""
     out = torch.empty((len(batch.input_ids), columns), dtype=dtype, device=batch.input_ids.device)
     function(batch, out, *inputs)
@@ -196,12 +239,16 @@ class Numerics:
     """What decides the bits of this engine. Two engines with the same fingerprint agree to the bit.
 
     Attributes:
-        backend, version: of the operations; the batch-invariant kernels of CUDA are another backend than the others.
+        backend, version: of the operations; the batch-invariant kernels of CUDA are another backend
+            than the others.
         dtype: of weights, activations and KV cache.
-        device: kind of device, of a GPU with its generation; torch's own products decide the bits on each.
+        device: kind of device, of a GPU with its generation; torch's own products decide the bits
+            on each.
         torch: version of torch, whose products the reference backend is made of.
-        schedule_invariant: whether results are independent of batching, chunking, caching and preemption.
-        tensor_parallel: how many ranks share a layer, where that decides bits; see `Ops.in_segments`.
+        schedule_invariant: whether results are independent of batching, chunking, caching and
+            preemption.
+        tensor_parallel: how many ranks share a layer, where that decides bits; see
+            `Ops.in_segments`.
     """
 
     backend: str

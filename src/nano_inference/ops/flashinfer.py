@@ -1,7 +1,9 @@
-"""Attention by FlashInfer (arXiv:2501.01005), a package of its own: `EngineConfig(attention="flashinfer")`.
+"""Attention by FlashInfer (arXiv:2501.01005), a package of its own:
+`EngineConfig(attention="flashinfer")`.
 
-Its kernels read our KV cache where it lies, as pages with strides, and blocks are its pages. What each step does is
-planned on the host, which waits for the device: CUDA graphs cannot hold it, and nothing is promised about a row's bits.
+Its kernels read our KV cache where it lies, as pages with strides, and blocks are its pages. What
+each step does is planned on the host, which waits for the device: CUDA graphs cannot hold it, and
+nothing is promised about a row's bits.
 """
 
 from dataclasses import dataclass
@@ -42,8 +44,8 @@ class FlashInferAttention:
     def __init__(self) -> None:
         self._package = _import()
         self._workspace: Tensor | None = None
-        # One of FlashInfer's wrappers for each window: layers with and without one take turns. Each with what it is
-        # planned for.
+        # One of FlashInfer's wrappers for each window: layers with and without one take turns. Each
+        # with what it is planned for.
         self._wrappers: dict[int, tuple[Any, _Plan | None, tuple[Any, ...]]] = {}
 
     def plan(self, batch: ForwardBatch, block_size: int, window: int = 0) -> _Plan:
@@ -71,14 +73,20 @@ class FlashInferAttention:
         """See `Ops.attention`. Rows of padding are zero.
 
         Raises:
-            RuntimeError: the cache is made of units; `plan_memory` gives FlashInfer one of whole blocks.
+            RuntimeError: the cache is made of units; `plan_memory` gives FlashInfer one of whole
+                blocks.
             ValueError: queries or cache are not of 16 bits.
         """
         if view.storage.unit_map is not None:
-            raise RuntimeError("FlashInfer reads whole blocks; plan_memory keeps them apart from units.")
+            raise RuntimeError(
+                "FlashInfer reads whole blocks; plan_memory keeps them apart from units."
+            )
         _, place = view.storage.places[layer]
-        # [kv heads, blocks, block_size, D] -> its layout "HND": [blocks, kv heads, block_size, D], by strides
-        keys, values = (cache[place].transpose(0, 1) for cache in (view.storage.keys, view.storage.values))
+        # [kv heads, blocks, block_size, D] -> its layout "HND": [blocks, kv heads, block_size, D],
+        # by strides
+        keys, values = (
+            cache[place].transpose(0, 1) for cache in (view.storage.keys, view.storage.values)
+        )
         for dtype in (q.dtype, keys.dtype):
             if dtype not in DTYPES:
                 raise ValueError(f"FlashInfer computes in bfloat16 and float16, not in {dtype}.")

@@ -1,13 +1,15 @@
 """Attention by `torch.nn.attention.flex_attention`, compiled, straight over the paged KV tensors.
 
-The rows of a step are packed into tiles, each of one sequence. A tile is an entry of the kernel's batch dimension and
-names the blocks that it visits (`BlockMask` from the block tables), so work and memory traffic are those of its own
-context, however large the cache is: 16 sequences at context 512 took 1.2 ms with 10,000 slots and 1.6 ms with
-1,600,000 (two Zen 4 cores, float32). Copying the batch's pages into a compact buffer first allows larger key tiles
-(0.8 ms), but in float32 the copy alone took longer than that wins (in bfloat16 it wins a little), it repeats a shared
-prefix for each sequence, and the buffer's length would be one more shape to compile for.
+The rows of a step are packed into tiles, each of one sequence. A tile is an entry of the kernel's
+batch dimension and names the blocks that it visits (`BlockMask` from the block tables), so work and
+memory traffic are those of its own context, however large the cache is: 16 sequences at context 512
+took 1.2 ms with 10,000 slots and 1.6 ms with 1,600,000 (two Zen 4 cores, float32). Copying the
+batch's pages into a compact buffer first allows larger key tiles (0.8 ms), but in float32 the copy
+alone took longer than that wins (in bfloat16 it wins a little), it repeats a shared prefix for each
+sequence, and the buffer's length would be one more shape to compile for.
 
-This attention does not keep the law of schedule invariance: vendor products and thread counts choose the order of sums.
+This attention does not keep the law of schedule invariance: vendor products and thread counts
+choose the order of sums.
 """
 
 import functools
@@ -26,14 +28,16 @@ from nano_inference.batch import ForwardBatch
 from nano_inference.errors import ConfigError
 from nano_inference.ops.backend import KvcacheView, Ops
 
-# Rows of a tile: one for decodes; for chunks 32, since from 64 on the CPU kernel packs the whole KV storage into
-# another layout in every call (bfloat16 and float16).
+# Rows of a tile: one for decodes; for chunks 32, since from 64 on the CPU kernel packs the whole KV
+# storage into another layout in every call (bfloat16 and float16).
 WIDE = 32
-NARROW_BELOW = 8  # a chunk shorter than this takes a tile for each row rather than a mostly empty wide one
-# Tiles of a call are padded to 4, 16, 64 ...: a padding tile visits nothing and costs next to nothing, while every
-# shape costs seconds of compilation.
+# a chunk shorter than this takes a tile for each row rather than a mostly empty wide one
+NARROW_BELOW = 8
+# Tiles of a call are padded to 4, 16, 64 ...: a padding tile visits nothing and costs next to
+# nothing, while every shape costs seconds of compilation.
 BUCKET_BASE = 4
-QUERY_BLOCK = 1024  # one query block a tile: more than its rows times the heads that share a key head
+# one query block a tile: more than its rows times the heads that share a key head
+QUERY_BLOCK = 1024
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CUDA_SIZE = 16  # Triton's smallest product
 
@@ -49,7 +53,9 @@ class HeadShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What a compiled kernel is made for. Everything that it reads besides may change from step to step."""
+    """What a compiled kernel is made for. Everything that it reads besides may change from step to
+    step.
+    """
 
     num_tiles: int
     width: int
@@ -63,9 +69,11 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles of one width, padded to a bucket. B tiles of W rows; block lists have a column for every block there is.
+    """Tiles of one width, padded to a bucket. B tiles of W rows; block lists have a column for
+    every block there is.
 
-    Blocks of which every row of the tile sees every slot are listed apart: the kernel asks no mask there.
+    Blocks of which every row of the tile sees every slot are listed apart: the kernel asks no mask
+    there.
     """
 
     rows: Tensor  # [n] rows of the batch
@@ -83,12 +91,15 @@ class FlexPlan:
     """What `attention` wants to know about a batch and a window."""
 
     tiles: tuple[Tiles, ...]
-    block_starts: Tensor  # int32 [num_blocks] the position of each block's first slot, for the blocks of the batch
+    # int32 [num_blocks] the position of each block's first slot, for the blocks of the batch
+    block_starts: Tensor
     tails: Tensor  # [t] slots behind the last position of each sequence, in its last block
 
 
 def flex_ops(ops: Ops, num_blocks: int) -> Ops:
-    """A backend with its attention replaced, for KV tensors of so many blocks. Ask `require_flex` first."""
+    """A backend with its attention replaced, for KV tensors of so many blocks. Ask `require_flex`
+    first.
+    """
     return replace(
         ops,
         name=f"{ops.name}+flex",
@@ -99,9 +110,15 @@ def flex_ops(ops: Ops, num_blocks: int) -> Ops:
 
 
 def require_flex(
-    shapes: Sequence[HeadShape], *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    shapes: Sequence[HeadShape],
+    *,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    """Check the values and compile the smallest decode kernel, so that what is missing shows before the first step.
+    """Check the values and compile the smallest decode kernel, so that what is missing shows before
+    the first step.
 
     Args:
         shapes: the attention of every model that will run.
@@ -118,33 +135,53 @@ def require_flex(
     if device.type == "cpu":
         _check_cpu()
     for shape in dict.fromkeys(shapes):
-        _try(Kernel(BUCKET_BASE, 1, shape, num_blocks, block_size, dtype, device, torch.get_num_threads()))
+        _try(
+            Kernel(
+                BUCKET_BASE,
+                1,
+                shape,
+                num_blocks,
+                block_size,
+                dtype,
+                device,
+                torch.get_num_threads(),
+            )
+        )
 
 
-def _check_values(shape: HeadShape, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+def _check_values(
+    shape: HeadShape, block_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
     if dtype not in DTYPES:
-        raise ConfigError(f"attention='flex' knows float32, bfloat16 and float16, not dtype={dtype}.")
+        raise ConfigError(
+            f"attention='flex' knows float32, bfloat16 and float16, not dtype={dtype}."
+        )
     if shape.num_heads // shape.num_kv_heads * WIDE > QUERY_BLOCK:
         raise ConfigError(
-            f"attention='flex' runs up to {QUERY_BLOCK // WIDE} query heads a key head, and this model has "
+            f"attention='flex' runs up to {QUERY_BLOCK // WIDE} query heads a key head, and this "
+            "model has "
             f"{shape.num_heads} for {shape.num_kv_heads}; use attention='reference'."
         )
     if device.type != "cuda":
         return
     if shape.head_dim < MIN_CUDA_SIZE:
         raise ConfigError(
-            f"attention='flex' needs heads of at least {MIN_CUDA_SIZE} numbers on CUDA, and head_dim={shape.head_dim} "
+            f"attention='flex' needs heads of at least {MIN_CUDA_SIZE} numbers on CUDA, and "
+            f"head_dim={shape.head_dim} "
             "is smaller; use attention='reference'."
         )
     if block_size < MIN_CUDA_SIZE or block_size & (block_size - 1):
         raise ConfigError(
-            f"attention='flex' on CUDA needs a block_size that is a power of two of at least {MIN_CUDA_SIZE}, "
+            "attention='flex' on CUDA needs a block_size that is a power of two of at least "
+            f"{MIN_CUDA_SIZE}, "
             f"not {block_size}."
         )
 
 
 def _check_cpu() -> None:
-    """Asked before compiling: a kernel that an earlier process left on disk would hide what is missing."""
+    """Asked before compiling: a kernel that an earlier process left on disk would hide what is
+    missing.
+    """
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -157,7 +194,8 @@ def _check_cpu() -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise ConfigError(
-            "attention='flex' needs a C++ compiler on a CPU and torch.compile finds none: install g++, or name one in "
+            "attention='flex' needs a C++ compiler on a CPU and torch.compile finds none: install "
+            "g++, or name one in "
             "the environment variable CXX, or use attention='reference'."
         ) from error
 
@@ -170,7 +208,8 @@ def _try(kernel: Kernel) -> None:
     num_seen = (held - 1) * size + (size + 1) // 2
 
     def stored() -> tuple[Tensor, Tensor]:
-        """[slots, kv heads, D] of the sequence's blocks in order, and all KV memory, of which only these are touched.
+        """[slots, kv heads, D] of the sequence's blocks in order, and all KV memory, of which only
+        these are touched.
 
         Slots behind the row are loud.
         """
@@ -178,7 +217,9 @@ def _try(kernel: Kernel) -> None:
         own[num_seen:] *= 64
         own = own.to(kernel.dtype)
         memory = torch.empty(
-            (heads.num_kv_heads, kernel.num_blocks * size, heads.head_dim), dtype=kernel.dtype, device=device
+            (heads.num_kv_heads, kernel.num_blocks * size, heads.head_dim),
+            dtype=kernel.dtype,
+            device=device,
         )
         blocks = own.view(held, size, heads.num_kv_heads, heads.head_dim).flip(0)
         memory[:, : held * size] = blocks.flatten(0, 1).transpose(0, 1).to(device)
@@ -194,12 +235,18 @@ def _try(kernel: Kernel) -> None:
     starts = torch.zeros(kernel.num_blocks, dtype=torch.int32)
     starts[0] = (held - 1) * size
     row = torch.zeros(1, dtype=torch.int64)
-    tiles = Tiles(*(part.to(device) for part in (row, row, last, lanes, num_partial, lists, num_full, full)))
+    tiles = Tiles(
+        *(part.to(device) for part in (row, row, last, lanes, num_partial, lists, num_full, full))
+    )
     try:
-        got = _attend(q.to(device), all_keys, all_values, tiles, starts.to(device), size, heads.scale)
+        got = _attend(
+            q.to(device), all_keys, all_values, tiles, starts.to(device), size, heads.scale
+        )
     except RuntimeError as error:  # torch's own errors of compilation are RuntimeErrors too
         reason = " ".join(str(error).split("\n\n")[0].split())
-        raise ConfigError(f"attention='flex' does not compile here ({reason}); use attention='reference'.") from error
+        raise ConfigError(
+            f"attention='flex' does not compile here ({reason}); use attention='reference'."
+        ) from error
     wide = [part.double().transpose(0, 1) for part in (q, keys[:num_seen], values[:num_seen])]
     expected = functional.scaled_dot_product_attention(
         wide[0], wide[1], wide[2], scale=heads.scale, enable_gqa=True
@@ -207,36 +254,57 @@ def _try(kernel: Kernel) -> None:
     # With torch 2.13 and AVX2 masks are wrong in blocks of 8, 24, 40 ... slots.
     if not torch.allclose(got.double().cpu(), expected, rtol=0, atol=0.05):
         raise ConfigError(
-            f"attention='flex' computes wrong values here with block_size={size} (torch {torch.__version__}, "
-            f"{torch.backends.cpu.get_cpu_capability()}); use a block_size that is a multiple of 16, or "
+            f"attention='flex' computes wrong values here with block_size={size} (torch "
+            f"{torch.__version__}, "
+            f"{torch.backends.cpu.get_cpu_capability()}); use a block_size that is a multiple of "
+            "16, or "
             "attention='reference'."
         )
 
 
-# -- planning ------------------------------------------------------------------------------------------------
+# -- planning --------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
-def plan_attention(num_blocks: int, batch: ForwardBatch, block_size: int, window: int = 0) -> FlexPlan:
-    """Pack the rows into tiles and list the blocks that each tile visits. Reads the batch's tables on the host."""
+def plan_attention(
+    num_blocks: int, batch: ForwardBatch, block_size: int, window: int = 0
+) -> FlexPlan:
+    """Pack the rows into tiles and list the blocks that each tile visits. Reads the batch's tables
+    on the host.
+    """
     device = batch.positions.device
-    bounds, tables, seq_lens = (t.cpu() for t in (batch.cu_seqlens_q, batch.block_tables, batch.seq_lens))
+    bounds, tables, seq_lens = (
+        t.cpu() for t in (batch.cu_seqlens_q, batch.block_tables, batch.seq_lens)
+    )
     lengths = bounds.diff()
     groups = ((lengths < NARROW_BELOW, 1), (lengths >= NARROW_BELOW, WIDE))
     tiles = tuple(
-        _pack(mask.nonzero()[:, 0], width, bounds, seq_lens, tables, num_blocks, block_size, window, device)
+        _pack(
+            mask.nonzero()[:, 0],
+            width,
+            bounds,
+            seq_lens,
+            tables,
+            num_blocks,
+            block_size,
+            window,
+            device,
+        )
         for mask, width in groups
         if bool(mask.any())
     )
     places = torch.arange(tables.shape[1])
     in_use = places < -(-seq_lens[:, None] // block_size)
     block_starts = torch.zeros(num_blocks, dtype=torch.int32)
-    # One position for a slot, whoever shares it: its key was turned to that position when it was stored.
+    # One position for a slot, whoever shares it: its key was turned to that position when it was
+    # stored.
     block_starts[tables[in_use]] = (places * block_size).int().expand_as(tables)[in_use]
     behind = seq_lens[:, None] + torch.arange(block_size)
     place = (seq_lens - 1) // block_size
     last_block = tables.gather(1, place[:, None])
-    tails = (last_block * block_size + behind % block_size)[behind < (place[:, None] + 1) * block_size]
+    tails = (last_block * block_size + behind % block_size)[
+        behind < (place[:, None] + 1) * block_size
+    ]
     return FlexPlan(tiles, block_starts.to(device), tails.to(device))
 
 
@@ -255,7 +323,9 @@ def _pack(
     lengths = bounds.diff()[chunks]
     counts = -(-lengths // width)
     chunk = chunks.repeat_interleave(counts)  # [T]
-    offset = (torch.arange(len(chunk)) - (counts.cumsum(0) - counts).repeat_interleave(counts)) * width
+    offset = (
+        torch.arange(len(chunk)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    ) * width
     length = (bounds.diff()[chunk] - offset).clamp(max=width)
     first = seq_lens[chunk] - bounds.diff()[chunk] + offset  # position of the tile's first row
     final = first + length - 1
@@ -277,7 +347,8 @@ def _pack(
     padding = num_tiles - len(chunk)
 
     def listed(places: Tensor) -> Tensor:
-        # [B, 1, 1, num_blocks]; the kernel reads the first num_partial or num_full entries of a list.
+        # [B, 1, 1, num_blocks]; the kernel reads the first num_partial or num_full entries of a
+        # list.
         blocks = torch.zeros((num_tiles, num_blocks), dtype=torch.int32, device=device)
         named = tables[chunk[:, None], places.clamp(max=tables.shape[1] - 1)].int()[:, :num_blocks]
         blocks[: len(chunk), : named.shape[1]] = named.to(device)
@@ -308,35 +379,47 @@ def _bucket(num_tiles: int) -> int:
     return size
 
 
-# -- attending -----------------------------------------------------------------------------------------------
+# -- attending -------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
 def attention(q: Tensor, view: KvcacheView, layer: int, plan: FlexPlan, scale: float) -> Tensor:
-    """Attention of q [N, heads, D] over each row's own context; returns [N, heads * D] in q's dtype.
+    """Attention of q [N, heads, D] over each row's own context; returns [N, heads * D] in q's
+    dtype.
 
-    Zeroes the free slots behind each sequence in its last block, which belongs to that sequence alone: it is writing
-    to it. The kernel multiplies what lies there by a probability of zero, and 0 * NaN is NaN. Everything else that a
-    tile visits was written by its own sequence, or by one that it shares the prefix with.
+    Zeroes the free slots behind each sequence in its last block, which belongs to that sequence
+    alone: it is writing to it. The kernel multiplies what lies there by a probability of zero, and
+    0 * NaN is NaN. Everything else that a tile visits was written by its own sequence, or by one
+    that it shares the prefix with.
     """
     keys, values = view.stored(layer)
     zeros = keys.new_zeros((len(plan.tails), keys.shape[0], keys.shape[2]))
     view.write(layer, plan.tails, zeros, zeros)
     out = torch.empty_like(q)
     for tiles in plan.tiles:
-        out[tiles.rows] = _attend(q[tiles.rows], keys, values, tiles, plan.block_starts, view.block_size, scale)
+        out[tiles.rows] = _attend(
+            q[tiles.rows], keys, values, tiles, plan.block_starts, view.block_size, scale
+        )
     return out.view(len(q), -1)
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, block_starts: Tensor, block_size: int, scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tiles: Tiles,
+    block_starts: Tensor,
+    block_size: int,
+    scale: float,
 ) -> Tensor:
     """The rows of some tiles: q [n, heads, D] -> the same shape."""
     _, num_heads, head_dim = q.shape
     num_tiles, width = tiles.last.shape
     heads = HeadShape(num_heads, keys.shape[0], head_dim, scale)
     threads = torch.get_num_threads()
-    attend = _compiled(Kernel(num_tiles, width, heads, len(block_starts), block_size, q.dtype, q.device, threads))
+    attend = _compiled(
+        Kernel(num_tiles, width, heads, len(block_starts), block_size, q.dtype, q.device, threads)
+    )
     packed = q.new_zeros((num_tiles * width, num_heads, head_dim))
     packed[tiles.lanes] = q
     out = attend(
@@ -355,8 +438,9 @@ def _attend(
 def _compiled(kernel: Kernel) -> Callable[..., Tensor]:
     """The kernel of one bucket, compiled at its first call; shared by the engines of a process."""
     num_slots, block_size = kernel.num_blocks * kernel.block_size, kernel.block_size
-    # One partition: otherwise the CPU kernel for single rows takes over, which gives 0 where every score is far below
-    # 0, since it counts a partition without keys as one whose highest score is 0 (torch 2.13).
+    # One partition: otherwise the CPU kernel for single rows takes over, which gives 0 where every
+    # score is far below 0, since it counts a partition without keys as one whose highest score is 0
+    # (torch 2.13).
     options: Any = {"PARTITION_SIZE": num_slots} if kernel.device.type == "cpu" else {}
 
     def attend(
@@ -369,7 +453,8 @@ def _compiled(kernel: Kernel) -> Callable[..., Tensor]:
         lists: tuple[Tensor, Tensor, Tensor, Tensor],
     ) -> Tensor:
         def visible(tile: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
-            # Whose slot it is needs no question: a tile's lists hold its own sequence's blocks and no others.
+            # Whose slot it is needs no question: a tile's lists hold its own sequence's blocks and
+            # no others.
             position = block_starts[slot // block_size] + slot % block_size
             return (position <= last[tile, row]) & (position > below[tile, row])
 
@@ -381,14 +466,24 @@ def _compiled(kernel: Kernel) -> Callable[..., Tensor]:
             compute_q_blocks=False,
         )
         out = flex_attention(
-            q, keys, values, block_mask=mask, scale=kernel.heads.scale, enable_gqa=True, kernel_options=options
+            q,
+            keys,
+            values,
+            block_mask=mask,
+            scale=kernel.heads.scale,
+            enable_gqa=True,
+            kernel_options=options,
         )
         assert isinstance(out, Tensor)
         return out
 
-    # Dynamo keeps what it compiled with the code object, eight graphs at most; so every bucket has its own.
+    # Dynamo keeps what it compiled with the code object, eight graphs at most; so every bucket has
+    # its own.
     code = attend.__code__.replace(co_name=f"attend_{kernel.num_tiles}x{kernel.width}")
     own = FunctionType(code, attend.__globals__, code.co_name, None, attend.__closure__)
-    # The CPU kernel has a buffer for each thread that it was compiled for, and the cache on disk of torch 2.11 and 2.12
-    # would hand it to a process with more threads; the option makes the number part of the cache's key.
-    return torch.compile(own, dynamic=False, fullgraph=True, options={"cpp.threads": kernel.num_threads})
+    # The CPU kernel has a buffer for each thread that it was compiled for, and the cache on disk of
+    # torch 2.11 and 2.12 would hand it to a process with more threads; the option makes the number
+    # part of the cache's key.
+    return torch.compile(
+        own, dynamic=False, fullgraph=True, options={"cpp.threads": kernel.num_threads}
+    )

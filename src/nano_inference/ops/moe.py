@@ -1,8 +1,8 @@
 """Layers of experts: what every backend does the same way.
 
-A row's result is the sum, in float32 and by rising expert id, of weight times product over the experts that it chose.
-Each product is a function of the row and the expert's weights alone, so neither the other rows of an expert nor the
-rank that holds it change a bit.
+A row's result is the sum, in float32 and by rising expert id, of weight times product over the
+experts that it chose. Each product is a function of the row and the expert's weights alone, so
+neither the other rows of an expert nor the rank that holds it change a bit.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,9 @@ from torch import Tensor
 
 
 class Experts(NamedTuple):
-    """The experts of a layer, or those of them that a rank holds. E experts in all, H wide, I inside of each."""
+    """The experts of a layer, or those of them that a rank holds. E experts in all, H wide, I
+    inside of each.
+    """
 
     router: Any  # [E, H]
     gate_up: Any  # [held * 2 * I, H]: gate and up rows of one expert, then those of the next
@@ -38,10 +40,10 @@ class MoeSteps(NamedTuple):
     """The parts of a backend's `Ops.moe`: what can be done at different ranks.
 
     Attributes:
-        route: (x [N, H], experts) -> ids int64 [N, K], rising in each row, and weights float32 [N, K]. Of two experts
-            with the same logit the one with the lower id is chosen.
-        products: (x [M, H], rows int64 [P], held int64 [P], experts) -> [P, H]: row `rows[i]` through the expert that
-            is number `held[i]` of those that are here.
+        route: (x [N, H], experts) -> ids int64 [N, K], rising in each row, and weights float32 [N,
+            K]. Of two experts with the same logit the one with the lower id is chosen.
+        products: (x [M, H], rows int64 [P], held int64 [P], experts) -> [P, H]: row `rows[i]`
+            through the expert that is number `held[i]` of those that are here.
         combine: (products [N, K, H], weights [N, K]) -> float32 [N, H], added in the order of K.
     """
 
@@ -53,14 +55,20 @@ class MoeSteps(NamedTuple):
 # Is given the ids [n, K] of some rows, in the order of rows, as they are routed.
 Note = Callable[[Tensor], None]
 
-# Who brings rows to the ranks of their experts and back: (steps, x [N, H], experts) -> float32 [N, H].
+# Who brings rows to the ranks of their experts and back: (steps, x [N, H], experts) -> float32 [N,
+# H].
 Exchange = Callable[[MoeSteps, Tensor, Experts], Tensor]
 
 Moe = Callable[..., Tensor]  # `Ops.moe`; exchange and note may be left out
 
 
 def mixture(
-    steps: MoeSteps, x: Tensor, experts: Experts, exchange: Exchange | None, row_block: int, note: Note | None = None
+    steps: MoeSteps,
+    x: Tensor,
+    experts: Experts,
+    exchange: Exchange | None,
+    row_block: int,
+    note: Note | None = None,
 ) -> Tensor:
     """`Ops.moe`: x [N, H] -> float32 [N, H].
 
@@ -69,7 +77,8 @@ def mixture(
         x: rows, in the weights' dtype.
         experts: of the layer.
         exchange: who asks the other ranks; None: all experts are here.
-        row_block: rows that are computed at once, each with K products of its width; no bit depends on it.
+        row_block: rows that are computed at once, each with K products of its width; no bit depends
+            on it.
         note: is told which experts the rows that are routed here go through; no bit depends on it.
     """
     if note is not None:
@@ -81,7 +90,10 @@ def mixture(
 
 
 def _noted(
-    route: Callable[[Tensor, Experts], tuple[Tensor, Tensor]], note: Note, x: Tensor, experts: Experts
+    route: Callable[[Tensor, Experts], tuple[Tensor, Tensor]],
+    note: Note,
+    x: Tensor,
+    experts: Experts,
 ) -> tuple[Tensor, Tensor]:
     ids, weights = route(x, experts)
     note(ids)

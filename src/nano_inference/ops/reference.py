@@ -1,8 +1,10 @@
-"""The reference backend: plain torch on CPU and CUDA tensors. It is the specification; clear before fast.
+"""The reference backend: plain torch on CPU and CUDA tensors. It is the specification; clear before
+fast.
 
-Its law (docs/design.md, "Invariance"): every row is computed in an order of additions that depends neither on the
-number of other rows nor on its place among them. Products run on tiles of exactly 16 rows, because a vendor's product
-may choose another order for another number of rows; everything else works along single rows.
+Its law (docs/design.md, "Invariance"): every row is computed in an order of additions that depends
+neither on the number of other rows nor on its place among them. Products run on tiles of exactly 16
+rows, because a vendor's product may choose another order for another number of rows; everything
+else works along single rows.
 """
 
 import functools
@@ -48,7 +50,9 @@ SCORE_TILE = 256  # rows whose logits are in memory at once where only one logpr
 EXPERT_TILE = 512  # rows whose products with all of their experts are in memory at once
 
 
-def embed(input_ids: Tensor, weight: Tensor, scale: float = 1.0, part: tuple[int, int] | None = None) -> Tensor:
+def embed(
+    input_ids: Tensor, weight: Tensor, scale: float = 1.0, part: tuple[int, int] | None = None
+) -> Tensor:
     """Rows of the embedding, scaled, as the float32 residual stream."""
     if part is not None:
         return embed_part(embed, input_ids, weight, scale, part)
@@ -56,7 +60,9 @@ def embed(input_ids: Tensor, weight: Tensor, scale: float = 1.0, part: tuple[int
     return rows if scale == 1 else rows * scale
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, segments: tuple[int, ...] | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, segments: tuple[int, ...] | None = None
+) -> Tensor:
     """X @ weight.T (+ bias) in tiles of exactly 16 rows, the last one padded."""
     if segments is not None:
         return _linear_of_segments(x, weight, bias, segments)
@@ -69,35 +75,50 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, segments: tupl
     return out if bias is None else out + bias
 
 
-def _linear_of_segments(x: Tensor, weight: Tensor, bias: Tensor | None, segments: tuple[int, ...]) -> Tensor:
-    """The columns in segments, each a product of its own in float32; their sums are added in pairs."""
+def _linear_of_segments(
+    x: Tensor, weight: Tensor, bias: Tensor | None, segments: tuple[int, ...]
+) -> Tensor:
+    """The columns in segments, each a product of its own in float32; their sums are added in
+    pairs.
+    """
     check_segments(segments, weight.shape[1])
     columns, bounds = _whole_segments(segments)
     x, whole = x.float(), weight.float()
     if columns is not None:
         places = columns.to(x.device)
-        x, whole = (each.new_zeros((len(each), bounds[-1])).index_copy_(1, places, each) for each in (x, whole))
+        x, whole = (
+            each.new_zeros((len(each), bounds[-1])).index_copy_(1, places, each)
+            for each in (x, whole)
+        )
     whole = _whole_vectors(whole)
     padded = functional.pad(x, (0, 0, 0, -len(x) % ROW_TILE))
     out = torch.empty((len(padded), len(whole)), device=x.device)
     for start in range(0, len(padded), ROW_TILE):
-        out[start : start + ROW_TILE] = tree_sum(_products(padded[start : start + ROW_TILE], whole, bounds))
+        out[start : start + ROW_TILE] = tree_sum(
+            _products(padded[start : start + ROW_TILE], whole, bounds)
+        )
     out = out[: len(x), : len(weight)]
     return out if bias is None else out + bias.float()
 
 
 def _products(rows: Tensor, weight: Tensor, bounds: tuple[int, ...]) -> Sequence[Tensor] | Tensor:
-    """Products of 16 rows by segments: one call where these are of one width, with the bits of one call each."""
+    """Products of 16 rows by segments: one call where these are of one width, with the bits of one
+    call each.
+    """
     count, width = len(bounds) - 1, bounds[1]
     if all(end - first == width for first, end in pairwise(bounds)):
         segments = rows.view(ROW_TILE, count, width).transpose(0, 1)
         return torch.bmm(segments, weight.view(len(weight), count, width).permute(1, 2, 0))
-    return [functional.linear(rows[:, first:end], weight[:, first:end]) for first, end in pairwise(bounds)]
+    return [
+        functional.linear(rows[:, first:end], weight[:, first:end])
+        for first, end in pairwise(bounds)
+    ]
 
 
 @functools.cache
 def _whole_segments(segments: tuple[int, ...]) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Where each column goes so that all segments are whole vectors, and their bounds then; None: where it is.
+    """Where each column goes so that all segments are whole vectors, and their bounds then; None:
+    where it is.
 
     Segments that hold nothing become as wide as the others.
     """
@@ -108,8 +129,12 @@ def _whole_segments(segments: tuple[int, ...]) -> tuple[Tensor | None, tuple[int
     return None if bounds == segments else torch.tensor(places, dtype=torch.int64), bounds
 
 
-def rms_norm(x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Add scale * x to the residual stream, then bring it to unit root mean square (arXiv:1910.07467), in float32."""
+def rms_norm(
+    x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Add scale * x to the residual stream, then bring it to unit root mean square
+    (arXiv:1910.07467), in float32.
+    """
     if x is not None:
         residual = residual + (x.float() if scale == 1 else x.float() * scale)
     return _normed(residual, norm), residual
@@ -135,16 +160,22 @@ def rope_and_store(
     num_kv_heads: int,
     norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
-    """Rotate queries and keys (halves of a head are the two coordinates), store keys and values, return queries."""
+    """Rotate queries and keys (halves of a head are the two coordinates), store keys and values,
+    return queries.
+    """
     heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))  # also of no rows
     turning, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
     if norms is not None:
         parts = turning.split([num_heads, num_kv_heads], dim=1)
-        turning = torch.cat([_normed_heads(part, norm) for part, norm in zip(parts, norms, strict=True)], dim=1)
+        turning = torch.cat(
+            [_normed_heads(part, norm) for part, norm in zip(parts, norms, strict=True)], dim=1
+        )
     turning = turning.float()
     cos, sin = cos[positions][:, None, :], sin[positions][:, None, :]
     first, second = turning.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
+        qkv.dtype
+    )
     view.write(layer, slot_mapping, turned[:, num_heads:], values)
     return turned[:, :num_heads]
 
@@ -162,12 +193,18 @@ def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
     """
     first, second = gate_up.float().chunk(2, dim=-1)
     # GELU with tanh (arXiv:1606.08415): x / 2 * (1 + tanh(z)) = x * sigmoid(2 z)
-    y = first if activation == "silu" else 2 * math.sqrt(2 / math.pi) * (first + 0.044715 * first * first * first)
+    y = (
+        first
+        if activation == "silu"
+        else 2 * math.sqrt(2 / math.pi) * (first + 0.044715 * first * first * first)
+    )
     return (first / (1 + torch.exp(-y)) * second).to(gate_up.dtype)
 
 
 def logits(hidden: Tensor, weight: Tensor, divisor: float = 1.0) -> Tensor:
-    """Hidden @ weight.T / divisor in float32 whatever the weights' dtype: a rounded logit would be a wrong logprob."""
+    """Hidden @ weight.T / divisor in float32 whatever the weights' dtype: a rounded logit would be
+    a wrong logprob.
+    """
     tiles = [
         linear(hidden.float(), weight[first : first + VOCAB_TILE].float())
         for first in range(0, len(weight), VOCAB_TILE)
@@ -181,11 +218,17 @@ def draw(hidden: Tensor, weight: Tensor, divisor: float, batch: SamplingBatch) -
     return sample(logits(hidden, weight, divisor), batch)
 
 
-def score(hidden: Tensor, weight: Tensor, divisor: float, token_ids: Tensor, temperatures: Tensor) -> Tensor:
-    """Logprobs of given tokens, few rows at a time: only one number of each row's logits is wanted."""
+def score(
+    hidden: Tensor, weight: Tensor, divisor: float, token_ids: Tensor, temperatures: Tensor
+) -> Tensor:
+    """Logprobs of given tokens, few rows at a time: only one number of each row's logits is
+    wanted.
+    """
     scores = [
         score_logits(logits(rows, weight, divisor), targets, own)
-        for rows, targets, own in zip(*(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True)
+        for rows, targets, own in zip(
+            *(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True
+        )
     ]
     return torch.cat(scores)
 
@@ -203,11 +246,18 @@ def draw_part(
 
 
 def score_of_part(
-    hidden: Tensor, weight: Tensor, divisor: float, token_ids: Tensor, temperatures: Tensor, part: VocabPart
+    hidden: Tensor,
+    weight: Tensor,
+    divisor: float,
+    token_ids: Tensor,
+    temperatures: Tensor,
+    part: VocabPart,
 ) -> Generator[Tensor, list[Tensor], Tensor]:
     """See `HeadParts.score`."""
     scores = []
-    for rows, targets, own in zip(*(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True):
+    for rows, targets, own in zip(
+        *(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True
+    ):
         scores.append((yield from score_part(logits(rows, weight, divisor), targets, own, part)))
     return torch.cat(scores)
 
@@ -218,8 +268,8 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 
 def _whole_vectors(weight: Tensor) -> Tensor:
-    """The weight with both sizes a multiple of 16. Real models have that; where a size has not, a vendor's product
-    treats the remainder differently by the number of threads.
+    """The weight with both sizes a multiple of 16. Real models have that; where a size has not, a
+    vendor's product treats the remainder differently by the number of threads.
     """
     missing = (0, -weight.shape[1] % ROW_TILE, 0, -weight.shape[0] % ROW_TILE)
     return functional.pad(weight, missing) if any(missing) else weight
@@ -228,7 +278,9 @@ def _whole_vectors(weight: Tensor) -> Tensor:
 MOE = steps_of(linear, gate)
 
 
-def moe(x: Tensor, experts: Experts, exchange: Exchange | None = None, note: Note | None = None) -> Tensor:
+def moe(
+    x: Tensor, experts: Experts, exchange: Exchange | None = None, note: Note | None = None
+) -> Tensor:
     """A layer of experts: see `ops/moe.py`."""
     return mixture(MOE, x, experts, exchange, EXPERT_TILE, note)
 
@@ -255,7 +307,9 @@ def reference_ops() -> Ops:
         score_logits=score_logits,
         allocate=allocate,
         compile=None,
-        partial=PartialAttention(plan_states, attention_states, merge_states, lambda head_dim: 2 + head_dim),
+        partial=PartialAttention(
+            plan_states, attention_states, merge_states, lambda head_dim: 2 + head_dim
+        ),
         call=call,
         columns=columns,
         head_parts=HeadParts(VOCAB_BLOCK, draw_part, score_of_part),

@@ -1,9 +1,11 @@
-"""Paged attention in plain torch: the specification. Row by row, in key tiles at fixed absolute positions.
+"""Paged attention in plain torch: the specification. Row by row, in key tiles at fixed absolute
+positions.
 
-A row's arithmetic is the recurrence of online softmax (arXiv:1805.02867) over tiles of `KEY_TILE` keys counted from
-position 0, whatever chunk, batch or block the row stands in; rows are only stacked, never mixed. The recurrence starts
-anew at every multiple of `SEGMENT` keys, and the states of such segments are merged in order. So segments may as well
-be computed apart, where their keys lie (`attention_states`), and merged by somebody else (`merge_states`).
+A row's arithmetic is the recurrence of online softmax (arXiv:1805.02867) over tiles of `KEY_TILE`
+keys counted from position 0, whatever chunk, batch or block the row stands in; rows are only
+stacked, never mixed. The recurrence starts anew at every multiple of `SEGMENT` keys, and the states
+of such segments are merged in order. So segments may as well be computed apart, where their keys
+lie (`attention_states`), and merged by somebody else (`merge_states`).
 """
 
 from collections.abc import Iterator
@@ -25,10 +27,13 @@ ROW_GROUP = 128  # rows walked together: bounds the memory of a long chunk
 
 @dataclass(frozen=True, slots=True)
 class KeyTile:
-    """One tile of keys for the rows of a group that see some of it: neighbours, since rows stand by falling context."""
+    """One tile of keys for the rows of a group that see some of it: neighbours, since rows stand by
+    falling context.
+    """
 
     rows: slice  # of the group
-    slots: Tensor  # [rows, KEY_TILE]; a lane that the row does not see points at the last key that it sees
+    # [rows, KEY_TILE]; a lane that the row does not see points at the last key that it sees
+    slots: Tensor
     outside: Tensor  # bool [rows, KEY_TILE]
 
 
@@ -52,7 +57,9 @@ class StatesPlan:
 
 
 class State(NamedTuple):
-    """What rows know after some keys: their highest score, the sum of weights, and the output before the division."""
+    """What rows know after some keys: their highest score, the sum of weights, and the output
+    before the division.
+    """
 
     highest: Tensor  # float32 [..., 1]
     total: Tensor  # float32 [..., 1]
@@ -99,14 +106,19 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int) -> KeyT
     keys = torch.arange(start, start + KEY_TILE, device=group.device)
     outside = keys[None, :] > positions[:, None]
     outside |= keys[None, :] < rows.begins[group][:, None]
-    # Lanes outside never touch memory of others: what lies there may be anything, and 0 * NaN is NaN.
+    # Lanes outside never touch memory of others: what lies there may be anything, and 0 * NaN is
+    # NaN.
     keys = torch.where(outside, positions[:, None], keys[None, :])
     blocks = rows.block_tables[rows.row_chunks[group]].gather(1, keys // block_size)
     return KeyTile(slice(begin, end), blocks * block_size + keys % block_size, outside)
 
 
-def attention(q: Tensor, view: KvcacheView, layer: int, plan: tuple[RowGroup, ...], scale: float) -> Tensor:
-    """Causal attention of q [N, heads, D] over each row's own context; returns [N, heads * D] in q's dtype."""
+def attention(
+    q: Tensor, view: KvcacheView, layer: int, plan: tuple[RowGroup, ...], scale: float
+) -> Tensor:
+    """Causal attention of q [N, heads, D] over each row's own context; returns [N, heads * D] in
+    q's dtype.
+    """
     num_rows, num_heads, head_dim = q.shape
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     scaled = q.float() * scale
@@ -114,14 +126,20 @@ def attention(q: Tensor, view: KvcacheView, layer: int, plan: tuple[RowGroup, ..
         shape = (len(group.rows), num_heads)
         whole = _nothing(scaled.new_empty((*shape, head_dim)))
         for rows, _, found in _walk(scaled[group.rows], group, view, layer):
-            for tensor, merged in zip(whole, _merge(State(*(t[rows] for t in whole)), found), strict=True):
+            for tensor, merged in zip(
+                whole, _merge(State(*(t[rows] for t in whole)), found), strict=True
+            ):
                 tensor[rows] = merged
         out[group.rows] = (whole.acc / whole.total).to(q.dtype)
     return out.view(num_rows, num_heads * head_dim)
 
 
-def attention_states(q: Tensor, view: KvcacheView, layer: int, plan: StatesPlan, scale: float) -> Tensor:
-    """What rows q [M, heads, D] find in each segment that lies here: float32 [states, heads, 2 + D], row by row."""
+def attention_states(
+    q: Tensor, view: KvcacheView, layer: int, plan: StatesPlan, scale: float
+) -> Tensor:
+    """What rows q [M, heads, D] find in each segment that lies here: float32 [states, heads, 2 +
+    D], row by row.
+    """
     states = torch.empty((plan.num_states, q.shape[1], 2 + q.shape[2]), device=q.device)
     scaled = q.float() * scale
     for group in plan.groups:
@@ -133,7 +151,9 @@ def attention_states(q: Tensor, view: KvcacheView, layer: int, plan: StatesPlan,
 
 
 def merge_states(states: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Attention of N rows from all their states [states, heads, 2 + D], counts [N] of them each in order of keys."""
+    """Attention of N rows from all their states [states, heads, 2 + D], counts [N] of them each in
+    order of keys.
+    """
     firsts = counts.cumsum(0) - counts
 
     def nth(rows: Tensor, number: int) -> State:
@@ -144,13 +164,19 @@ def merge_states(states: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     for number in range(1, int(counts.max()) if len(counts) else 0):
         rows = (counts > number).nonzero()[:, 0]
         merged = _merge(State(*(tensor[rows] for tensor in whole)), nth(rows, number))
-        whole = State(*(tensor.index_copy(0, rows, new) for tensor, new in zip(whole, merged, strict=True)))
+        whole = State(
+            *(tensor.index_copy(0, rows, new) for tensor, new in zip(whole, merged, strict=True))
+        )
     return (whole.acc / whole.total).to(dtype).flatten(1)
 
 
 def _nothing(acc: Tensor) -> State:
     """Rows that have seen no key."""
-    return State(acc.new_full((*acc.shape[:-1], 1), -torch.inf), acc.new_zeros((*acc.shape[:-1], 1)), acc.zero_())
+    return State(
+        acc.new_full((*acc.shape[:-1], 1), -torch.inf),
+        acc.new_zeros((*acc.shape[:-1], 1)),
+        acc.zero_(),
+    )
 
 
 def _merge(before: State, found: State) -> State:
@@ -158,48 +184,65 @@ def _merge(before: State, found: State) -> State:
     highest = torch.maximum(before.highest, found.highest)
     a, b = torch.exp(before.highest - highest), torch.exp(found.highest - highest)
     first = before.highest == -torch.inf
-    total, acc = (torch.where(first, new, old * a + new * b) for old, new in zip(before[1:], found[1:], strict=True))
+    total, acc = (
+        torch.where(first, new, old * a + new * b)
+        for old, new in zip(before[1:], found[1:], strict=True)
+    )
     return State(highest, total, acc)
 
 
-def _walk(q: Tensor, group: RowGroup, view: KvcacheView, layer: int) -> Iterator[tuple[slice, int, State]]:
-    """Segment by segment: which rows of float32 q [rows, heads, D] see some of it, its first key, what they found."""
+def _walk(
+    q: Tensor, group: RowGroup, view: KvcacheView, layer: int
+) -> Iterator[tuple[slice, int, State]]:
+    """Segment by segment: which rows of float32 q [rows, heads, D] see some of it, its first key,
+    what they found.
+    """
     num_heads, own_dim = q.shape[1:]
     q = functional.pad(q, (0, -own_dim % VECTOR))
     for first, tiles in zip(group.firsts, group.segments, strict=True):
         rows = slice(min(tile.rows.start for tile in tiles), max(tile.rows.stop for tile in tiles))
         highest, total, acc = _segment(q[rows], tiles, rows.start, view, layer)
         own = State(highest[..., None], total[..., None], acc[..., :own_dim])
-        yield rows, first, State(*(t.transpose(0, 1).reshape(t.shape[1], num_heads, -1) for t in own))
+        yield (
+            rows,
+            first,
+            State(*(t.transpose(0, 1).reshape(t.shape[1], num_heads, -1) for t in own)),
+        )
 
 
 def _segment(
     q: Tensor, tiles: tuple[KeyTile, ...], start: int, view: KvcacheView, layer: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Online softmax of q [rows, heads, D] over the tiles of one segment; [kv heads, rows, group] and [..., D]."""
+    """Online softmax of q [rows, heads, D] over the tiles of one segment; [kv heads, rows, group]
+    and [..., D].
+    """
     num_rows, _, head_dim = q.shape
     highest = total = acc = q.new_empty(0)
     for index, tile in enumerate(tiles):
-        # [kv heads, rows, KEY_TILE, D], D padded to whole vectors: a remainder's bits depend on the number of threads
-        keys, values = (functional.pad(t, (0, head_dim - t.shape[-1])) for t in view.gather(layer, tile.slots))
+        # [kv heads, rows, KEY_TILE, D], D padded to whole vectors: a remainder's bits depend on the
+        # number of threads
+        keys, values = (
+            functional.pad(t, (0, head_dim - t.shape[-1])) for t in view.gather(layer, tile.slots)
+        )
         kv_heads, n = keys.shape[:2]
         if index == 0:
-            q = q.view(num_rows, kv_heads, -1, head_dim).transpose(0, 1).contiguous()  # [kv heads, rows, group, D]
+            # [kv heads, rows, group, D]
+            q = q.view(num_rows, kv_heads, -1, head_dim).transpose(0, 1).contiguous()
             highest = q.new_full(q.shape[:3], -torch.inf)
             total = q.new_zeros(q.shape[:3])
             acc = torch.zeros_like(q)
         per_head, rows = q.shape[2], slice(tile.rows.start - start, tile.rows.stop - start)
         flat = q[:, rows].reshape(kv_heads * n, per_head, head_dim)
-        scores = torch.bmm(_several(flat), _several(keys.flatten(0, 1)).transpose(1, 2))[: len(flat)].view(
-            kv_heads, n, per_head, KEY_TILE
-        )
+        scores = torch.bmm(_several(flat), _several(keys.flatten(0, 1)).transpose(1, 2))[
+            : len(flat)
+        ].view(kv_heads, n, per_head, KEY_TILE)
         scores.masked_fill_(tile.outside[None, :, None, :], -torch.inf)
         new_highest = torch.maximum(highest[:, rows], scores.amax(dim=-1))
         rescale = torch.exp(highest[:, rows] - new_highest)
         weights = torch.exp(scores - new_highest[..., None])
-        gained = torch.bmm(_several(weights.flatten(0, 1)), _several(values.flatten(0, 1)))[: len(flat)].view(
-            kv_heads, n, per_head, head_dim
-        )
+        gained = torch.bmm(_several(weights.flatten(0, 1)), _several(values.flatten(0, 1)))[
+            : len(flat)
+        ].view(kv_heads, n, per_head, head_dim)
         total[:, rows] = total[:, rows] * rescale + weights.sum(dim=-1)
         acc[:, rows] = acc[:, rows] * rescale[..., None] + gained
         highest[:, rows] = new_highest
@@ -207,5 +250,7 @@ def _segment(
 
 
 def _several(matrices: Tensor) -> Tensor:
-    """At least two: a product of a single matrix would be split between threads, and its bits with it."""
+    """At least two: a product of a single matrix would be split between threads, and its bits with
+    it.
+    """
     return matrices.repeat(2, 1, 1) if len(matrices) == 1 else matrices

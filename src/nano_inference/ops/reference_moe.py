@@ -22,8 +22,12 @@ def route(linear: Linear, x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     return ids, chosen / (chosen if experts.renormalized else sizes).sum(dim=-1, keepdim=True)
 
 
-def products(linear: Linear, gate: Gate, x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
-    """See `MoeSteps`. The rows of each expert are a product of their own, where a row's bits depend on it alone."""
+def products(
+    linear: Linear, gate: Gate, x: Tensor, rows: Tensor, held: Tensor, experts: Experts
+) -> Tensor:
+    """See `MoeSteps`. The rows of each expert are a product of their own, where a row's bits depend
+    on it alone.
+    """
     out = torch.empty((len(rows), x.shape[1]), dtype=x.dtype, device=x.device)
     gate_ups, downs = experts.gate_up.chunk(experts.num_held), experts.down.chunk(experts.num_held)
     for expert in held.unique().tolist():

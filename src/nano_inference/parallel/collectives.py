@@ -1,5 +1,5 @@
-"""`Group`: what ranks can do together. `ThreadGroup`: ranks that are threads of one process, for tests and to read.
-`ProcessGroup`: ranks that are processes, over gloo or NCCL.
+"""`Group`: what ranks can do together. `ThreadGroup`: ranks that are threads of one process, for
+tests and to read. `ProcessGroup`: ranks that are processes, over gloo or NCCL.
 """
 
 import atexit
@@ -38,20 +38,26 @@ class Group(Protocol):
         ...
 
     def tree_sum(self, x: Tensor) -> Tensor:
-        """The sum of everybody's float32 tensor, neighbours first (`segments.tree_sum`): the same bits on every rank.
+        """The sum of everybody's float32 tensor, neighbours first (`segments.tree_sum`): the same
+        bits on every rank.
 
         The number of ranks is a power of two.
         """
         ...
 
-    def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
-        """Give part i to rank i, and get what each rank has for this one, by rank. All are [n, ...] of one dtype and of
-        one shape but for n, which the receiver need not know. `counts`: n of what each rank gives, where all know it.
+    def all_to_all(
+        self, parts: Sequence[Tensor], counts: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """Give part i to rank i, and get what each rank has for this one, by rank. All are [n, ...]
+        of one dtype and of one shape but for n, which the receiver need not know. `counts`: n of
+        what each rank gives, where all know it.
         """
         ...
 
     def send(self, x: Tensor, peer: int) -> None:
-        """Give a tensor to a rank; may return before it has arrived. The tensor is not written to afterwards."""
+        """Give a tensor to a rank; may return before it has arrived. The tensor is not written to
+        afterwards.
+        """
         ...
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Tensor:
@@ -88,12 +94,16 @@ class ThreadGroup:
         """See `Group`."""
         return tree_sum(self.all_gather(x))
 
-    def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
+    def all_to_all(
+        self, parts: Sequence[Tensor], counts: Sequence[int] | None = None
+    ) -> list[Tensor]:
         """See `Group`."""
         given = self._meeting.exchange(self.rank, [part.clone() for part in parts])
         found = [each[self.rank] for each in given]
         if counts is not None and [len(each) for each in found] != list(counts):
-            raise ValueError(f"ranks gave {[len(each) for each in found]}, expected {list(counts)}.")
+            raise ValueError(
+                f"ranks gave {[len(each) for each in found]}, expected {list(counts)}."
+            )
         return found
 
     def send(self, x: Tensor, peer: int) -> None:
@@ -104,7 +114,10 @@ class ThreadGroup:
         """See `Group`."""
         found = self._meeting.take(peer, self.rank)
         if tuple(found.shape) != tuple(shape) or found.dtype != dtype:
-            raise ValueError(f"rank {peer} sent {found.dtype} {list(found.shape)}, expected {dtype} {list(shape)}.")
+            raise ValueError(
+                f"rank {peer} sent {found.dtype} {list(found.shape)}, expected {dtype} "
+                f"{list(shape)}."
+            )
         return found
 
     def barrier(self) -> None:
@@ -168,9 +181,9 @@ class _Meeting:
 class ProcessGroup:
     """Ranks that are processes. What travels lies on the CPU with gloo, on the card with NCCL.
 
-    Between two processes gloo's plain messages take a fourth of the time that its collectives do, so those are made of
-    messages here. NCCL's collectives are queued on the current stream, and a rank that is gone is seen by whoever waits
-    for the device; the waits of gloo end here.
+    Between two processes gloo's plain messages take a fourth of the time that its collectives do,
+    so those are made of messages here. NCCL's collectives are queued on the current stream, and a
+    rank that is gone is seen by whoever waits for the device; the waits of gloo end here.
 
     Args:
         store: of `torch.distributed`, in which the ranks of this group alone meet.
@@ -183,17 +196,26 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, device: torch.device, patience: float = PATIENCE, host: str = ""
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        patience: float = PATIENCE,
+        host: str = "",
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._patience = patience
-        self._sending: dict[int, deque[tuple[Any, Tensor]]] = {}  # what `send` has begun, by peer: the oldest first
+        # what `send` has begun, by peer: the oldest first
+        self._sending: dict[int, deque[tuple[Any, Tensor]]] = {}
         try:
             self._group: Any = self._made(store, host)
             if device.type != "cuda":
                 self.barrier()  # gloo connects as it is first used; NCCL has met in its constructor
         except RuntimeError as problem:
-            raise RankLost(f"the ranks of a group of {size} did not meet: {_first_line(problem)}") from problem
+            raise RankLost(
+                f"the ranks of a group of {size} did not meet: {_first_line(problem)}"
+            ) from problem
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """See `Group`."""
@@ -210,21 +232,26 @@ class ProcessGroup:
         if self.device.type == "cuda":
             return tree_sum(self.all_gather(x))
         total, step = x.to(torch.float32).contiguous(), 1
-        while step < self.size:  # who holds the sum of so many neighbours meets who holds that of the next ones
+        # who holds the sum of so many neighbours meets who holds that of the next ones
+        while step < self.size:
             theirs = torch.empty_like(total)
             self._exchange(self.rank ^ step, total, theirs)
             total = total + theirs  # in either order: the same bits
             step *= 2
         return total
 
-    def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
+    def all_to_all(
+        self, parts: Sequence[Tensor], counts: Sequence[int] | None = None
+    ) -> list[Tensor]:
         """See `Group`."""
         if counts is None:
             given = torch.tensor([len(part) for part in parts], device=self.device)
             counts = [int(each[self.rank]) for each in self.all_gather(given)]
         like = parts[self.rank]
         found = [
-            part if peer == self.rank else torch.empty((count, *like.shape[1:]), dtype=like.dtype, device=like.device)
+            part
+            if peer == self.rank
+            else torch.empty((count, *like.shape[1:]), dtype=like.dtype, device=like.device)
             for peer, (part, count) in enumerate(zip(parts, counts, strict=True))
         ]
         if self.device.type == "cuda":
@@ -257,12 +284,13 @@ class ProcessGroup:
         """See `Group`."""
         if self._group is None:
             return
-        # The last reference goes on a thread of its own: the destructor waits for the backend's threads, which may be
-        # in a collective until its own deadline.
+        # The last reference goes on a thread of its own: the destructor waits for the backend's
+        # threads, which may be in a collective until its own deadline.
         holder, self._group, self._sending = [self._group], None, {}
         end = threading.Thread(target=_let_go, args=(holder,), name="end of a group", daemon=True)
         end.start()
-        atexit.register(end.join, AT_EXIT)  # a destructor that is cut off in the middle would abort the process
+        # a destructor that is cut off in the middle would abort the process
+        atexit.register(end.join, AT_EXIT)
 
     def _made(self, store: Any, host: str) -> Any:
         patience = timedelta(seconds=self._patience)
@@ -287,7 +315,9 @@ class ProcessGroup:
         """Give a tensor to each of the others, and get one of each; of no numbers, none travels."""
         others = [peer for peer in range(self.size) if peer != self.rank]
         flat = {peer: _flat(given[peer]) for peer in others}
-        sent = [self._begun(self._group.send, flat[peer], peer) for peer in others if flat[peer].numel()]
+        sent = [
+            self._begun(self._group.send, flat[peer], peer) for peer in others if flat[peer].numel()
+        ]
         for peer in others:
             if taken[peer].numel():
                 self._finish(self._begun(self._group.recv, _flat(taken[peer]), peer))
@@ -307,7 +337,9 @@ class ProcessGroup:
             raise self._lost(problem) from problem
 
     def _lost(self, problem: RuntimeError) -> RankLost:
-        return RankLost(f"rank {self.rank} of a group of {self.size} waited for another: {_first_line(problem)}")
+        return RankLost(
+            f"rank {self.rank} of a group of {self.size} waited for another: {_first_line(problem)}"
+        )
 
 
 def _flat(x: Tensor) -> Tensor:

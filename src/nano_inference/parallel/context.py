@@ -1,9 +1,11 @@
-"""Context parallel: the keys and values of one sequence over several ranks, at fixed absolute positions.
+"""Context parallel: the keys and values of one sequence over several ranks, at fixed absolute
+positions.
 
-Of each block rank r of c stores the r-th of c equal runs of positions, a multiple of `SEGMENT` long. A rank computes
-the rows whose positions it stores; only attention looks further. There a row's query goes to every rank that holds
-keys which it sees, each computes the states of its own segments, and the row's owner merges all of them in order of
-keys: the bits of one rank. Who does what follows from the batch, which every rank has; nothing is negotiated.
+Of each block rank r of c stores the r-th of c equal runs of positions, a multiple of `SEGMENT`
+long. A rank computes the rows whose positions it stores; only attention looks further. There a
+row's query goes to every rank that holds keys which it sees, each computes the states of its own
+segments, and the row's owner merges all of them in order of keys: the bits of one rank. Who does
+what follows from the batch, which every rank has; nothing is negotiated.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,7 +23,9 @@ MOST_NUMBERS = 2**25  # of the states that go between ranks at once: beyond, row
 
 
 class SegmentRows(NamedTuple):
-    """Rows that may see only some of their keys here. M rows; keys are counted among those that lie here."""
+    """Rows that may see only some of their keys here. M rows; keys are counted among those that lie
+    here.
+    """
 
     positions: Tensor  # [M] the last key that each row sees
     begins: Tensor  # [M] the first one; neither falls where the other rises
@@ -70,14 +74,22 @@ class ContextSplit:
         return local // run * (run * self.size) + rank * run + local % run
 
     def visible(self, positions: Tensor, window: int, rank: int) -> tuple[Tensor, Tensor]:
-        """What rows at these positions see of a rank's keys: [first, end) of each, counted among those it stores."""
-        first = self.stored((positions - window + 1).clamp(min=0), rank) if window else torch.zeros_like(positions)
+        """What rows at these positions see of a rank's keys: [first, end) of each, counted among
+        those it stores.
+        """
+        first = (
+            self.stored((positions - window + 1).clamp(min=0), rank)
+            if window
+            else torch.zeros_like(positions)
+        )
         return first, self.stored(positions + 1, rank)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One exchange of a step as a rank takes part in it: P of its own rows, M rows of anybody that see its keys."""
+    """One exchange of a step as a rank takes part in it: P of its own rows, M rows of anybody that
+    see its keys.
+    """
 
     own: slice  # of this rank's rows
     queries: tuple[Tensor, ...]  # by rank: which of its rows go there
@@ -96,7 +108,8 @@ class Rejoining:
 
     own: Tensor  # which of its own rows a rank brings
     counts: tuple[int, ...]  # by rank: how many it brings
-    order: Tensor  # what puts all ranks' values, one rank after the other, into the order of the batch
+    # what puts all ranks' values, one rank after the other, into the order of the batch
+    order: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +149,10 @@ def own_rows(
     relayed = owners[batch.relay_rows] == rank
     step = ContextStep(
         rows=rows,
-        pieces={window: _pieces(batch, split, rank, window, owners, index, most_states) for window in windows},
+        pieces={
+            window: _pieces(batch, split, rank, window, owners, index, most_states)
+            for window in windows
+        },
         logits=_rejoining(batch.logits_indices, owners, index, rank, split.size),
         scores=_rejoining(batch.score_rows, owners, index, rank, split.size),
         best=_rejoining(batch.best_rows, owners, index, rank, split.size),
@@ -181,7 +197,9 @@ def _pieces(
     most_states: int,
 ) -> tuple[Piece, ...]:
     """Cut a step where the states of its rows become too many. Every rank cuts alike."""
-    first = (batch.positions - window + 1).clamp(min=0) if window else torch.zeros_like(batch.positions)
+    first = (
+        (batch.positions - window + 1).clamp(min=0) if window else torch.zeros_like(batch.positions)
+    )
     before = (batch.positions // SEGMENT - first // SEGMENT + 1).cumsum(0)
     bounds, taken = [0], 0
     while bounds[-1] < len(before):
@@ -193,7 +211,13 @@ def _pieces(
 
 
 def _piece(
-    batch: ForwardBatch, split: ContextSplit, rank: int, window: int, rows: Tensor, owners: Tensor, index: Tensor
+    batch: ForwardBatch,
+    split: ContextSplit,
+    rank: int,
+    window: int,
+    rows: Tensor,
+    owners: Tensor,
+    index: Tensor,
 ) -> Piece:
     owners, index, positions = owners[rows], index[rows], batch.positions[rows]
     own = owners == rank
@@ -218,7 +242,9 @@ def _piece(
         queries=tuple(queries),
         asked=_counts(askers, split.size),
         arrived=torch.argsort(torch.argsort(askers, stable=True)),
-        rows=SegmentRows(end[seen] - 1, first[seen], batch.row_chunks[rows[seen]], batch.block_tables),
+        rows=SegmentRows(
+            end[seen] - 1, first[seen], batch.row_chunks[rows[seen]], batch.block_tables
+        ),
         answers=tuple((askers[of_row] == each).nonzero()[:, 0] for each in range(split.size)),
         answered=tuple(map(len, found)),
         order=torch.argsort(keys),
@@ -234,4 +260,6 @@ def _segments(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     start = first // SEGMENT
     counts = (end - 1) // SEGMENT - start + 1
     rows = torch.arange(len(first), device=first.device).repeat_interleave(counts)
-    return rows, start[rows] + torch.arange(len(rows), device=first.device) - (counts.cumsum(0) - counts)[rows]
+    return rows, start[rows] + torch.arange(len(rows), device=first.device) - (
+        counts.cumsum(0) - counts
+    )[rows]

@@ -1,8 +1,10 @@
-"""`ShardedHead`: the end of a step where each rank holds some tokens of the vocabulary. The bits are those of one rank.
+"""`ShardedHead`: the end of a step where each rank holds some tokens of the vocabulary. The bits
+are those of one rank.
 
-All ranks have the same hidden rows and the same batch, and all get the whole result. Plain draws and scores exchange
-maxima, sums of blocks and each rank's best token. The logits of a row travel where filters, sampling masks or best
-tokens look at all of them, or where the backend cannot do it by parts.
+All ranks have the same hidden rows and the same batch, and all get the whole result. Plain draws
+and scores exchange maxima, sums of blocks and each rank's best token. The logits of a row travel
+where filters, sampling masks or best tokens look at all of them, or where the backend cannot do it
+by parts.
 """
 
 from collections.abc import Generator, Sequence
@@ -69,7 +71,10 @@ class ShardedHead:
         if not bool(whole.any()):
             return self._together(self._parts.sample(hidden, weight, divisor, batch, self.part))
         chosen = [mask.nonzero()[:, 0] for mask in (~whole, whole)]
-        plain, gathered = replace(batch.select(chosen[0]), any_filter=False), batch.select(chosen[1])
+        plain, gathered = (
+            replace(batch.select(chosen[0]), any_filter=False),
+            batch.select(chosen[1]),
+        )
         rows, places = gathered.rows.unique(return_inverse=True)
         logits = self.logits(hidden[rows], weight, divisor)
         drawn = (
@@ -77,8 +82,13 @@ class ShardedHead:
             self._ops.sample_logits(logits, replace(gathered, rows=places)),
         )
         order = torch.cat(chosen).argsort()
-        pairs = {field.name: [getattr(draw, field.name) for draw in drawn] for field in fields(Draw)}
-        whole: Any = {name: None if pair[0] is None else torch.cat(pair)[order] for name, pair in pairs.items()}
+        pairs = {
+            field.name: [getattr(draw, field.name) for draw in drawn] for field in fields(Draw)
+        }
+        whole: Any = {
+            name: None if pair[0] is None else torch.cat(pair)[order]
+            for name, pair in pairs.items()
+        }
         return Draw(**whole)
 
     def sample_logits(self, logits: Tensor, batch: SamplingBatch) -> Draw:
@@ -96,14 +106,18 @@ class ShardedHead:
             else hidden.new_zeros((len(hidden), 0), dtype=torch.float32)
         )
         gathered = self._group.all_gather(functional.pad(own, (0, max(sizes) - own.shape[1])))
-        return torch.cat([each[:, :size] for each, size in zip(gathered, sizes, strict=True)], dim=1)
+        return torch.cat(
+            [each[:, :size] for each, size in zip(gathered, sizes, strict=True)], dim=1
+        )
 
     def gather_logprobs(
         self, hidden: Tensor, weight: Any, divisor: float, token_ids: Tensor, temperatures: Tensor
     ) -> Tensor:
         """See `Ops.gather_logprobs`."""
         if self._parts is not None:
-            return self._together(self._parts.score(hidden, weight, divisor, token_ids, temperatures, self.part))
+            return self._together(
+                self._parts.score(hidden, weight, divisor, token_ids, temperatures, self.part)
+            )
         scores = [
             self._ops.score_logits(self.logits(rows, weight, divisor), targets, own)
             for rows, targets, own in zip(

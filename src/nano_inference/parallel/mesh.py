@@ -72,14 +72,21 @@ class Place:
     @property
     def tensor_peers(self) -> tuple[int, ...]:
         """The ranks that share its layers, itself too, in order."""
-        return tuple(self.mesh.rank(self.stage, self.context_rank, each) for each in range(self.mesh.tensor))
+        return tuple(
+            self.mesh.rank(self.stage, self.context_rank, each) for each in range(self.mesh.tensor)
+        )
 
     @property
     def context_peers(self) -> tuple[int, ...]:
         """The ranks that share its keys and values, itself too, in order."""
-        return tuple(self.mesh.rank(self.stage, each, self.tensor_rank) for each in range(self.mesh.context))
+        return tuple(
+            self.mesh.rank(self.stage, each, self.tensor_rank) for each in range(self.mesh.context)
+        )
 
     @property
     def pipeline_peers(self) -> tuple[int, ...]:
         """The ranks in its place of every stage, in order."""
-        return tuple(self.mesh.rank(each, self.context_rank, self.tensor_rank) for each in range(self.mesh.pipeline))
+        return tuple(
+            self.mesh.rank(each, self.context_rank, self.tensor_rank)
+            for each in range(self.mesh.pipeline)
+        )

@@ -1,4 +1,6 @@
-"""In which fixed pieces a sum over columns is added up, so that 1, 2, 4 and 8 ranks give the same bits."""
+"""In which fixed pieces a sum over columns is added up, so that 1, 2, 4 and 8 ranks give the same
+bits.
+"""
 
 from collections.abc import Sequence
 
@@ -6,7 +8,9 @@ from torch import Tensor
 
 
 def tree_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """The sum of 1, 2, 4, 8 … tensors, neighbours first: ((p0 + p1) + (p2 + p3)) + …, in float32. Or of [n, ...]."""
+    """The sum of 1, 2, 4, 8 … tensors, neighbours first: ((p0 + p1) + (p2 + p3)) + …, in float32.
+    Or of [n, ...].
+    """
     if len(parts) & (len(parts) - 1) or not len(parts):
         raise ValueError(f"a tree of sums needs 1, 2, 4, 8 … parts, not {len(parts)}.")
     level = parts.float() if isinstance(parts, Tensor) else [part.float() for part in parts]

@@ -1,7 +1,8 @@
 """Replicas on Ray: `RayFleet` for RL, and `nano-inference serve --ray`.
 
-Ray places the processes, starts new ones where some have died, and moves objects between nodes; what is said to an
-engine, and what becomes of its requests, is the same as on one machine. `pip install 'nano-inference[ray]'`.
+Ray places the processes, starts new ones where some have died, and moves objects between nodes;
+what is said to an engine, and what becomes of its requests, is the same as on one machine. `pip
+install 'nano-inference[ray]'`.
 """
 
 from importlib import import_module
@@ -21,6 +22,7 @@ def __getattr__(name: str) -> Any:
         import_module("ray")
     except ModuleNotFoundError as problem:
         raise ModuleNotFoundError(
-            "nano_inference.ray needs Ray, which this installation lacks; pip install 'nano-inference[ray]' brings it."
+            "nano_inference.ray needs Ray, which this installation lacks; pip install "
+            "'nano-inference[ray]' brings it."
         ) from problem
     return getattr(import_module("nano_inference.ray.fleet"), name)

@@ -1,4 +1,6 @@
-"""`EngineActor`: an engine in a Ray worker, told by the messages that an engine process is told by."""
+"""`EngineActor`: an engine in a Ray worker, told by the messages that an engine process is told
+by.
+"""
 # pyright: reportMissingImports=false
 
 import logging
@@ -26,16 +28,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nano_inference.ray")
 
-BEAT = 1.0  # seconds between heartbeats while there are requests; a call that has nothing to tell returns after it
+# seconds between heartbeats while there are requests; a call that has nothing to tell returns after
+# it
+BEAT = 1.0
 IDLE_BEAT = 10.0  # and while nothing changes
 AT_ONCE = 256  # messages in an answer
 
-# Each group is a thread of its own, on which calls run one by one in the order in which they were made.
+# Each group is a thread of its own, on which calls run one by one in the order in which they were
+# made.
 GROUPS = {"told": 1, "tells": 1, "weights": 1}
 
 
 class EngineActor:
-    """The engine is built on a thread of its own; what comes of that is the first that `tells` tells.
+    """The engine is built on a thread of its own; what comes of that is the first that `tells`
+    tells.
 
     Args:
         config: msgpack of the `EngineConfig`.
@@ -55,7 +61,7 @@ class EngineActor:
         self._sent = self._due = 0.0
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
-    # -- told ---------------------------------------------------------------------------------------------------------
+    # -- told --------------------------------------------------------------------------------------
 
     def told(self, data: bytes) -> None:
         """Take a message in. Nothing that arrives raises."""
@@ -78,7 +84,7 @@ class EngineActor:
         """Until the engine has ended, as it was told; whether it has."""
         return self._ended.wait(seconds)
 
-    # -- tells --------------------------------------------------------------------------------------------------------
+    # -- tells -------------------------------------------------------------------------------------
 
     def tells(self) -> tuple[str, list[bytes]]:
         """The node's id, and what there is to tell. Waits for it, but not longer than a second."""
@@ -91,7 +97,9 @@ class EngineActor:
             pass
         if (beat := self._beat()) is not None:
             messages.append(beat)
-        return self._node, [data for message in messages for data in encoded(self._encoder, message)]
+        return self._node, [
+            data for message in messages for data in encoded(self._encoder, message)
+        ]
 
     def _beat(self) -> Heartbeat | None:
         now, core = time.monotonic(), self._core
@@ -104,10 +112,11 @@ class EngineActor:
         self._last, self._sent = beat, now
         return beat
 
-    # -- weights ------------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def take_bucket(self, session: int, description: bytes, content: "NDArray[np.uint8]") -> None:
-        """Take a bucket of an update that `begin_update` has opened. Ray has brought its bytes to this node.
+        """Take a bucket of an update that `begin_update` has opened. Ray has brought its bytes to
+        this node.
 
         Raises `WeightUpdateError`.
         """
@@ -117,7 +126,11 @@ class EngineActor:
         self._built().weight_link.receive_bucket(session, lambda shapes: opened(parcel, shapes))
 
     def take_update(
-        self, version: int, seconds: float, descriptions: Sequence[bytes], *contents: "NDArray[np.uint8]"
+        self,
+        version: int,
+        seconds: float,
+        descriptions: Sequence[bytes],
+        *contents: "NDArray[np.uint8]",
     ) -> None:
         """Receive a whole update; returns when it serves. Raises `WeightUpdateError`."""
         link = self._built().weight_link
@@ -137,9 +150,12 @@ class EngineActor:
         manager = self._built().engine.weight_sync
         with manager.lock:
             if manager.version != version:
-                raise WeightUpdateConflict(f"weight version {manager.version} serves, and not {version}.")
+                raise WeightUpdateConflict(
+                    f"weight version {manager.version} serves, and not {version}."
+                )
             return [
-                (parcel.description, ray.put(parcel.content)) for parcel in parcels_of(manager.state_dict().items())
+                (parcel.description, ray.put(parcel.content))
+                for parcel in parcels_of(manager.state_dict().items())
             ]
 
     def _built(self) -> "EngineCore":
@@ -147,14 +163,16 @@ class EngineActor:
             raise NanoInferenceError("the engine is not built yet.")
         return self._core
 
-    # -- the engine ---------------------------------------------------------------------------------------------------
+    # -- the engine --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             from nano_inference.engine.engine import InferenceEngine
             from nano_inference.serving.core import EngineCore
 
-            core = EngineCore(InferenceEngine(self._config, _launcher(self._config)), self._queue.put)
+            core = EngineCore(
+                InferenceEngine(self._config, _launcher(self._config)), self._queue.put
+            )
             core.prepare()
         except Exception as problem:
             if not isinstance(problem, NanoInferenceError):

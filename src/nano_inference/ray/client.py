@@ -18,11 +18,20 @@ from nano_inference.ray.cluster import Placement, RankNeeds, num_ranks, rank_con
 from nano_inference.ray.kept import Bucket, KeptUpdate
 from nano_inference.serving.client import STOPPING, EngineClient, error_named
 from nano_inference.serving.log_lines import Rarely
-from nano_inference.serving.messages import NOT_UNDERSTOOD, CannotStart, Dead, FromEngine, Ready, Stop, ToEngine
+from nano_inference.serving.messages import (
+    NOT_UNDERSTOOD,
+    CannotStart,
+    Dead,
+    FromEngine,
+    Ready,
+    Stop,
+    ToEngine,
+)
 
 log = logging.getLogger("nano_inference.ray")
 
-SILENT = 20.0  # seconds without an answer after which an actor is taken for lost; it gives one every second
+# seconds without an answer after which an actor is taken for lost; it gives one every second
+SILENT = 20.0
 STOP_PATIENCE = 5.0  # seconds that an engine gets to end by itself
 BUCKET_SECONDS = 600.0  # for one to be brought to its node and checked
 
@@ -31,11 +40,12 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class RayClient(EngineClient):
-    """Everything here happens on one event loop. It holds a placement group and an actor until `close`.
+    """Everything here happens on one event loop. It holds a placement group and an actor until
+    `close`.
 
-    What a connection loses is never sent again: whatever goes wrong between the two ends the engine, and whoever wants
-    another one makes another client. An actor that Ray itself started again would answer to what was meant for the one
-    before.
+    What a connection loses is never sent again: whatever goes wrong between the two ends the
+    engine, and whoever wants another one makes another client. An actor that Ray itself started
+    again would answer to what was meant for the one before.
 
     Args:
         config: of the engine.
@@ -43,7 +53,8 @@ class RayClient(EngineClient):
         max_backlog: tokens that a stream may hold, a sample, for somebody who does not read.
         name: of the replica, for errors.
         patience: seconds in which it must have a place, and then be ready.
-        welcome: called when the engine is built, before anybody hears of it, to bring it what others have.
+        welcome: called when the engine is built, before anybody hears of it, to bring it what
+            others have.
     """
 
     def __init__(
@@ -73,17 +84,23 @@ class RayClient(EngineClient):
         self._closing = False
         self._rarely = Rarely()
 
-    # -- the beginning and the end ------------------------------------------------------------------------------------
+    # -- the beginning and the end -----------------------------------------------------------------
 
     async def start(self) -> None:
-        """Find a place, start the actor and wait until its engine is ready. Raises what kept it from being built."""
+        """Find a place, start the actor and wait until its engine is ready. Raises what kept it
+        from being built.
+        """
         self._started = asyncio.get_running_loop().create_future()
         try:
-            self._placement = await asyncio.to_thread(Placement, self._needs, num_ranks(self._config))
+            self._placement = await asyncio.to_thread(
+                Placement, self._needs, num_ranks(self._config)
+            )
             await asyncio.to_thread(self._placement.wait, self._patience)
             kind = ray.remote(concurrency_groups=GROUPS)(EngineActor)  # pyright: ignore
             level = logging.getLogger("nano_inference").getEffectiveLevel()
-            self._actor = kind.options(**self._placement.options(0)).remote(_ENCODER.encode(self._config), level)
+            self._actor = kind.options(**self._placement.options(0)).remote(
+                _ENCODER.encode(self._config), level
+            )
             self._told = self._actor.told.options(concurrency_group="told")
             self._tells = self._actor.tells.options(concurrency_group="tells")
             self._begin_task(self._listen())
@@ -92,7 +109,9 @@ class RayClient(EngineClient):
         except BaseException as problem:
             await self.close()
             if isinstance(problem, TimeoutError):
-                raise EngineDead(f"{self.name} was not ready within {self._patience:g} s.") from problem
+                raise EngineDead(
+                    f"{self.name} was not ready within {self._patience:g} s."
+                ) from problem
             raise
 
     async def close(self) -> None:
@@ -111,8 +130,12 @@ class RayClient(EngineClient):
         if actor is not None:
             if lives:
                 with suppress(RayError, TimeoutError):
-                    await asyncio.wait_for(self._told.remote(_ENCODER.encode(Stop())), STOP_PATIENCE)
-                    await asyncio.wait_for(actor.wait_for_end.remote(STOP_PATIENCE), STOP_PATIENCE + 1)
+                    await asyncio.wait_for(
+                        self._told.remote(_ENCODER.encode(Stop())), STOP_PATIENCE
+                    )
+                    await asyncio.wait_for(
+                        actor.wait_for_end.remote(STOP_PATIENCE), STOP_PATIENCE + 1
+                    )
             await asyncio.to_thread(ray.kill, actor)
         if placement is not None:
             await asyncio.to_thread(placement.remove)
@@ -123,28 +146,38 @@ class RayClient(EngineClient):
             ray.kill(self._actor)
         self._die("it was killed.", "its process has ended")
 
-    # -- weights ------------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     async def call(self, name: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
-        """As `EngineClient.call`; besides `receive_bucket`, whose bytes Ray brings from its object store."""
+        """As `EngineClient.call`; besides `receive_bucket`, whose bytes Ray brings from its object
+        store.
+        """
         if name != "receive_bucket":
             return await super().call(name, timeout=timeout, **arguments)
         self._require_alive()
         bucket: Bucket = arguments["bucket"]
-        return await self._weights("take_bucket", timeout, arguments["session"], bucket.description, bucket.content)
+        return await self._weights(
+            "take_bucket", timeout, arguments["session"], bucket.description, bucket.content
+        )
 
     async def take_updates(self, updates: Sequence[KeptUpdate]) -> None:
-        """Bring it updates, one after the other, each with all its bytes. Raises `WeightUpdateError`, `EngineDead`."""
+        """Bring it updates, one after the other, each with all its bytes. Raises
+        `WeightUpdateError`, `EngineDead`.
+        """
         for update in updates:
             descriptions = [bucket.description for bucket in update.buckets]
             contents = [bucket.content for bucket in update.buckets]
             seconds = BUCKET_SECONDS * len(contents)
-            await self._weights("take_update", seconds, update.version, seconds, descriptions, *contents)
+            await self._weights(
+                "take_update", seconds, update.version, seconds, descriptions, *contents
+            )
             self._version = update.version
 
     async def give_update(self, version: int) -> KeptUpdate:
         """All its weights, put into the object store by it. Raises as `take_updates`."""
-        given: list[tuple[bytes, Any]] = await self._weights("give_buckets", BUCKET_SECONDS, version)
+        given: list[tuple[bytes, Any]] = await self._weights(
+            "give_buckets", BUCKET_SECONDS, version
+        )
         return KeptUpdate(version, tuple(Bucket(*each) for each in given))
 
     async def _weights(self, method: str, seconds: float, *arguments: Any) -> Any:
@@ -161,13 +194,16 @@ class RayClient(EngineClient):
             self.lose(f"it has not taken the weights: {_reason(problem)}")
             raise EngineDead(self._dead or "") from problem
 
-    # -- messages -----------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def _send(self, message: ToEngine) -> None:
         try:
             data = _ENCODER.encode(message)
-        except (TypeError, ValueError, OverflowError) as problem:  # a lone surrogate, a huge integer
-            raise InvalidRequest(f"the request cannot be handed to the engine: {problem}.") from problem
+        except (TypeError, ValueError, OverflowError) as problem:
+            # a lone surrogate, a huge integer
+            raise InvalidRequest(
+                f"the request cannot be handed to the engine: {problem}."
+            ) from problem
         if self._actor is not None:
             self._begin_task(self._watch(self._told.remote(data)))
 
@@ -226,12 +262,15 @@ class RayClient(EngineClient):
         self._receive(Ready(msgspec.structs.replace(ready.info, weight_version=version)))
         self._settle(None)
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def lose(self, reason: str) -> None:
         """It has ended, or is taken for ended, with all that it was doing."""
         if self._dead is None and not self._closing:
-            self._die(f"{self.name} on node {self.node[:8] or '?'} is lost: {reason}", "its process has ended")
+            self._die(
+                f"{self.name} on node {self.node[:8] or '?'} is lost: {reason}",
+                "its process has ended",
+            )
             log.error("%s", self._dead)
         self._settle(EngineDead(reason))
 

@@ -38,30 +38,48 @@ def connect(address: str | None) -> bool:
     try:
         ray.init(address=address, log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as problem:
-        raise EngineDead(f"there is no Ray cluster at {address or 'this machine'}: {problem}") from problem
+        raise EngineDead(
+            f"there is no Ray cluster at {address or 'this machine'}: {problem}"
+        ) from problem
     return True
 
 
-def rank_needs(config: EngineConfig, cpus_per_rank: float | None, gpus_per_rank: float | None) -> RankNeeds:
-    """What a rank takes: on a CPU as many cores as it has threads (1 unless told), on a GPU a whole one and a core.
+def rank_needs(
+    config: EngineConfig, cpus_per_rank: float | None, gpus_per_rank: float | None
+) -> RankNeeds:
+    """What a rank takes: on a CPU as many cores as it has threads (1 unless told), on a GPU a whole
+    one and a core.
 
     `device="auto"` is a GPU where the cluster has any. Raises `ConfigError`.
     """
     if config.expert_parallel > config.tensor_parallel:
         raise ConfigError(
-            f"expert_parallel={config.expert_parallel} with tensor_parallel={config.tensor_parallel}: engines in "
+            f"expert_parallel={config.expert_parallel} with "
+            f"tensor_parallel={config.tensor_parallel}: engines in "
             "lockstep do not run on Ray; give each replica as many tensor ranks."
         )
     kind, _, number = config.device.partition(":")
     if number:
-        raise ConfigError(f"device={config.device!r}: on Ray a replica gets its GPU from Ray; say device={kind!r}.")
+        raise ConfigError(
+            f"device={config.device!r}: on Ray a replica gets its GPU from Ray; say "
+            f"device={kind!r}."
+        )
     on_gpu = kind == "cuda" or (kind == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
     gpus = gpus_per_rank if gpus_per_rank is not None else float(on_gpu)
     if on_gpu != (gpus > 0):
         raise ConfigError(f"gpus_per_rank={gpus_per_rank!r} does not fit device={config.device!r}.")
-    cpus = cpus_per_rank if cpus_per_rank is not None else 1.0 if on_gpu else float(config.num_threads or 1)
+    cpus = (
+        cpus_per_rank
+        if cpus_per_rank is not None
+        else 1.0
+        if on_gpu
+        else float(config.num_threads or 1)
+    )
     if not cpus > 0:
-        raise ConfigError(f"cpus_per_rank={cpus_per_rank!r} must be above 0: Ray puts no bound on what takes nothing.")
+        raise ConfigError(
+            f"cpus_per_rank={cpus_per_rank!r} must be above 0: Ray puts no bound on what takes "
+            "nothing."
+        )
     return RankNeeds(cpus, gpus)
 
 
@@ -78,7 +96,8 @@ def num_ranks(config: EngineConfig) -> int:
 
 
 class Placement:
-    """The place of one replica: all its ranks on one node. When the node dies, Ray finds it another one.
+    """The place of one replica: all its ranks on one node. When the node dies, Ray finds it another
+    one.
 
     Args:
         needs: of each rank.
@@ -88,10 +107,14 @@ class Placement:
     def __init__(self, needs: RankNeeds, num_ranks: int) -> None:
         self.needs, self.num_ranks = needs, num_ranks
         self._is_given_up = False
-        self._group: PlacementGroup = placement_group([needs.bundle] * num_ranks, strategy="STRICT_PACK")
+        self._group: PlacementGroup = placement_group(
+            [needs.bundle] * num_ranks, strategy="STRICT_PACK"
+        )
 
     def wait(self, seconds: float) -> None:
-        """Until there is room. Raises `EngineDead` that says what is missing, and gives the place up."""
+        """Until there is room. Raises `EngineDead` that says what is missing, and gives the place
+        up.
+        """
         until = time.monotonic() + seconds
         while not self._group.wait(LOOK):
             if self._is_given_up:
@@ -100,14 +123,19 @@ class Placement:
                 self.remove()
                 ranks = f"{self.num_ranks} ranks" if self.num_ranks > 1 else "one rank"
                 raise EngineDead(
-                    f"no node has had room for a replica within {seconds:g} s: {ranks} of {self.needs.bundle} on one "
+                    f"no node has had room for a replica within {seconds:g} s: {ranks} of "
+                    f"{self.needs.bundle} on one "
                     f"node; free in the whole cluster are {_counted(ray.available_resources())}."
                 )
 
     def options(self, rank: int) -> dict[str, Any]:
         """Of the actor that is a rank."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-        return {"num_cpus": self.needs.cpus, "num_gpus": self.needs.gpus, "scheduling_strategy": strategy}
+        return {
+            "num_cpus": self.needs.cpus,
+            "num_gpus": self.needs.gpus,
+            "scheduling_strategy": strategy,
+        }
 
     def remove(self) -> None:
         """Give the place back; what runs there ends, and whoever waits for it."""

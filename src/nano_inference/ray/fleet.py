@@ -37,7 +37,8 @@ class Replica:
 
     Attributes:
         name: of its place in the fleet; a new engine in the place of one that has died has it too.
-        state: "starting", "syncing" (it is brought to what the others have), "serving", "draining" or "dead".
+        state: "starting", "syncing" (it is brought to what the others have), "serving", "draining"
+            or "dead".
         node: Ray's id of the node that it runs on; empty while it does not serve.
         weight_version: that it serves; None while it does not.
         num_starts: engines that had this place.
@@ -57,16 +58,18 @@ class Replica:
 class RayFleet:
     """Replicas of one engine behind the calls of one. A context manager; any thread may call.
 
-    A sample has the same bits on every replica, so nobody can tell where it was drawn. When a replica or its node dies,
-    others go on with what it had, token for token, and Ray finds a place for a new one, which gets the weights that
-    serve before anything else. If all have died, `generate` waits for the first new one and begins again.
+    A sample has the same bits on every replica, so nobody can tell where it was drawn. When a
+    replica or its node dies, others go on with what it had, token for token, and Ray finds a place
+    for a new one, which gets the weights that serve before anything else. If all have died,
+    `generate` waits for the first new one and begins again.
 
     Args:
         config: of every engine. `device="auto"` is a GPU where the cluster has any.
         replicas: how many there are in the beginning.
-        tensor_parallel: ranks of each replica, as `EngineConfig.tensor_parallel`; all of them are on one node.
-        address: of the Ray cluster; None: the one that this process is connected to, or that `RAY_ADDRESS` names, or a
-            new one on this machine.
+        tensor_parallel: ranks of each replica, as `EngineConfig.tensor_parallel`; all of them are
+            on one node.
+        address: of the Ray cluster; None: the one that this process is connected to, or that
+            `RAY_ADDRESS` names, or a new one on this machine.
         cpus_per_rank: cores that Ray reserves; None: `config.num_threads`, or 1.
         gpus_per_rank: GPUs that Ray reserves; None: one each, unless on a CPU.
         patience: seconds in which a replica must have a place, and then be ready.
@@ -90,27 +93,36 @@ class RayFleet:
         if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
             raise ConfigError(f"replicas={replicas!r} must be a positive integer.")
         if config.tensor_parallel not in (1, tensor_parallel):
-            raise ConfigError(f"tensor_parallel={tensor_parallel!r}, and the config says {config.tensor_parallel}.")
+            raise ConfigError(
+                f"tensor_parallel={tensor_parallel!r}, and the config says "
+                f"{config.tensor_parallel}."
+            )
         self.config = config = replace(config, tensor_parallel=tensor_parallel)
         self._patience = patience
-        self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+        self._seeds = (
+            random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+        )
         self._request_ids = itertools.count()
         self._closed = False
         self._owns_ray = connect(address)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="ray fleet", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="ray fleet", daemon=True
+        )
         self._thread.start()
         self._made: RayFleetClient | None = None
         try:
             needs = rank_needs(config, cpus_per_rank, gpus_per_rank)
             require_shares(config)
-            self._made = RayFleetClient(config, needs, replicas, NO_BACKLOG, restart=restart, patience=patience)
+            self._made = RayFleetClient(
+                config, needs, replicas, NO_BACKLOG, restart=restart, patience=patience
+            )
             self._run(self._client.start())
         except BaseException:
             self.shutdown()
             raise
 
-    # -- generating ---------------------------------------------------------------------------------------------------
+    # -- generating --------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -120,10 +132,11 @@ class RayFleet:
         *,
         num_wanted: int | None = None,
     ) -> list[TrainingSample]:
-        """Complete prompts; returns the samples prompt by prompt, as `InferenceEngine.generate` does.
+        """Complete prompts; returns the samples prompt by prompt, as `InferenceEngine.generate`
+        does.
 
-        The samples of a prompt are drawn by one replica, which computes the prompt once. They are the samples of one
-        engine with the same `config.seed`, whatever replica draws what.
+        The samples of a prompt are drawn by one replica, which computes the prompt once. They are
+        the samples of one engine with the same `config.seed`, whatever replica draws what.
 
         Args:
             prompts: token ids, or a list of such.
@@ -131,7 +144,8 @@ class RayFleet:
             num_samples_per_prompt: samples of each prompt.
             num_wanted: of each prompt's samples; as in `InferenceEngine.add_request`.
 
-        Raises `InvalidRequest` or `RequestTooLarge` (the other prompts are then aborted), and `EngineDead`.
+        Raises `InvalidRequest` or `RequestTooLarge` (the other prompts are then aborted), and
+        `EngineDead`.
         """
         many = many_prompts(prompts)
         each = params_for(sampling_params, len(many))
@@ -139,16 +153,20 @@ class RayFleet:
         work: list[_Prompt] = []
         for prompt, params in zip(many, each, strict=True):
             if is_text(prompt):
-                raise InvalidRequest("a fleet takes token ids; encode text with the model's tokenizer first.")
+                raise InvalidRequest(
+                    "a fleet takes token ids; encode text with the model's tokenizer first."
+                )
             token_ids = checked_ids(prompt, info.vocab_size)
             _require_fit(len(token_ids), params.max_tokens, info.max_model_len)
             work.append(_Prompt(token_ids, params, num_samples_per_prompt, num_wanted))
         for prompt in work:  # all of them are well-formed: as one engine does it
             prompt.request_id = next(self._request_ids)
-            prompt.seed = prompt.asked.seed if prompt.asked.seed is not None else self._seeds.getrandbits(63)
+            prompt.seed = (
+                prompt.asked.seed if prompt.asked.seed is not None else self._seeds.getrandbits(63)
+            )
         return [sample for samples in self._run(self._generate(work)) for sample in samples]
 
-    # -- weights ------------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def update_weights(
         self,
@@ -160,15 +178,16 @@ class RayFleet:
         check_finite: bool = False,
         timeout: float = 600.0,
     ) -> int:
-        """Replace (part of) the weights of all replicas; returns the version when it serves everywhere.
+        """Replace (part of) the weights of all replicas; returns the version when it serves
+        everywhere.
 
-        The bytes go once into Ray's object store, which brings them to every node, from one node to the next; while
-        one replica has the old weights no other draws a token with the new ones. A replica that dies meanwhile leaves
-        the fleet, and the one in its place gets the new version.
+        The bytes go once into Ray's object store, which brings them to every node, from one node to
+        the next; while one replica has the old weights no other draws a token with the new ones. A
+        replica that dies meanwhile leaves the fleet, and the one in its place gets the new version.
 
         Args:
-            weights: Hugging Face names to tensors, unfused, from any device; or pairs of them, one after the other.
-                Only what changed need be there.
+            weights: Hugging Face names to tensors, unfused, from any device; or pairs of them, one
+                after the other. Only what changed need be there.
             kv_policy: what becomes of running requests (`KvPolicy`).
             version: number of the new version, larger than every one before; None counts up.
             complete: refuse an update that does not name every tensor.
@@ -195,7 +214,7 @@ class RayFleet:
         """As `InferenceEngine.weights_checksum`. Raises `NanoInferenceError` if replicas differ."""
         return self._run(self._call("weights_checksum", 600.0))
 
-    # -- replicas -----------------------------------------------------------------------------------------------------
+    # -- replicas ----------------------------------------------------------------------------------
 
     def replicas(self) -> tuple[Replica, ...]:
         """All replicas, also those that are being started again."""
@@ -204,20 +223,22 @@ class RayFleet:
     def add_replicas(self, count: int) -> tuple[str, ...]:
         """Add replicas; returns their names when they serve, with the weights of the others.
 
-        Raises what keeps one from being built, and then adds none: `EngineDead` where Ray has no room.
+        Raises what keeps one from being built, and then adds none: `EngineDead` where Ray has no
+        room.
         """
         _require_count(count)
         return self._run(self._add(count))
 
     def remove_replicas(self, count: int) -> tuple[str, ...]:
-        """Take the replicas out that came last; the others go on with what they have. Returns their names.
+        """Take the replicas out that came last; the others go on with what they have. Returns their
+        names.
 
         Raises `InvalidRequest` if none would be left.
         """
         _require_count(count)
         return self._run(self._remove(count))
 
-    # -- control ------------------------------------------------------------------------------------------------------
+    # -- control -----------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """Stop all replicas until `resume`, as `InferenceEngine.pause` does."""
@@ -260,7 +281,7 @@ class RayFleet:
         assert self._made is not None
         return self._made
 
-    # -- on the event loop --------------------------------------------------------------------------------------------
+    # -- on the event loop -------------------------------------------------------------------------
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Do it on the fleet's event loop, and wait for it. Ctrl-C cancels it."""
@@ -280,12 +301,18 @@ class RayFleet:
         return await self._client.call(name, timeout=seconds, **arguments)
 
     async def _generate(self, work: list["_Prompt"]) -> list[list[TrainingSample]]:
-        """All prompts; as many at once as keep all replicas busy, so that a new replica finds something to do."""
+        """All prompts; as many at once as keep all replicas busy, so that a new replica finds
+        something to do.
+        """
         running: dict[asyncio.Task[list[TrainingSample]], int] = {}
         tasks: list[asyncio.Task[list[TrainingSample]]] = []
         try:
             for prompt in work:
-                while running and sum(running.values()) + prompt.num_samples > AHEAD * self._client.info.max_batch_size:
+                while (
+                    running
+                    and sum(running.values()) + prompt.num_samples
+                    > AHEAD * self._client.info.max_batch_size
+                ):
                     done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
                         task.result()
@@ -319,11 +346,16 @@ class RayFleet:
         found: list[TrainingSample] = []
         try:
             while stream.samples_left:
-                found += [delta.finished for delta in await stream.next() if delta.finished is not None]
+                found += [
+                    delta.finished for delta in await stream.next() if delta.finished is not None
+                ]
         finally:
             stream.close()
         found.sort(key=lambda sample: sample.sample_index)
-        return [replace(each, request_id=prompt.request_id, sampling_params=prompt.asked) for each in found]
+        return [
+            replace(each, request_id=prompt.request_id, sampling_params=prompt.asked)
+            for each in found
+        ]
 
     async def _replicas(self) -> tuple[Replica, ...]:
         nodes = self._client.nodes()
@@ -341,7 +373,9 @@ class RayFleet:
         )
 
     async def _add(self, count: int) -> tuple[str, ...]:
-        found = await asyncio.gather(*(self._client.add() for _ in range(count)), return_exceptions=True)
+        found = await asyncio.gather(
+            *(self._client.add() for _ in range(count)), return_exceptions=True
+        )
         added = [each for each in found if isinstance(each, str)]
         for problem in found:
             if isinstance(problem, BaseException):
@@ -353,7 +387,9 @@ class RayFleet:
     async def _remove(self, count: int) -> tuple[str, ...]:
         names = [each.name for each in self._client.replica_statuses()]
         if count >= len(names):
-            raise InvalidRequest(f"there are {len(names)} replicas; {count} cannot be removed, one has to stay.")
+            raise InvalidRequest(
+                f"there are {len(names)} replicas; {count} cannot be removed, one has to stay."
+            )
         gone = tuple(names[-count:])
         for name in gone:
             await self._client.remove(name)
@@ -366,16 +402,26 @@ class _Prompt:
     request_id: int
     seed: int
 
-    def __init__(self, token_ids: list[int], asked: SamplingParams, num_samples: int, num_wanted: int | None) -> None:
+    def __init__(
+        self, token_ids: list[int], asked: SamplingParams, num_samples: int, num_wanted: int | None
+    ) -> None:
         if not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 1:
-            raise InvalidRequest(f"num_samples_per_prompt={num_samples!r} must be a positive integer.")
-        self.token_ids, self.asked, self.num_samples, self.num_wanted = token_ids, asked, num_samples, num_wanted
+            raise InvalidRequest(
+                f"num_samples_per_prompt={num_samples!r} must be a positive integer."
+            )
+        self.token_ids, self.asked, self.num_samples, self.num_wanted = (
+            token_ids,
+            asked,
+            num_samples,
+            num_wanted,
+        )
 
 
 def _require_fit(prompt_len: int, max_tokens: int, max_model_len: int) -> None:
     if prompt_len + max_tokens > max_model_len:
         raise RequestTooLarge(
-            f"prompt ({prompt_len}) and max_tokens={max_tokens} exceed max_model_len={max_model_len} of the replicas."
+            f"prompt ({prompt_len}) and max_tokens={max_tokens} exceed "
+            f"max_model_len={max_model_len} of the replicas."
         )
 
 

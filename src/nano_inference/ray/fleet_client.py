@@ -1,4 +1,6 @@
-"""`RayFleetClient`: the replicas of a fleet as actors. New ones get their weights out of Ray's object store."""
+"""`RayFleetClient`: the replicas of a fleet as actors. New ones get their weights out of Ray's
+object store.
+"""
 
 import asyncio
 import itertools
@@ -61,7 +63,11 @@ class RayFleetClient(FleetClient):
 
     def nodes(self) -> dict[str, str]:
         """Ray's ids of the nodes, by replica."""
-        return {name: client.node for name, client in self.roster.living().items() if isinstance(client, RayClient)}
+        return {
+            name: client.node
+            for name, client in self.roster.living().items()
+            if isinstance(client, RayClient)
+        }
 
     async def begin_update(self, complete: bool, check_finite: bool) -> "RayUpdate":
         """Open an update of all replicas; waits for the one before. Raises `WeightUpdateError`."""
@@ -75,7 +81,7 @@ class RayFleetClient(FleetClient):
             raise _as_refusal(problem) from problem
         return RayUpdate(self, session, max(newest, self.kept.version), self._updating)
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _client(self, number: int) -> EngineClient:
         return RayClient(
@@ -102,18 +108,22 @@ class RayFleetClient(FleetClient):
 
 
 class RayUpdate:
-    """An update under way. Every method raises `WeightUpdateError` with the old version serving everywhere, and then
-    it is over.
+    """An update under way. Every method raises `WeightUpdateError` with the old version serving
+    everywhere, and then it is over.
     """
 
-    def __init__(self, fleet: RayFleetClient, session: int, newest: int, lock: asyncio.Lock) -> None:
+    def __init__(
+        self, fleet: RayFleetClient, session: int, newest: int, lock: asyncio.Lock
+    ) -> None:
         self._fleet, self._session, self._newest, self._lock = fleet, session, newest, lock
         self._buckets: list[Bucket] = []
 
     async def add(self, bucket: Bucket) -> None:
         """Let all replicas take a bucket; returns when they have."""
         try:
-            await self._fleet.call("receive_bucket", session=self._session, bucket=bucket, timeout=BUCKET_SECONDS)
+            await self._fleet.call(
+                "receive_bucket", session=self._session, bucket=bucket, timeout=BUCKET_SECONDS
+            )
         except BaseException as problem:
             await self.cancel(str(problem))
             raise _as_refusal(problem) from problem
@@ -124,7 +134,9 @@ class RayUpdate:
         number = self._newest + 1 if version is None else version
         options = {"version": number, "kv_policy": kv_policy, "seconds": seconds}
         try:
-            await self._fleet.call("finish_update", session=self._session, timeout=seconds + 60.0, **options)
+            await self._fleet.call(
+                "finish_update", session=self._session, timeout=seconds + 60.0, **options
+            )
         except BaseException as problem:
             await self.cancel(str(problem))
             raise _as_refusal(problem) from problem

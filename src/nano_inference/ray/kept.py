@@ -35,7 +35,8 @@ class KeptUpdate:
 
 @dataclass(frozen=True, slots=True)
 class KeptWeights:
-    """The updates that together make the version which serves out of the model's own weights, oldest first.
+    """The updates that together make the version which serves out of the model's own weights,
+    oldest first.
 
     A bucket that later ones bring anew is let go of, and Ray frees it.
     """

@@ -1,4 +1,6 @@
-"""`RayLauncher`: the other ranks of a replica as actors beside rank 0, in the replica's placement group."""
+"""`RayLauncher`: the other ranks of a replica as actors beside rank 0, in the replica's placement
+group.
+"""
 # pyright: reportMissingImports=false
 
 from collections.abc import Sequence
@@ -30,22 +32,28 @@ class RankActor:
 class RayLauncher:
     """See `engine.ranks.launcher.Launcher`. Of the actor that is rank 0, in its process.
 
-    All ranks of a replica are on one node: they meet at a socket in a folder. They end with rank 0, to whose process
-    Ray ties them.
+    All ranks of a replica are on one node: they meet at a socket in a folder. They end with rank 0,
+    to whose process Ray ties them.
     """
 
     host: str | None = None
     port = 0
 
     def ranks_here(self, world_size: int) -> int:
-        """How many ranks share what a rank sees of the machine: all, but on GPUs, of which Ray shows each its own."""
+        """How many ranks share what a rank sees of the machine: all, but on GPUs, of which Ray
+        shows each its own.
+        """
         return 1 if ray.get_gpu_ids() else world_size
 
     def start(self, begins: Sequence[Begin]) -> list["RankHandle"]:
-        """See `Launcher`. Raises `ConfigError` outside of a placement group, which has a place for each."""
+        """See `Launcher`. Raises `ConfigError` outside of a placement group, which has a place for
+        each.
+        """
         group = get_current_placement_group()
         if group is None:
-            raise ConfigError("this process was not placed by a RayFleet; its other ranks have no place.")
+            raise ConfigError(
+                "this process was not placed by a RayFleet; its other ranks have no place."
+            )
         return [RankHandle(begin, group) for begin in begins]
 
 
@@ -59,7 +67,9 @@ class RankHandle:
             .options(
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=begin.rank),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=begin.rank
+                ),
             )
             .remote()
         )

@@ -1,4 +1,6 @@
-"""`nano-inference serve --ray`: the server in this process, its replicas on the nodes of a cluster."""
+"""`nano-inference serve --ray`: the server in this process, its replicas on the nodes of a
+cluster.
+"""
 # pyright: reportMissingImports=false
 
 import ray
@@ -13,10 +15,11 @@ from nano_inference.serving.main import serve
 
 
 def serve_on_ray(engine: EngineConfig, config: ServerConfig, address: str | None = None) -> None:
-    """As `serving.main.serve`. Each of `config.replicas` is an actor; Ray finds it a node, and another one when that
-    dies and `config.restart_engine` asks for it.
+    """As `serving.main.serve`. Each of `config.replicas` is an actor; Ray finds it a node, and
+    another one when that dies and `config.restart_engine` asks for it.
 
-    Raises `ConfigError` for `config.in_process`, and `EngineDead` if there is no cluster at `address`.
+    Raises `ConfigError` for `config.in_process`, and `EngineDead` if there is no cluster at
+    `address`.
     """
     if config.in_process:
         raise ConfigError("in_process=True: on Ray every engine has a process of its own.")

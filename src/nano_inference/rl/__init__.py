@@ -1,4 +1,6 @@
-"""The trainer's side: logprobs that are the engine's to the bit, gradients, replays, reports on other trainers."""
+"""The trainer's side: logprobs that are the engine's to the bit, gradients, replays, reports on
+other trainers.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MismatchReport", "PolicyModel", "differences", "mismatch_report", "replay", "score"]
 
-# No module may bear the name of what it holds: importing it would set that name, here, to the module.
+# No module may bear the name of what it holds: importing it would set that name, here, to the
+# module.
 _MODULES = {
     "MismatchReport": "report",
     "PolicyModel": "policy",

@@ -12,28 +12,41 @@ from torch import Tensor
 from nano_inference.errors import ConfigError
 from nano_inference.models.spec import ModelSpec
 
-COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
+COPIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+)
 WEIGHTS = "model.safetensors"
 
 
 def require_savable(source: Path, spec: ModelSpec) -> None:
     """Raise `ConfigError` where a checkpoint of this model would not be one that others read."""
     if not (source / "config.json").is_file():
-        raise ConfigError(f"{source} has no config.json to save beside the weights; save state_dict() yourself.")
+        raise ConfigError(
+            f"{source} has no config.json to save beside the weights; save state_dict() yourself."
+        )
     if spec.fused_projections:
         raise ConfigError(
-            f"checkpoints of {spec.architecture} hold q, k and v in one tensor, and the parameters are apart; save "
+            f"checkpoints of {spec.architecture} hold q, k and v in one tensor, and the "
+            "parameters are apart; save "
             "state_dict() yourself."
         )
 
 
-def save_checkpoint(folder: Path, source: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Write weights, and the configuration and tokenizer of the model folder `source`, into a new folder.
+def save_checkpoint(
+    folder: Path, source: Path, weights: Mapping[str, Tensor], dtype: torch.dtype
+) -> None:
+    """Write weights, and the configuration and tokenizer of the model folder `source`, into a new
+    folder.
 
     `dtype` is what the configuration will say.
 
-    The weights come last, under their name only when they are whole. Raises `ConfigError` where the folder holds a
-    model already.
+    The weights come last, under their name only when they are whole. Raises `ConfigError` where the
+    folder holds a model already.
     """
     if (folder / WEIGHTS).exists():
         raise ConfigError(f"{folder} holds a model already; name a new folder.")
@@ -42,7 +55,10 @@ def save_checkpoint(folder: Path, source: Path, weights: Mapping[str, Tensor], d
     for name in {"dtype", "torch_dtype"}.intersection(config) or {"torch_dtype"}:
         config[name] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for path in (*(found for pattern in COPIED for found in source.glob(pattern)), source / "generation_config.json"):
+    for path in (
+        *(found for pattern in COPIED for found in source.glob(pattern)),
+        source / "generation_config.json",
+    ):
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
     unfinished = folder / f"{WEIGHTS}.part"

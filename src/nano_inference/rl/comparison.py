@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 from nano_inference.types import SamplingMask, TrainingSample
 
 OF_PROMPT = ("prompt_logprobs", "prompt_top_logprobs")
-_PER_TOKEN = ("completion_tokens", "logprobs", "raw_logprobs", "log_kept_mass", "ref_logprobs", "top_logprobs")
+_PER_TOKEN = (
+    "completion_tokens",
+    "logprobs",
+    "raw_logprobs",
+    "log_kept_mass",
+    "ref_logprobs",
+    "top_logprobs",
+)
 _SHORT = reprlib.Repr()
 _SHORT.maxother = 200
 _OF_ALL = ("weight_versions", "weight_version", "finish_reason", "stop_reason")
@@ -19,7 +26,8 @@ class Difference(NamedTuple):
 
     Attributes:
         field: of `TrainingSample`.
-        token: index in the completion (in the prompt for fields of the prompt); None for one of the whole sample.
+        token: index in the completion (in the prompt for fields of the prompt); None for one of the
+            whole sample.
         recorded: what the sample says there; None where it ends before.
         replayed: what the replay gave.
     """
@@ -33,19 +41,30 @@ class Difference(NamedTuple):
         where = "the sample"
         if self.token is not None:
             where = f"{'prompt' if self.field in OF_PROMPT else 'completion'} token {self.token}"
-        return f"{where}: {self.field} is {_SHORT.repr(self.recorded)}, replayed {_SHORT.repr(self.replayed)}"
+        return (
+            f"{where}: {self.field} is {_SHORT.repr(self.recorded)}, replayed "
+            f"{_SHORT.repr(self.replayed)}"
+        )
 
 
 def differences(sample: TrainingSample, replayed: TrainingSample) -> tuple[Difference, ...]:
-    """Every field that differs, at its first token; ordered by token, so that the first one is where it began.
+    """Every field that differs, at its first token; ordered by token, so that the first one is
+    where it began.
 
-    Floats are compared by their bits; nan equals nan. Compared is what follows from the arithmetic: tokens, all that
-    is said of their draws, prompt and reference logprobs, weight versions, and why the sample ended.
+    Floats are compared by their bits; nan equals nan. Compared is what follows from the arithmetic:
+    tokens, all that is said of their draws, prompt and reference logprobs, weight versions, and why
+    the sample ended.
     """
     found = [_of_tokens(name, getattr(sample, name), getattr(replayed, name)) for name in OF_PROMPT]
-    columns = [_of_tokens(name, getattr(sample, name), getattr(replayed, name)) for name in _PER_TOKEN]
-    columns.append(_of_tokens("sampling_mask", _rows(sample.sampling_mask), _rows(replayed.sampling_mask)))
-    found += sorted((each for each in columns if each is not None), key=lambda each: each.token or 0)
+    columns = [
+        _of_tokens(name, getattr(sample, name), getattr(replayed, name)) for name in _PER_TOKEN
+    ]
+    columns.append(
+        _of_tokens("sampling_mask", _rows(sample.sampling_mask), _rows(replayed.sampling_mask))
+    )
+    found += sorted(
+        (each for each in columns if each is not None), key=lambda each: each.token or 0
+    )
     for name in _OF_ALL:
         mine, other = getattr(sample, name), getattr(replayed, name)
         if mine != other:
@@ -53,7 +72,9 @@ def differences(sample: TrainingSample, replayed: TrainingSample) -> tuple[Diffe
     return tuple(each for each in found if each is not None)
 
 
-def _of_tokens(name: str, recorded: Sequence[Any] | None, replayed: Sequence[Any] | None) -> Difference | None:
+def _of_tokens(
+    name: str, recorded: Sequence[Any] | None, replayed: Sequence[Any] | None
+) -> Difference | None:
     if recorded is None or replayed is None:
         return None if recorded is replayed else Difference(name, 0, recorded, replayed)
     for token, (mine, other) in enumerate(itertools.zip_longest(recorded, replayed)):

@@ -1,4 +1,6 @@
-"""What a sample says of its own making: which tokens were drawn, and which weights computed what they attended to."""
+"""What a sample says of its own making: which tokens were drawn, and which weights computed what
+they attended to.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +11,9 @@ from nano_inference.types import ContextVersions, TrainingSample, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Completion tokens [start, end), and the version that computed each row of their context: [P + end - 1]."""
+    """Completion tokens [start, end), and the version that computed each row of their context: [P +
+    end - 1].
+    """
 
     start: int
     end: int
@@ -28,18 +32,24 @@ def stretches(sample: TrainingSample) -> list[Stretch]:
     """
     length, sampled = len(sample.completion_tokens), was_sampled(sample)
     if len(sampled) != length:
-        raise InvalidRequest(f"the sample has {len(sampled)} loss_mask for {length} completion tokens.")
+        raise InvalidRequest(
+            f"the sample has {len(sampled)} loss_mask for {length} completion tokens."
+        )
     found: list[Stretch] = []
     covered = [False] * length
     for entry in sample.kv_versions or _of_one_version(sample):
         start, end = entry.token_start, entry.token_end
         if not (found[-1].end if found else 0) <= start < end <= length:
-            raise InvalidRequest(f"kv_versions: tokens [{start}, {end}) do not follow those before them in {length}.")
+            raise InvalidRequest(
+                f"kv_versions: tokens [{start}, {end}) do not follow those before them in {length}."
+            )
         found.append(Stretch(start, end, tuple(_rows(entry, len(sample.prompt_tokens) + end - 1))))
         covered[start:end] = [True] * (end - start)
     for index in range(length):
         if sampled[index] and not covered[index]:
-            raise InvalidRequest(f"kv_versions do not say which weights computed what completion token {index} saw.")
+            raise InvalidRequest(
+                f"kv_versions do not say which weights computed what completion token {index} saw."
+            )
     return found
 
 
@@ -53,7 +63,8 @@ def _of_one_version(sample: TrainingSample) -> list[ContextVersions]:
     versions = {span.version for span in sample.weight_versions} or {sample.weight_version}
     if len(versions) > 1:
         raise InvalidRequest(
-            f"the sample is of weight versions {', '.join(map(str, sorted(versions)))} and has no kv_versions, so "
+            f"the sample is of weight versions {', '.join(map(str, sorted(versions)))} and has no "
+            "kv_versions, so "
             "nobody knows which of them computed the context of its tokens."
         )
     if not length:
@@ -71,6 +82,7 @@ def _rows(entry: ContextVersions, num_rows: int) -> Iterator[int]:
         at = span.end
     if at != num_rows or (entry.versions and entry.versions[-1].end != num_rows):
         raise InvalidRequest(
-            f"kv_versions of tokens [{entry.token_start}, {entry.token_end}) must tile the {num_rows} rows of their "
+            f"kv_versions of tokens [{entry.token_start}, {entry.token_end}) must tile the "
+            f"{num_rows} rows of their "
             f"context in order, not {[(span.start, span.end) for span in entry.versions]}."
         )

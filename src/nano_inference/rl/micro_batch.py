@@ -1,4 +1,6 @@
-"""Sequences cut into fixed micro-batches of rows, in which a beginning that sequences have in common stands once."""
+"""Sequences cut into fixed micro-batches of rows, in which a beginning that sequences have in
+common stands once.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -10,17 +12,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ScoredSequence:
-    """A sequence, and what the loss gives each logprob of its tokens from `start` on, none before position 1."""
+    """A sequence, and what the loss gives each logprob of its tokens from `start` on, none before
+    position 1.
+    """
 
     token_ids: list[int]
     start: int
     gradients: list[float]
-    routes: Tensor | None = None  # int16 [rows, layers of experts, K]: the experts of at least its rows with gradients
+    # int16 [rows, layers of experts, K]: the experts of at least its rows with gradients
+    routes: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Neighbouring rows [start, end) of one sequence, and where its rows from the first to the last of them stand."""
+    """Neighbouring rows [start, end) of one sequence, and where its rows from the first to the last
+    of them stand.
+    """
 
     start: int
     end: int
@@ -29,7 +36,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows whose gradients are computed together. N rows, U of them with targets, P targets; integers are int64."""
+    """Rows whose gradients are computed together. N rows, U of them with targets, P targets;
+    integers are int64.
+    """
 
     token_ids: Tensor  # [N]
     positions: Tensor  # [N]
@@ -38,7 +47,8 @@ class MicroBatch:
     owners: Tensor  # [P] place of the target's row in `scored_rows`
     targets: Tensor  # [P] a token after that row; no row has one twice
     gradients: Tensor  # float32 [P] of its logprob
-    routes: Tensor | None = None  # [N, layers of experts, K]: the experts that each row goes through
+    # [N, layers of experts, K]: the experts that each row goes through
+    routes: Tensor | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same with its tensors on another device."""
@@ -50,20 +60,29 @@ class MicroBatch:
 
 
 def micro_batches(sequences: Iterable[ScoredSequence], max_rows: int) -> Iterator[MicroBatch]:
-    """Cut sequences, in their order, into micro-batches of at most `max_rows` rows; a longer sequence stands alone.
+    """Cut sequences, in their order, into micro-batches of at most `max_rows` rows; a longer
+    sequence stands alone.
 
-    Where sequences have routes all of them have, and those of a row that they share agree; else `RuntimeError`.
+    Where sequences have routes all of them have, and those of a row that they share agree; else
+    `RuntimeError`.
 
-    The cut depends on the arguments alone, as the order of additions in a gradient does. Rows that no gradient comes
-    from are left out, and so are whole sequences.
+    The cut depends on the arguments alone, as the order of additions in a gradient does. Rows that
+    no gradient comes from are left out, and so are whole sequences.
     """
     rows = _Rows()
     for sequence in sequences:
-        wanted = [(row, grad) for row, grad in enumerate(sequence.gradients, sequence.start - 1) if grad != 0]
+        wanted = [
+            (row, grad)
+            for row, grad in enumerate(sequence.gradients, sequence.start - 1)
+            if grad != 0
+        ]
         if not wanted:
             continue
         last = wanted[-1][0]
-        if rows.num_rows and rows.num_rows + rows.num_new(sequence.token_ids[: last + 1]) > max_rows:
+        if (
+            rows.num_rows
+            and rows.num_rows + rows.num_new(sequence.token_ids[: last + 1]) > max_rows
+        ):
             yield rows.freeze()
             rows = _Rows()
         path = rows.add(sequence.token_ids[: last + 1], sequence.routes)
@@ -78,12 +97,15 @@ def micro_batches(sequences: Iterable[ScoredSequence], max_rows: int) -> Iterato
 class _Rows:
     """Rows as nodes of a tree of tokens."""
 
-    children: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])  # (parent, token) -> row
+    # (parent, token) -> row
+    children: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     token_ids: list[int] = field(default_factory=list[int])
     positions: list[int] = field(default_factory=list[int])
     segments: list[Segment] = field(default_factory=list[Segment])
-    routes: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int16))  # one entry a row
-    targets: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])  # (row, token) -> grad
+    # one entry a row
+    routes: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int16))
+    # (row, token) -> grad
+    targets: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
 
     @property
     def num_rows(self) -> int:
@@ -116,17 +138,26 @@ class _Rows:
         return path
 
     def _add_routes(self, path: list[int], first: int, routes: Tensor) -> None:
-        """Note the experts of the rows from `first` on; the others of the path have theirs already."""
+        """Note the experts of the rows from `first` on; the others of the path have theirs
+        already.
+        """
         if len(routes) != len(path):
-            raise RuntimeError(f"the experts of {len(routes)} rows are known, of {len(path)} that need them.")
+            raise RuntimeError(
+                f"the experts of {len(routes)} rows are known, of {len(path)} that need them."
+            )
         shared = bisect_left(path, first)  # rows of a path rise
         here = torch.cat([self.routes, routes[shared:]]) if len(self.routes) else routes
         if not torch.equal(here[path], routes):
-            raise RuntimeError("the engine chose other experts for a row than for the same row of another sequence.")
+            raise RuntimeError(
+                "the engine chose other experts for a row than for the same row of another "
+                "sequence."
+            )
         self.routes = here
 
     def freeze(self) -> MicroBatch:
-        owners = {row: place for place, row in enumerate(dict.fromkeys(row for row, _ in self.targets))}
+        owners = {
+            row: place for place, row in enumerate(dict.fromkeys(row for row, _ in self.targets))
+        }
         return MicroBatch(
             token_ids=torch.tensor(self.token_ids),
             positions=torch.tensor(self.positions),

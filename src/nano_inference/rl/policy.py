@@ -33,25 +33,28 @@ WEIGHT_SET = "trainer"
 
 
 class PolicyModel(nn.Module):
-    """Ordinary parameters under the checkpoint's names, and their logprobs by the engine's own operations.
+    """Ordinary parameters under the checkpoint's names, and their logprobs by the engine's own
+    operations.
 
-    Forward: the parameters, cast to the engine's dtype, score the sequences in the engine, as a weight set of their own
-    (`"trainer"`). So logprobs equal to the bit what the engine reports under the same weights, and are computed from
-    the parameters as they are. Backward: a forward in plain torch at the same cast weights is differentiated, sequence
-    by sequence in a fixed order, every row through the experts that the engine's forward chose for it; the cast passes
-    gradients as they are. Gradients have the same bits whatever the number of threads and the engine's options are, on
-    processors for which torch takes the same kernels.
+    Forward: the parameters, cast to the engine's dtype, score the sequences in the engine, as a
+    weight set of their own (`"trainer"`). So logprobs equal to the bit what the engine reports
+    under the same weights, and are computed from the parameters as they are. Backward: a forward in
+    plain torch at the same cast weights is differentiated, sequence by sequence in a fixed order,
+    every row through the experts that the engine's forward chose for it; the cast passes gradients
+    as they are. Gradients have the same bits whatever the number of threads and the engine's
+    options are, on processors for which torch takes the same kernels.
 
     Args:
         engine: an engine, or the configuration to build one from (`model.engine`).
-        dtype: of the parameters. In float32 they start with the checkpoint's digits, as far as the engine still serves
-            the checkpoint.
-        micro_batch_tokens: rows whose gradients are computed together. It bounds the memory of a backward pass, and it
-            decides the order of additions: another number gives other last bits.
-        num_workers: micro-batches in computation at once, each on one thread; no bit depends on it. None: as many as
-            torch has threads now.
-        gradient_dtype: of the products of a backward pass, at the same rounded weights: float32 or bfloat16. None: as
-            the engine's; bfloat16 takes half the time.
+        dtype: of the parameters. In float32 they start with the checkpoint's digits, as far as the
+            engine still serves the checkpoint.
+        micro_batch_tokens: rows whose gradients are computed together. It bounds the memory of a
+            backward pass, and it decides the order of additions: another number gives other last
+            bits.
+        num_workers: micro-batches in computation at once, each on one thread; no bit depends on it.
+            None: as many as torch has threads now.
+        gradient_dtype: of the products of a backward pass, at the same rounded weights: float32 or
+            bfloat16. None: as the engine's; bfloat16 takes half the time.
     """
 
     def __init__(
@@ -65,10 +68,17 @@ class PolicyModel(nn.Module):
     ) -> None:
         super().__init__()
         if not dtype.is_floating_point:
-            raise ConfigError(f"dtype={dtype} must be a floating point dtype, such as torch.float32.")
+            raise ConfigError(
+                f"dtype={dtype} must be a floating point dtype, such as torch.float32."
+            )
         if gradient_dtype not in (None, torch.float32, torch.bfloat16):
-            raise ConfigError(f"gradient_dtype={gradient_dtype} must be torch.float32, torch.bfloat16 or None.")
-        for name, count in (("micro_batch_tokens", micro_batch_tokens), ("num_workers", num_workers)):
+            raise ConfigError(
+                f"gradient_dtype={gradient_dtype} must be torch.float32, torch.bfloat16 or None."
+            )
+        for name, count in (
+            ("micro_batch_tokens", micro_batch_tokens),
+            ("num_workers", num_workers),
+        ):
             if count is not None:
                 require_count(name, count)
         self.engine = engine if isinstance(engine, InferenceEngine) else InferenceEngine(engine)
@@ -81,46 +91,69 @@ class PolicyModel(nn.Module):
             _place(self, name, nn.Parameter(tensor))
         self._trainer = _TrainerWeights(self.engine)
         policy = self.engine.model
-        products = gradient_dtype or (policy.dtype if policy.dtype == torch.bfloat16 else torch.float32)
+        products = gradient_dtype or (
+            policy.dtype if policy.dtype == torch.bfloat16 else torch.float32
+        )
         self._decoder = TorchDecoder(policy.spec, policy.ropes, policy.embed_scale, products)
 
     def forward(
-        self, sequences: Iterable[TokenIds], *, from_position: int | Iterable[int] = 0, temperature: float = 1.0
+        self,
+        sequences: Iterable[TokenIds],
+        *,
+        from_position: int | Iterable[int] = 0,
+        temperature: float = 1.0,
     ) -> list[Tensor]:
         """See `logprobs`."""
         return self.logprobs(sequences, from_position=from_position, temperature=temperature)
 
     def logprobs(
-        self, sequences: Iterable[TokenIds], *, from_position: int | Iterable[int] = 0, temperature: float = 1.0
+        self,
+        sequences: Iterable[TokenIds],
+        *,
+        from_position: int | Iterable[int] = 0,
+        temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Log-probability of each token given those before it, under the parameters; differentiable.
+        """Log-probability of each token given those before it, under the parameters;
+        differentiable.
 
-        Arguments, results and errors are those of `score`. Parameters must not change before `backward`, which raises
-        torch's error if they did. Entries of gradient 0 cost nothing in it, nor do sequences of nothing else.
+        Arguments, results and errors are those of `score`. Parameters must not change before
+        `backward`, which raises torch's error if they did. Entries of gradient 0 cost nothing in
+        it, nor do sequences of nothing else.
         """
         batch = check_batch(self.engine, sequences, from_position, temperature)
         params = dict(self.named_parameters())
         if torch.is_grad_enabled() and any(param.requires_grad for param in params.values()):
             flat: Tensor = _Logprobs.apply(self, batch, *params.values())  # pyright: ignore
-            lengths = [len(ids) - start for ids, start in zip(batch.token_ids, batch.positions, strict=True)]
+            lengths = [
+                len(ids) - start
+                for ids, start in zip(batch.token_ids, batch.positions, strict=True)
+            ]
             ends = list(itertools.accumulate(lengths))
             return [flat[end - length : end] for length, end in zip(lengths, ends, strict=True)]
         return self._score(batch)[0].logprobs
 
     def publish(self, *, blocking: bool = True, **options: Any) -> WeightUpdate:
-        """Let the engine serve the parameters as a new version; options are those of `engine.update_weights`."""
+        """Let the engine serve the parameters as a new version; options are those of
+        `engine.update_weights`.
+        """
         with torch.no_grad():
-            return self.engine.update_weights(dict(self.named_parameters()), blocking=blocking, **options)
+            return self.engine.update_weights(
+                dict(self.named_parameters()), blocking=blocking, **options
+            )
 
-    def save_pretrained(self, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
-        """Save the parameters as a checkpoint that this engine and transformers load, with the engine's tokenizer.
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+    ) -> None:
+        """Save the parameters as a checkpoint that this engine and transformers load, with the
+        engine's tokenizer.
 
         Args:
             folder: a new one.
-            dtype: of the tensors; None: each as the engine holds it, so that an engine on the checkpoint has the
-                bits of `publish`.
+            dtype: of the tensors; None: each as the engine holds it, so that an engine on the
+                checkpoint has the bits of `publish`.
 
-        Raises `ConfigError` for a folder that holds a model, and for a model whose names others do not read.
+        Raises `ConfigError` for a folder that holds a model, and for a model whose names others do
+        not read.
         """
         require_savable(self.engine.model_folder, self.engine.spec)
         own = self.engine.model  # which may hold norms in float32
@@ -129,7 +162,9 @@ class PolicyModel(nn.Module):
         save_checkpoint(Path(folder), self.engine.model_folder, weights, dtype or own.dtype)
 
     def close(self) -> None:
-        """Give the engine's memory back that logprobs are computed in. The parameters and `publish` remain."""
+        """Give the engine's memory back that logprobs are computed in. The parameters and `publish`
+        remain.
+        """
         self._trainer.close()
 
     def _score(self, batch: ScoreBatch) -> tuple[BatchScores, list[State]]:
@@ -142,7 +177,9 @@ class PolicyModel(nn.Module):
     def _gradients(
         self, scored: Iterable[ScoredSequence], values: Mapping[str, Tensor], temperature: float
     ) -> dict[str, Tensor]:
-        """Gradients of the parameters in `values` that want one, float32, given those of the sequences' logprobs."""
+        """Gradients of the parameters in `values` that want one, float32, given those of the
+        sequences' logprobs.
+        """
         device = self.engine.model.device
         params = self._cast(values)
         wanted = {slot.param for name, slot in self._slots.items() if values[name].requires_grad}
@@ -156,12 +193,17 @@ class PolicyModel(nn.Module):
         totals: dict[str, Tensor] = {}
         with _single_threaded(workers) as pool:
             running: deque[Future[dict[str, Tensor]]] = deque()
-            for part in itertools.chain(parts, itertools.repeat(None, workers)):  # the last ones only wait
+            # the last ones only wait
+            for part in itertools.chain(parts, itertools.repeat(None, workers)):
                 if len(running) == workers or (part is None and running):
                     _add(totals, running.popleft().result())
                 if part is not None:
                     running.append(pool.submit(compute, part))
-        return {name: self._part(totals, name) for name in self._slots if self._slots[name].param in wanted}
+        return {
+            name: self._part(totals, name)
+            for name in self._slots
+            if self._slots[name].param in wanted
+        }
 
     def _part(self, totals: Mapping[str, Tensor], name: str) -> Tensor:
         slot = self._slots[name]
@@ -170,7 +212,9 @@ class PolicyModel(nn.Module):
         return totals[slot.param].narrow(0, slot.start, slot.shape[0])
 
     def _cast(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The decoder's parameters as plain tensors, with the values that the engine computes with."""
+        """The decoder's parameters as plain tensors, with the values that the engine computes
+        with.
+        """
         own, products = self.engine.model.dtype, self._decoder.dtype
         params: dict[str, Tensor] = {}
         for param in self._table:
@@ -195,17 +239,22 @@ class _Logprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         names = [name for name, _ in ctx.model.named_parameters()]
-        values = dict(zip(names, ctx.saved_tensors, strict=True))  # torch's own check is of version counters
+        # torch's own check is of version counters
+        values = dict(zip(names, ctx.saved_tensors, strict=True))
         if states(ctx.saved_tensors) != ctx.states:
             raise RuntimeError(
-                "a parameter was modified between logprobs and backward; call backward before it changes."
+                "a parameter was modified between logprobs and backward; call backward before it "
+                "changes."
             )
         scored = _scored(ctx.batch, grads[0], ctx.routes)
         found = ctx.model._gradients(scored, values, ctx.batch.temperature)
         return (
             None,
             None,
-            *(found[name].to(values[name].dtype) if values[name].requires_grad else None for name in names),
+            *(
+                found[name].to(values[name].dtype) if values[name].requires_grad else None
+                for name in names
+            ),
         )
 
 
@@ -218,11 +267,16 @@ class _TrainerWeights:
         self._slots = slots(param_table(engine.spec))
         self._packed: list[State] = []  # the states of the parameters that were written last
         policy = engine.model
-        params = allocate(param_table(policy.spec), policy.dtype, policy.device, policy.ops.allocate)
+        params = allocate(
+            param_table(policy.spec), policy.dtype, policy.device, policy.ops.allocate
+        )
         self._decoder = policy.twin(params)
-        if policy.spec.moe is not None:  # the backward pass goes through the experts of the forward pass
+        # the backward pass goes through the experts of the forward pass
+        if policy.spec.moe is not None:
             storage = engine.runner.storages[POLICY]
-            self._decoder.routes = RouteRecord(policy.spec.moe, storage.num_blocks, storage.block_size, policy.device)
+            self._decoder.routes = RouteRecord(
+                policy.spec.moe, storage.num_blocks, storage.block_size, policy.device
+            )
         self.name = WEIGHT_SET
         self.closed = False
         engine.shared.between_steps(POLICY, self._register)
@@ -240,7 +294,9 @@ class _TrainerWeights:
 
     def _register(self) -> None:
         runner, versions = self.engine.runner, self.engine.loop.sequences.versions
-        taken = itertools.chain([WEIGHT_SET], (f"{WEIGHT_SET}-{number}" for number in itertools.count(2)))
+        taken = itertools.chain(
+            [WEIGHT_SET], (f"{WEIGHT_SET}-{number}" for number in itertools.count(2))
+        )
         self.name = next(name for name in taken if name not in runner.models)
         runner.models[self.name] = self._decoder
         runner.storages[self.name] = runner.storages[POLICY]
@@ -267,7 +323,9 @@ class _TrainerWeights:
 
 
 def _initial_weights(engine: InferenceEngine, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The engine's weights by the checkpoint's names; with the checkpoint's digits where those are what it rounded."""
+    """The engine's weights by the checkpoint's names; with the checkpoint's digits where those are
+    what it rounded.
+    """
     spec, own = engine.spec, engine.model
     found: dict[str, Tensor] = {}
     checkpoint = load_params(engine.model_folder, spec, torch.float32, torch.device("cpu"))
@@ -293,8 +351,11 @@ def _place(module: nn.Module, name: str, param: nn.Parameter) -> None:
     module.register_parameter(last, param)
 
 
-def _scored(batch: ScoreBatch, grad: Tensor, routes: Iterable[Tensor | None]) -> Iterator[ScoredSequence]:
-    """Each sequence with its routes and its part of the gradient, which is of all logprobs in a row.
+def _scored(
+    batch: ScoreBatch, grad: Tensor, routes: Iterable[Tensor | None]
+) -> Iterator[ScoredSequence]:
+    """Each sequence with its routes and its part of the gradient, which is of all logprobs in a
+    row.
 
     The entry of a first token is constant.
     """
@@ -315,7 +376,9 @@ def _add(totals: dict[str, Tensor], grads: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _single_threaded(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads whose torch operations run on one thread each: a product split between threads has other bits."""
+    """Threads whose torch operations run on one thread each: a product split between threads has
+    other bits.
+    """
     before = torch.get_num_threads()
     pinned = threading.Barrier(workers + 1)
 

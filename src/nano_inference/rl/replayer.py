@@ -1,9 +1,10 @@
 """`replay`: a sample again, to the bit, from its prompt, its seed and the weights that made it.
 
-Bits do not depend on the schedule, so a replay needs no scheduler: it drives the decoder over KV tensors of its own.
-Nor does it need as many steps as the sample has tokens. The sample's tokens are put in as a draft, whole chunks of rows
-at once, and every one of them is drawn again from its row; as long as each draw equals the draft, the rows behind it
-saw the right tokens. From the first draw that differs the replay goes on with its own tokens, one row at a time.
+Bits do not depend on the schedule, so a replay needs no scheduler: it drives the decoder over KV
+tensors of its own. Nor does it need as many steps as the sample has tokens. The sample's tokens are
+put in as a draft, whole chunks of rows at once, and every one of them is drawn again from its row;
+as long as each draw equals the draft, the rows behind it saw the right tokens. From the first draw
+that differs the replay goes on with its own tokens, one row at a time.
 """
 
 import itertools
@@ -25,34 +26,45 @@ from nano_inference.rl.history import Stretch, stretches, versions_of, was_sampl
 from nano_inference.rl.versions import VersionedDecoders, Weights
 from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
 from nano_inference.scheduling.sequence import REFERENCE
-from nano_inference.types import SamplingMask, SamplingParams, TopLogprobs, TrainingSample, VersionSpan
+from nano_inference.types import (
+    SamplingMask,
+    SamplingParams,
+    TopLogprobs,
+    TrainingSample,
+    VersionSpan,
+)
 
 MOST_ROWS = 128  # of a forward: bounds the memory for logits
 
 
-def replay(engine: InferenceEngine, sample: TrainingSample, *, weights: Weights | None = None) -> TrainingSample:
-    """Make a sample again from what decides its bits: prompt, sampling parameters, seed, sample index, versions.
+def replay(
+    engine: InferenceEngine, sample: TrainingSample, *, weights: Weights | None = None
+) -> TrainingSample:
+    """Make a sample again from what decides its bits: prompt, sampling parameters, seed, sample
+    index, versions.
 
-    The engine's requests and cache are left alone; its loop stands still for as long as this takes. Tokens that were
-    appended (`loss_mask`) are taken from the sample. An aborted sample is made again as far as it got, and one that a
-    stop string ended as far as it went. `differences` compares the two.
+    The engine's requests and cache are left alone; its loop stands still for as long as this takes.
+    Tokens that were appended (`loss_mask`) are taken from the sample. An aborted sample is made
+    again as far as it got, and one that a stop string ended as far as it went. `differences`
+    compares the two.
 
     Args:
         engine: of the same numerics as the one that made the sample.
         sample: with `sampling_params`, as engines return it.
-        weights: for every version that the sample was computed with and the engine does not serve now: a whole state
-            dict, or a model's folder. A mapping by version, or a function of it. What is given goes before what the
-            engine serves. At most two versions are kept in memory at once.
+        weights: for every version that the sample was computed with and the engine does not serve
+            now: a whole state dict, or a model's folder. A mapping by version, or a function of it.
+            What is given goes before what the engine serves. At most two versions are kept in
+            memory at once.
 
     Returns:
-        The sample with `completion_tokens`, `logprobs`, `raw_logprobs`, `log_kept_mass`, `sampling_mask`,
-        `top_logprobs`, `prompt_logprobs`, `prompt_top_logprobs`, `weight_versions`, `weight_version`,
-        `finish_reason` and `stop_reason` as they follow; `ref_logprobs` too if the engine has a reference model. The
-        other fields are the sample's.
+        The sample with `completion_tokens`, `logprobs`, `raw_logprobs`, `log_kept_mass`,
+        `sampling_mask`, `top_logprobs`, `prompt_logprobs`, `prompt_top_logprobs`,
+        `weight_versions`, `weight_version`, `finish_reason` and `stop_reason` as they follow;
+        `ref_logprobs` too if the engine has a reference model. The other fields are the sample's.
 
     Raises:
-        InvalidRequest: other numerics, missing weight versions (named), a sample that does not say enough, or weights
-            that are asleep.
+        InvalidRequest: other numerics, missing weight versions (named), a sample that does not say
+            enough, or weights that are asleep.
         WeightUpdateError, ModelLoadError: weights that were given do not fit the model.
         EngineDead: the engine was shut down.
     """
@@ -70,27 +82,38 @@ class Replayer:
         self._storages: dict[int, KVStorage] = {}  # by the model's identity
 
     def check(self, sample: TrainingSample, *, versions: bool = True) -> SamplingParams:
-        """Raise `InvalidRequest` if this sample cannot be replayed; without `versions` whatever weights it needs."""
+        """Raise `InvalidRequest` if this sample cannot be replayed; without `versions` whatever
+        weights it needs.
+        """
         engine, params = self.engine, sample.sampling_params
         if params is None:
-            raise InvalidRequest("the sample has no sampling_params, so nobody knows how its tokens were drawn.")
+            raise InvalidRequest(
+                "the sample has no sampling_params, so nobody knows how its tokens were drawn."
+            )
         if not engine.model.part.is_whole:
-            raise InvalidRequest("this engine holds a part of its model; replay on an engine of its own, of one rank.")
+            raise InvalidRequest(
+                "this engine holds a part of its model; replay on an engine of its own, of one "
+                "rank."
+            )
         fingerprint = engine.numerics.fingerprint
         if sample.numerics != fingerprint:
             raise InvalidRequest(
-                f"the sample was made with numerics {sample.numerics!r}, this engine's are {fingerprint!r}; only the "
+                f"the sample was made with numerics {sample.numerics!r}, this engine's are "
+                f"{fingerprint!r}; only the "
                 "same ones give the same bits."
             )
         if not engine.numerics.schedule_invariant:
             raise InvalidRequest(
-                f"an engine of numerics {fingerprint!r} does not promise the same bits under another schedule; replay "
+                f"an engine of numerics {fingerprint!r} does not promise the same bits under "
+                "another schedule; replay "
                 "needs one that does."
             )
         self._checks.token_ids(sample.prompt_tokens)
         self._checks.token_ids(sample.completion_tokens or (0,))
         length = len(sample.completion_tokens)
-        drawn = replace(params, max_tokens=max(length, 1), min_tokens=min(params.min_tokens, length))
+        drawn = replace(
+            params, max_tokens=max(length, 1), min_tokens=min(params.min_tokens, length)
+        )
         self._checks.require(len(sample.prompt_tokens), drawn, 1)
         needed = versions_of(sample)
         if versions:
@@ -107,38 +130,52 @@ class Replayer:
         engine = self.engine
         engine.shared.require_alive()
         params = self.check(sample)
-        with engine.shared.lock:  # weights may change, and operations are shared with the engine's steps
+        # weights may change, and operations are shared with the engine's steps
+        with engine.shared.lock:
             engine.shared.require_weights()
             self.decoders.renew()
             run = _Run(self, sample, params, self.stop_ids(params))
             for stretch in stretches(sample):
                 run.go(stretch)
             again = run.result()
-            if sample.ref_logprobs is not None and REFERENCE in engine.runner.models and sample.completion_tokens:
+            if (
+                sample.ref_logprobs is not None
+                and REFERENCE in engine.runner.models
+                and sample.completion_tokens
+            ):
                 again = replace(again, ref_logprobs=self._reference_logprobs(again))
         return again
 
     def storage(self, model: Decoder, num_rows: int) -> tuple[KVStorage, list[int]]:
-        """KV tensors for so many rows of a model, which no request of the engine can touch; and their block table."""
+        """KV tensors for so many rows of a model, which no request of the engine can touch; and
+        their block table.
+        """
         size = self.engine.config.block_size
         num_blocks = -(-num_rows // size)
         key = id(model.spec)
         held = self._storages.get(key)
         if held is None or held.num_blocks < num_blocks:
-            held = KVStorage(model.spec, 2 ** (num_blocks - 1).bit_length(), size, model.dtype, model.device)
+            held = KVStorage(
+                model.spec, 2 ** (num_blocks - 1).bit_length(), size, model.dtype, model.device
+            )
             self._storages[key] = held
             self.decoders.renew()  # a decoder keeps a program for each storage that it has seen
         return held, list(range(num_blocks))
 
     def _reference_logprobs(self, sample: TrainingSample) -> tuple[float, ...]:
         model = self.engine.runner.models[REFERENCE].twin()
-        tokens, first = [*sample.prompt_tokens, *sample.completion_tokens], len(sample.prompt_tokens) - 1
+        tokens, first = (
+            [*sample.prompt_tokens, *sample.completion_tokens],
+            len(sample.prompt_tokens) - 1,
+        )
         storage, table = self.storage(model, len(tokens) - 1)
         found: list[float] = []
         for start in range(0, len(tokens) - 1, MOST_ROWS):
             end = min(start + MOST_ROWS, len(tokens) - 1)
             scores = [(row - start, tokens[row + 1]) for row in range(max(start, first), end)]
-            batch = batch_of_rows([Rows(tokens[start:end], start, table)], storage.block_size, scores=scores)
+            batch = batch_of_rows(
+                [Rows(tokens[start:end], start, table)], storage.block_size, scores=scores
+            )
             found += model.forward(to_device(batch, model.device), storage).scores.tolist()
         return tuple(found)
 
@@ -151,7 +188,9 @@ class Draws(NamedTuple):
     stop_ids: frozenset[int]
 
     def request(self, tokens: Sequence[int], row: int, position: int) -> DrawRequest:
-        """The draw of the token at `position`, after those in `tokens` before it, from `row` of some logits."""
+        """The draw of the token at `position`, after those in `tokens` before it, from `row` of
+        some logits.
+        """
         first = len(self.sample.prompt_tokens)
         return DrawRequest(
             self.params,
@@ -175,29 +214,43 @@ class _Drawn(NamedTuple):
 
 
 class _Run:
-    """One replay under way: its tokens, the version that computed each row that is stored, and what was drawn."""
+    """One replay under way: its tokens, the version that computed each row that is stored, and what
+    was drawn.
+    """
 
     def __init__(
-        self, replayer: Replayer, sample: TrainingSample, params: SamplingParams, stop_ids: frozenset[int]
+        self,
+        replayer: Replayer,
+        sample: TrainingSample,
+        params: SamplingParams,
+        stop_ids: frozenset[int],
     ) -> None:
         self.sample, self.params, self.stop_ids = sample, params, stop_ids
         self.how = Draws(sample, params, stop_ids)
         self.prompt_len = len(sample.prompt_tokens)
-        self.tokens = [*sample.prompt_tokens, *sample.completion_tokens]  # a draft, until it is drawn again
+        # a draft, until it is drawn again
+        self.tokens = [*sample.prompt_tokens, *sample.completion_tokens]
         self.sampled = was_sampled(sample)
         self.context: tuple[int, ...] = ()  # version of each row that is stored
         self.drawn: dict[int, _Drawn] = {}  # by index in the completion
         self.version_starts: list[tuple[int, int]] = []
         self.prompt_scores: list[float] = []
         self.prompt_best: list[TopLogprobs] = []
-        self.diverged = False  # what stands behind the newest draw is no draft of this replay any more
+        # what stands behind the newest draw is no draft of this replay any more
+        self.diverged = False
         self.decoders = replayer.decoders
-        self.storage, self.table = replayer.storage(replayer.engine.model, max(len(self.tokens) - 1, 1))
+        self.storage, self.table = replayer.storage(
+            replayer.engine.model, max(len(self.tokens) - 1, 1)
+        )
 
     def go(self, stretch: Stretch) -> None:
-        """Draw the tokens of a stretch, after computing again what of the context other weights had computed."""
+        """Draw the tokens of a stretch, after computing again what of the context other weights had
+        computed.
+        """
         pairs = zip(self.context, stretch.row_versions, strict=False)
-        same = next((row for row, (mine, wanted) in enumerate(pairs) if mine != wanted), len(self.context))
+        same = next(
+            (row for row, (mine, wanted) in enumerate(pairs) if mine != wanted), len(self.context)
+        )
         row, end = min(same, self.prompt_len + stretch.start - 1), len(stretch.row_versions)
         while row < end:
             row = self._advance(row, stretch)
@@ -211,7 +264,9 @@ class _Run:
         drawing = [row for row in range(start, end) if self._draws_from(row, stretch)]
         if self.diverged and drawing:
             end, drawing = drawing[0] + 1, drawing[:1]
-        for row, drawn in zip(drawing, self._compute(start, end, drawing, versions[start]), strict=True):
+        for row, drawn in zip(
+            drawing, self._compute(start, end, drawing, versions[start]), strict=True
+        ):
             index = row + 1 - self.prompt_len
             self.drawn[index] = drawn
             if not self.version_starts or self.version_starts[-1][0] != versions[row]:
@@ -242,11 +297,17 @@ class _Run:
         result = model.forward(to_device(batch, model.device), self.storage)
         self.prompt_scores += result.scores.tolist()
         if result.best is not None:
-            self.prompt_best += itertools.starmap(_best, zip(*(each.tolist() for each in result.best), strict=True))
+            self.prompt_best += itertools.starmap(
+                _best, zip(*(each.tolist() for each in result.best), strict=True)
+            )
         if not drawing:
             return []
-        requests = [self.how.request(self.tokens, place, row + 1) for place, row in enumerate(drawing)]
-        sampled = Sampled(model.draw(result.hidden, sampling_batch(requests).to(model.device)), result.scores).wait()
+        requests = [
+            self.how.request(self.tokens, place, row + 1) for place, row in enumerate(drawing)
+        ]
+        sampled = Sampled(
+            model.draw(result.hidden, sampling_batch(requests).to(model.device)), result.scores
+        ).wait()
         rows = range(len(drawing))
         return [
             _Drawn(
@@ -269,32 +330,44 @@ class _Run:
 
         def column(field: str, given: Sequence[Any] | None) -> tuple[Any, ...]:
             return tuple(
-                getattr(drawn[i], field) if i in drawn else given[i] if given and i < len(given) else None
+                getattr(drawn[i], field)
+                if i in drawn
+                else given[i]
+                if given and i < len(given)
+                else None
                 for i in range(length)
             )
 
         spans = [*self.version_starts, (0, length)]
-        versions = tuple(VersionSpan(v, start, end) for (v, start), (_, end) in itertools.pairwise(spans))
+        versions = tuple(
+            VersionSpan(v, start, end) for (v, start), (_, end) in itertools.pairwise(spans)
+        )
         masks = sample.sampling_mask.rows() if sample.sampling_mask is not None else None
         again = replace(
             sample,
             completion_tokens=tuple(self.tokens[self.prompt_len :]),
             logprobs=column("logprob", sample.logprobs),
             log_kept_mass=column("log_kept_mass", sample.log_kept_mass),
-            raw_logprobs=column("raw_logprob", sample.raw_logprobs) if params.raw_logprobs else None,
+            raw_logprobs=column("raw_logprob", sample.raw_logprobs)
+            if params.raw_logprobs
+            else None,
             sampling_mask=SamplingMask.of([mask or () for mask in column("mask", masks)])
             if params.sampling_mask
             else None,
             top_logprobs=column("top", sample.top_logprobs) if params.top_logprobs else None,
             prompt_logprobs=(math.nan, *self.prompt_scores) if params.prompt_logprobs else None,
-            prompt_top_logprobs=(TopLogprobs((), ()), *self.prompt_best) if params.prompt_top_logprobs else None,
+            prompt_top_logprobs=(TopLogprobs((), ()), *self.prompt_best)
+            if params.prompt_top_logprobs
+            else None,
             weight_versions=versions,
             weight_version=versions[-1].version if versions else sample.weight_version,
         )
         return self._finished(again)
 
     def _finished(self, sample: TrainingSample) -> TrainingSample:
-        """With the reason to end that follows. Aborts, stop strings and appended tokens came from outside."""
+        """With the reason to end that follows. Aborts, stop strings and appended tokens came from
+        outside.
+        """
         length, last = len(sample.completion_tokens), sample.completion_tokens[-1]
         if not all(self.sampled) or sample.finish_reason == "abort":
             return sample
@@ -303,10 +376,14 @@ class _Run:
         if sample.finish_reason == "stop" and isinstance(sample.stop_reason, str):
             return sample
         return replace(
-            sample, finish_reason="length" if length >= self.params.max_tokens else "abort", stop_reason=None
+            sample,
+            finish_reason="length" if length >= self.params.max_tokens else "abort",
+            stop_reason=None,
         )
 
 
 def _best(token_ids: Sequence[int], logprobs: Sequence[float]) -> TopLogprobs:
     best = [pair for pair in zip(token_ids, logprobs, strict=True) if pair[1] > -math.inf]
-    return TopLogprobs(tuple(token_id for token_id, _ in best), tuple(logprob for _, logprob in best))
+    return TopLogprobs(
+        tuple(token_id for token_id, _ in best), tuple(logprob for _, logprob in best)
+    )

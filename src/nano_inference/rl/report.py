@@ -14,7 +14,8 @@ from nano_inference.errors import ConfigError
 from nano_inference.rl.history import was_sampled
 from nano_inference.types import TrainingSample
 
-BAND = (0.9, 1.1)  # of the ratio trainer / engine; importance sampling clips outside of some such band
+# of the ratio trainer / engine; importance sampling clips outside of some such band
+BAND = (0.9, 1.1)
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,12 @@ class MismatchReport:
         num_tokens: finite pairs, which all numbers below are of.
         num_not_finite: pairs left out, since one of the two is nan or infinite.
         num_equal: pairs that are equal to the bit.
-        kl_k1: mean of delta: the plain estimate of KL(engine || trainer) from the engine's own tokens.
-        kl_k3: mean of r - 1 - log r with r = trainer / engine, the same in expectation, with less variance and never
-            negative (http://joschu.net/blog/kl-approx.html).
-        max_abs, mean_abs, std: of delta; the standard deviation is over all tokens, around the mean.
+        kl_k1: mean of delta: the plain estimate of KL(engine || trainer) from the engine's own
+            tokens.
+        kl_k3: mean of r - 1 - log r with r = trainer / engine, the same in expectation, with less
+            variance and never negative (http://joschu.net/blog/kl-approx.html).
+        max_abs, mean_abs, std: of delta; the standard deviation is over all tokens, around the
+            mean.
         p95_abs, p99_abs: 95 % and 99 % of |delta| are at most this (linear between neighbours).
         outside: share of the ratios trainer / engine outside of [0.9, 1.1].
         by_version: the same for the tokens of each weight version, where there are several.
@@ -52,18 +55,23 @@ class MismatchReport:
     deltas: Any = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
-        left_out = f", {self.num_not_finite:,} left out that are not finite" if self.num_not_finite else ""
+        left_out = (
+            f", {self.num_not_finite:,} left out that are not finite" if self.num_not_finite else ""
+        )
         lines = [
             f"tokens compared    {self.num_tokens:,}{left_out}",
-            f"equal to the bit   {self.num_equal:,} ({self.num_equal / max(self.num_tokens, 1):.2%})",
+            f"equal to the bit   {self.num_equal:,} "
+            f"({self.num_equal / max(self.num_tokens, 1):.2%})",
             f"KL(engine|trainer) {self.kl_k1:.3e} (k1), {self.kl_k3:.3e} (k3)",
-            f"|engine - trainer| max {self.max_abs:.3e}, mean {self.mean_abs:.3e}, 95 % {self.p95_abs:.3e}, "
+            f"|engine - trainer| max {self.max_abs:.3e}, mean {self.mean_abs:.3e}, 95 % "
+            f"{self.p95_abs:.3e}, "
             f"99 % {self.p99_abs:.3e}",
             f"standard deviation {self.std:.3e}",
             f"ratio outside [{BAND[0]}, {BAND[1]}]: {self.outside:.2%}",
         ]  # fmt: skip
         lines += [
-            f"version {version}: {part.num_tokens:,} tokens, k3 {part.kl_k3:.3e}, max {part.max_abs:.3e}, outside "
+            f"version {version}: {part.num_tokens:,} tokens, k3 {part.kl_k3:.3e}, max "
+            f"{part.max_abs:.3e}, outside "
             f"{part.outside:.2%}"
             for version, part in self.by_version
         ]
@@ -78,24 +86,29 @@ class MismatchReport:
             from matplotlib.figure import Figure
         except ImportError as problem:
             raise ConfigError(
-                "a histogram needs matplotlib; install it with `pip install 'nano-inference[plots]'`."
+                "a histogram needs matplotlib; install it with `pip install "
+                "'nano-inference[plots]'`."
             ) from problem
         deltas: np.ndarray = self.deltas if self.deltas is not None else np.zeros(0)
         figure = Figure(figsize=(7, 4), layout="constrained", dpi=150)
         axes = figure.subplots()
         reach = max(1.1 * float(np.abs(deltas).max(initial=0.0)), 1e-8)
-        axes.hist(deltas, bins=num_bins, range=(-reach, reach), color="#3b6fb6", log=len(deltas) > 0)
+        axes.hist(
+            deltas, bins=num_bins, range=(-reach, reach), color="#3b6fb6", log=len(deltas) > 0
+        )
         axes.set_ylim(bottom=0.5)  # a bin of one token is seen
         low, high = (-float(np.log(edge)) for edge in reversed(BAND))
         for edge, name in ((low, f"ratio {BAND[1]}"), (high, f"ratio {BAND[0]}")):
             if abs(edge) <= reach:
                 axes.axvline(edge, color="#b63b3b", linestyle="--", linewidth=1)
-                axes.annotate(name, (edge, 0.98), xycoords=("data", "axes fraction"), ha="center", va="top",
+                axes.annotate(name, (edge, 0.98), xycoords=("data", "axes fraction"), ha="center",
+                              va="top",
                               fontsize=8, color="#b63b3b", backgroundcolor="white")  # fmt: skip
         axes.set_xlabel("engine logprob - trainer logprob")
         axes.set_ylabel("tokens")
         axes.set_title(
-            f"{self.num_tokens:,} tokens, {self.num_equal / max(self.num_tokens, 1):.1%} equal to the bit, max "
+            f"{self.num_tokens:,} tokens, {self.num_equal / max(self.num_tokens, 1):.1%} equal to "
+            "the bit, max "
             f"{self.max_abs:.2g}, {self.outside:.2%} outside [{BAND[0]}, {BAND[1]}]",
             fontsize=9,
         )
@@ -114,13 +127,14 @@ def mismatch_report(
 
     Args:
         samples: of an engine. Tokens that were appended (`loss_mask`) are passed over.
-        trainer_logprobs: for each sample the logprobs of its completion tokens: tensors, arrays or lists. Or, with
-            `mask`, one padded tensor [B, T].
-        mask: bool or 0/1 [B, T], true at completion tokens, as TRL's `completion_mask`; or only at those that were
-            sampled.
-        renormalized: the trainer too divides by the mass that masks and filters left (it knows them). Otherwise
-            its logprobs are of the whole vocabulary at the sampling temperature, and the engine's are made so by
-            adding `log_kept_mass`. At temperature 0 the engine's are those of temperature 1.
+        trainer_logprobs: for each sample the logprobs of its completion tokens: tensors, arrays or
+            lists. Or, with `mask`, one padded tensor [B, T].
+        mask: bool or 0/1 [B, T], true at completion tokens, as TRL's `completion_mask`; or only at
+            those that were sampled.
+        renormalized: the trainer too divides by the mass that masks and filters left (it knows
+            them). Otherwise its logprobs are of the whole vocabulary at the sampling temperature,
+            and the engine's are made so by adding `log_kept_mass`. At temperature 0 the engine's
+            are those of temperature 1.
 
     Raises:
         DataError: numbers of samples or tokens do not agree. The message names the sample.
@@ -133,9 +147,12 @@ def mismatch_report(
         sampled = np.array(was_sampled(sample), dtype=bool)
         own = np.array(sample.logprobs, dtype=np.float64)
         if len(sampled) != len(own) or len(own) != len(sample.completion_tokens):
-            raise DataError(f"sample {number}: logprobs and loss_mask must be one a completion token.")
+            raise DataError(
+                f"sample {number}: logprobs and loss_mask must be one a completion token."
+            )
         if not renormalized and sample.log_kept_mass is not None and any(sample.log_kept_mass):
-            own = (own + np.array(sample.log_kept_mass)).astype(np.float32).astype(np.float64)  # as a trainer has it
+            # as a trainer has it
+            own = (own + np.array(sample.log_kept_mass)).astype(np.float32).astype(np.float64)
         engine.append(own[sampled])
         trainer.append(_aligned(row, sampled, number))
         versions.append(_versions(sample)[sampled])
@@ -148,12 +165,16 @@ def _rows(samples: Sequence[TrainingSample], trainer_logprobs: Any, mask: Any) -
     if mask is None:
         rows = [_array(row) for row in trainer_logprobs]
         if len(rows) != len(samples):
-            raise DataError(f"{len(rows)} rows of trainer logprobs for {len(samples)} samples; give one a sample.")
+            raise DataError(
+                f"{len(rows)} rows of trainer logprobs for {len(samples)} samples; give one a "
+                "sample."
+            )
         return rows
     padded, chosen = _array(trainer_logprobs), _array(mask)
     if padded.shape != chosen.shape or padded.ndim != 2 or len(padded) != len(samples):
         raise DataError(
-            f"trainer logprobs {padded.shape} and mask {chosen.shape} must both be [{len(samples)}, T], a row a sample."
+            f"trainer logprobs {padded.shape} and mask {chosen.shape} must both be "
+            f"[{len(samples)}, T], a row a sample."
         )
     return [row[keep != 0] for row, keep in zip(padded, chosen, strict=True)]
 
@@ -175,7 +196,8 @@ def _aligned(row: np.ndarray, sampled: np.ndarray, number: int) -> np.ndarray:
         return row
     hint = "; give a mask with padded tensors" if row.ndim == 1 and len(row) > len(sampled) else ""
     raise DataError(
-        f"sample {number} has {len(sampled)} completion tokens ({int(sampled.sum())} sampled), its trainer logprobs "
+        f"sample {number} has {len(sampled)} completion tokens ({int(sampled.sum())} sampled), "
+        "its trainer logprobs "
         f"have shape {row.shape}{hint}."
     )
 
@@ -194,11 +216,16 @@ def _report(engine: np.ndarray, trainer: np.ndarray, versions: np.ndarray) -> Mi
     found = np.unique(versions)
     if len(found) > 1:
         parts = tuple(
-            (int(v), _report(engine[versions == v], trainer[versions == v], versions[versions == v])) for v in found
+            (
+                int(v),
+                _report(engine[versions == v], trainer[versions == v], versions[versions == v]),
+            )
+            for v in found
         )
     some = delta if len(delta) else np.full(1, np.nan)
     absolute = np.abs(some)
-    with np.errstate(over="ignore"):  # a trainer that thinks a token e^710 times likelier: infinite, and outside
+    # a trainer that thinks a token e^710 times likelier: infinite, and outside
+    with np.errstate(over="ignore"):
         ratio, surprise = np.exp(-some), np.expm1(-some) + some
     outside = (ratio < BAND[0]) | (ratio > BAND[1])
     return MismatchReport(

@@ -1,4 +1,6 @@
-"""The decoder in plain, differentiable torch: what `models/decoder.py` computes, without a KV cache, for gradients."""
+"""The decoder in plain, differentiable torch: what `models/decoder.py` computes, without a KV
+cache, for gradients.
+"""
 
 from collections.abc import Mapping, Set
 
@@ -12,18 +14,24 @@ from nano_inference.rl.micro_batch import MicroBatch
 
 HEAD_ROWS = 256  # rows whose logits are in memory at once
 ATTENTION_ROWS = 512  # rows of a segment whose attention is computed at once
-KEPT_ROWS = 1024  # more rows than these keep nothing of a layer but its input: it is computed again for its gradient
+# more rows than these keep nothing of a layer but its input: it is computed again for its gradient
+KEPT_ROWS = 1024
 
-RopeTables = Mapping[bool, tuple[Tensor, Tensor]]  # layers with a window, or without -> cosine and sine by position
+# layers with a window, or without -> cosine and sine by position
+RopeTables = Mapping[bool, tuple[Tensor, Tensor]]
 
 
 class TorchDecoder:
-    """Forward and backward of one micro-batch, by the decoder's own parameters (fused, under its own names).
+    """Forward and backward of one micro-batch, by the decoder's own parameters (fused, under its
+    own names).
 
-    Products are made in the parameters' dtype, with sums in float32; norms, rotation and residual stream are float32.
+    Products are made in the parameters' dtype, with sums in float32; norms, rotation and residual
+    stream are float32.
     """
 
-    def __init__(self, spec: ModelSpec, ropes: RopeTables, embed_scale: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, ropes: RopeTables, embed_scale: float, dtype: torch.dtype
+    ) -> None:
         self.spec = spec
         self.ropes = ropes
         self.embed_scale = embed_scale
@@ -31,7 +39,12 @@ class TorchDecoder:
         self.head = "embed" if spec.tie_word_embeddings else "head"
 
     def gradients(
-        self, params: Mapping[str, Tensor], head: Tensor, batch: MicroBatch, temperature: float, wanted: Set[str]
+        self,
+        params: Mapping[str, Tensor],
+        head: Tensor,
+        batch: MicroBatch,
+        temperature: float,
+        wanted: Set[str],
     ) -> dict[str, Tensor]:
         """Gradients of parameters, given those of the logprobs of a micro-batch.
 
@@ -52,13 +65,19 @@ class TorchDecoder:
         with torch.enable_grad():
             hidden = self.hidden({**params, **leaves}, embedded, batch)
         with torch.no_grad():
-            d_hidden, d_head = self._head_gradients(hidden.detach(), params[self.head], head, batch, temperature)
+            d_hidden, d_head = self._head_gradients(
+                hidden.detach(), params[self.head], head, batch, temperature
+            )
             found: dict[str, Tensor] = {}
             if hidden.requires_grad:
                 inputs = [embedded, *leaves.values()] if "embed" in wanted else [*leaves.values()]
                 grads = list(torch.autograd.grad(hidden, inputs, d_hidden))
                 if "embed" in wanted:
-                    found["embed"] = d_head if self.head == "embed" else torch.zeros_like(params["embed"].float())
+                    found["embed"] = (
+                        d_head
+                        if self.head == "embed"
+                        else torch.zeros_like(params["embed"].float())
+                    )
                     found["embed"].index_add_(0, batch.token_ids, grads.pop(0) * self.embed_scale)
                 found |= dict(zip(inner, grads, strict=True))
         if "head" in wanted:
@@ -87,7 +106,12 @@ class TorchDecoder:
         return self._norm(residual, params["norm"])
 
     def _layer(
-        self, residual: Tensor, params: Mapping[str, Tensor], layer: int, batch: MicroBatch, ids: Tensor | None
+        self,
+        residual: Tensor,
+        params: Mapping[str, Tensor],
+        layer: int,
+        batch: MicroBatch,
+        ids: Tensor | None,
     ) -> Tensor:
         name, window = f"layers.{layer}.", self.spec.windows[layer]
         normed = self._norm(residual, params.get(name + "attn_norm"))
@@ -110,13 +134,18 @@ class TorchDecoder:
         qkv = functional.linear(normed, params[name + "qkv"], params.get(name + "qkv_bias"))
         q, k, v = qkv.split([width, kv_width, kv_width], dim=-1)
         if spec.qk_norm:
-            q, k = self._norm_heads(q, params[name + "q_norm"]), self._norm_heads(k, params[name + "k_norm"])
+            q, k = (
+                self._norm_heads(q, params[name + "q_norm"]),
+                self._norm_heads(k, params[name + "k_norm"]),
+            )
         cos, sin = (table[batch.positions][:, None, :] for table in self.ropes[window > 0])
         q, k, v = (x.view(num_rows, -1, spec.head_dim) for x in (q, k, v))
         q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
         lengths = [each.end - each.start for each in batch.segments]
         parts: list[Tensor] = []
-        for segment, own_q, own_k, own_v in zip(batch.segments, *(x.split(lengths) for x in (q, k, v)), strict=True):
+        for segment, own_q, own_k, own_v in zip(
+            batch.segments, *(x.split(lengths) for x in (q, k, v)), strict=True
+        ):
             shared = segment.path[: len(segment.path) - len(own_k)]
             if len(shared):
                 own_k, own_v = (torch.cat((x[shared], own)) for x, own in ((k, own_k), (v, own_v)))
@@ -127,14 +156,18 @@ class TorchDecoder:
                 first = last
         return functional.linear(torch.cat(parts), params[name + "o"], params.get(name + "o_bias"))
 
-    def _mlp(self, normed: Tensor, params: Mapping[str, Tensor], name: str, ids: Tensor | None) -> Tensor:
+    def _mlp(
+        self, normed: Tensor, params: Mapping[str, Tensor], name: str, ids: Tensor | None
+    ) -> Tensor:
         if ids is not None:
             return self._experts(normed, params, name, ids)
         gated = self._gate(functional.linear(normed, params[name + "gate_up"]))
         return functional.linear(gated, params[name + "down"])
 
     def _routes(self, batch: MicroBatch) -> dict[int, Tensor]:
-        """The engine's choice of experts by layer: [N, K], rising in each row. Raises `RuntimeError`."""
+        """The engine's choice of experts by layer: [N, K], rising in each row. Raises
+        `RuntimeError`.
+        """
         moe = self.spec.moe
         if moe is None:
             return {}
@@ -142,14 +175,20 @@ class TorchDecoder:
         routes = batch.routes
         if routes is None or tuple(routes.shape) != shape:
             found = None if routes is None else tuple(routes.shape)
-            raise RuntimeError(f"the engine's choice of experts is {found} for rows that need {shape}.")
-        rising = bool((routes.diff(dim=-1) > 0).all()) and bool(((routes >= 0) & (routes < moe.num_experts)).all())
+            raise RuntimeError(
+                f"the engine's choice of experts is {found} for rows that need {shape}."
+            )
+        rising = bool((routes.diff(dim=-1) > 0).all()) and bool(
+            ((routes >= 0) & (routes < moe.num_experts)).all()
+        )
         if not rising:
             raise RuntimeError("a row has no choice of experts by the engine.")
         mixed = [layer for layer, has_experts in enumerate(moe.layers) if has_experts]
         return dict(zip(mixed, routes.unbind(1), strict=True))
 
-    def _experts(self, normed: Tensor, params: Mapping[str, Tensor], name: str, ids: Tensor) -> Tensor:
+    def _experts(
+        self, normed: Tensor, params: Mapping[str, Tensor], name: str, ids: Tensor
+    ) -> Tensor:
         """The engine's experts of each row [N, K], added up in the order of their ids."""
         moe = self.spec.moe
         assert moe is not None
@@ -157,7 +196,10 @@ class TorchDecoder:
         weights = shares.gather(1, ids)
         if moe.renormalized:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        gate_ups, downs = (params[name + part].chunk(moe.num_experts) for part in ("experts_gate_up", "experts_down"))
+        gate_ups, downs = (
+            params[name + part].chunk(moe.num_experts)
+            for part in ("experts_gate_up", "experts_down")
+        )
         total = torch.zeros(normed.shape, device=normed.device)
         for expert, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):
             rows, which = (ids == expert).nonzero(as_tuple=True)
@@ -166,9 +208,12 @@ class TorchDecoder:
         return total
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-        """Attention of the last n of L rows, q [n, heads, D], over k and v [L, kv heads, D]: [n, heads * D]."""
+        """Attention of the last n of L rows, q [n, heads, D], over k and v [L, kv heads, D]: [n,
+        heads * D].
+        """
         n, kv_heads, head_dim = len(q), k.shape[1], k.shape[2]
-        q = q.view(n, kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # heads that share keys are rows of one matrix
+        # heads that share keys are rows of one matrix
+        q = q.view(n, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         out = functional.scaled_dot_product_attention(
             q.reshape(1, kv_heads, -1, head_dim),
             k.transpose(0, 1)[None],
@@ -185,12 +230,16 @@ class TorchDecoder:
         outside = keys > rows
         if window:
             outside |= keys <= rows - window
-        mask = torch.zeros(outside.shape, dtype=self.dtype, device=keys.device).masked_fill(outside, -torch.inf)
+        mask = torch.zeros(outside.shape, dtype=self.dtype, device=keys.device).masked_fill(
+            outside, -torch.inf
+        )
         return mask.repeat(self.spec.num_heads // self.spec.num_kv_heads, 1)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first, second = x.float().chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(self.dtype)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
+            self.dtype
+        )
 
     def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """[N, heads * D], over each head, or over all where the weight is that wide."""
@@ -215,16 +264,24 @@ class TorchDecoder:
         return (functional.gelu(first, approximate="tanh") * second).to(self.dtype)
 
     def _head_gradients(
-        self, hidden: Tensor, weight: Tensor, weight32: Tensor, batch: MicroBatch, temperature: float
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        weight32: Tensor,
+        batch: MicroBatch,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         """Gradients of hidden rows [N, H] in `dtype` and of the head, float32 [V, H].
 
-        With z = hidden @ weight.T / divisor it is (one-hot - softmax(z / temperature)) / temperature by z. The
-        logits are float32 whatever the dtype: rounded ones would be other probabilities.
+        With z = hidden @ weight.T / divisor it is (one-hot - softmax(z / temperature)) /
+        temperature by z. The logits are float32 whatever the dtype: rounded ones would be other
+        probabilities.
         """
         d_hidden, d_head = torch.zeros_like(hidden), torch.zeros_like(weight32)
         divisor = self.spec.logits_divisor * temperature
-        sums = torch.zeros(len(batch.scored_rows), device=hidden.device).index_add_(0, batch.owners, batch.gradients)
+        sums = torch.zeros(len(batch.scored_rows), device=hidden.device).index_add_(
+            0, batch.owners, batch.gradients
+        )
         for first in range(0, len(batch.scored_rows), HEAD_ROWS):
             rows = batch.scored_rows[first : first + HEAD_ROWS]
             own = hidden[rows]

@@ -1,8 +1,10 @@
-"""Which operation breaks the law: a sample's tokens through the decoder under two schedules, operation by operation.
+"""Which operation breaks the law: a sample's tokens through the decoder under two schedules,
+operation by operation.
 
-A sample carries no activations, so a replay that differs cannot be held against the run that made it. But if it differs
-because some operation's bits depend on the schedule, that shows here, on the same tokens: in one chunk and token by
-token, one operation at a time and compiled, on the engine's threads and on one.
+A sample carries no activations, so a replay that differs cannot be held against the run that made
+it. But if it differs because some operation's bits depend on the schedule, that shows here, on the
+same tokens: in one chunk and token by token, one operation at a time and compiled, on the engine's
+threads and on one.
 """
 
 import hashlib
@@ -26,12 +28,16 @@ from nano_inference.rl.replayer import MOST_ROWS, Draws, Replayer
 from nano_inference.sampling.sampling_batch import sampling_batch
 from nano_inference.types import TrainingSample
 
-# Rows computed one at a time, the last ones; those before them go in one chunk. What differs is the last row, and an
-# operation by itself costs much more than its share of a compiled step.
+# Rows computed one at a time, the last ones; those before them go in one chunk. What differs is the
+# last row, and an operation by itself costs much more than its share of a compiled step.
 MOST_SINGLE = 64
 
 WHOLE, SINGLE = "in one chunk", "token by token"
-COMPILED, COMPILED_SINGLE, ONE_THREAD = "compiled, in one chunk", "compiled, token by token", "on one thread"
+COMPILED, COMPILED_SINGLE, ONE_THREAD = (
+    "compiled, in one chunk",
+    "compiled, token by token",
+    "on one thread",
+)
 
 
 class OperationDifference(NamedTuple):
@@ -52,7 +58,8 @@ class OperationDifference(NamedTuple):
     def __str__(self) -> str:
         place = "outside of the layers" if self.layer is None else f"layer {self.layer}"
         return (
-            f"{place}, {self.operation}: the row of position {self.position} has other bits {self.schedules[0]} than "
+            f"{place}, {self.operation}: the row of position {self.position} has other bits "
+            f"{self.schedules[0]} than "
             f"{self.schedules[1]}"
         )
 
@@ -73,15 +80,19 @@ class Diagnosis(NamedTuple):
         if self.operation is not None:
             return str(self.operation)
         return (
-            "every operation gives the same bits under every schedule tried, so the weights (or what the record says) "
-            f"are not those that made the sample; looked at: version {self.weight_version}, SHA-256 "
+            "every operation gives the same bits under every schedule tried, so the weights (or "
+            "what the record says) "
+            f"are not those that made the sample; looked at: version {self.weight_version}, "
+            "SHA-256 "
             f"{self.weights_sha256}"
         )
 
 
 @torch.inference_mode()
 def diagnose(replayer: Replayer, sample: TrainingSample, difference: Difference) -> Diagnosis:
-    """Compare schedules on a sample's tokens, up to the one where its replay differs. Raises as `replay` does."""
+    """Compare schedules on a sample's tokens, up to the one where its replay differs. Raises as
+    `replay` does.
+    """
     engine = replayer.engine
     params = replayer.check(sample)
     with engine.shared.lock:
@@ -101,7 +112,9 @@ def weights_sha256(model: Decoder) -> str:
     digest = hashlib.sha256()
     for name, slot in sorted(slots(param_table(model.spec)).items()):
         digest.update(name.encode())
-        digest.update(read(model.params, slot).contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        digest.update(
+            read(model.params, slot).contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        )
     return digest.hexdigest()
 
 
@@ -126,7 +139,9 @@ class _Step(NamedTuple):
 
 @dataclass
 class _Trace:
-    """What a schedule gave: for each call in order, a mark of every row; equal marks are equal bits."""
+    """What a schedule gave: for each call in order, a mark of every row; equal marks are equal
+    bits.
+    """
 
     steps: list[_Step] = field(default_factory=list)
     marks: list[list[Tensor]] = field(default_factory=list)  # [step][chunk] of int64 [rows]
@@ -143,9 +158,20 @@ class _Schedules:
     """The ways in which one run of tokens is computed."""
 
     def __init__(
-        self, model: Decoder, tokens: Sequence[int], storage: KVStorage, table: list[int], draws: Draws
+        self,
+        model: Decoder,
+        tokens: Sequence[int],
+        storage: KVStorage,
+        table: list[int],
+        draws: Draws,
     ) -> None:
-        self.model, self.tokens, self.storage, self.table, self.draws = model, tokens, storage, table, draws
+        self.model, self.tokens, self.storage, self.table, self.draws = (
+            model,
+            tokens,
+            storage,
+            table,
+            draws,
+        )
         together = max(len(tokens) - MOST_SINGLE, 0)
         self.single = [*([together] if together else []), *range(together + 1, len(tokens) + 1)]
         self.whole = [len(tokens)]
@@ -157,14 +183,18 @@ class _Schedules:
         if found is None and self.model.ops.compile is not None:
             plain, compiled = self._outcome(self.whole, compiled=False), self._outcome(self.whole)
             found = plain.against(compiled, (WHOLE, COMPILED))
-            found = found or compiled.against(self._outcome(self.single), (COMPILED, COMPILED_SINGLE))
+            found = found or compiled.against(
+                self._outcome(self.single), (COMPILED, COMPILED_SINGLE)
+            )
         return found or whole.against(self._on_one_thread(), (WHOLE, ONE_THREAD))
 
     def _on_one_thread(self) -> _Trace:
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return self._one_by_one(cpu_ops(1) if self.model.ops.name == "cpu" else self.model.ops, self.whole)
+            return self._one_by_one(
+                cpu_ops(1) if self.model.ops.name == "cpu" else self.model.ops, self.whole
+            )
         finally:
             torch.set_num_threads(before)
 
@@ -187,10 +217,15 @@ class _Schedules:
             rows = hidden[first : first + MOST_ROWS]
             logits.append(_marks(ops.logits(rows, weight, divisor)))
             positions = range(start + first + 1, start + first + len(rows) + 1)
-            requests = [self.draws.request(self.tokens, row, position) for row, position in enumerate(positions)]
+            requests = [
+                self.draws.request(self.tokens, row, position)
+                for row, position in enumerate(positions)
+            ]
             draw = ops.sample(rows, weight, divisor, sampling_batch(requests).to(rows.device))
             parts = (draw.token_ids, draw.logprobs, draw.raw_logprobs, draw.log_kept_mass)
-            drawn.append(sum(_marks(part[:, None]) * (3**place) for place, part in enumerate(parts)))  # pyright: ignore
+            drawn.append(
+                sum(_marks(part[:, None]) * (3**place) for place, part in enumerate(parts))  # pyright: ignore
+            )
         tracer.note("logits", torch.cat(logits))
         tracer.note("sample", torch.cat(drawn))
 
@@ -207,7 +242,9 @@ class _Schedules:
         view = self.storage.bind(batch.block_tables, batch.seq_lens)
         for layer in range(model.spec.num_layers):
             trace.steps.append(_Step(layer, "keys and values"))
-            trace.marks.append([_stored_marks(view, layer, torch.arange(len(self.tokens), device=model.device))])
+            trace.marks.append(
+                [_stored_marks(view, layer, torch.arange(len(self.tokens), device=model.device))]
+            )
         trace.steps.append(_Step(None, "rms_norm (norm)"))
         trace.marks.append(hidden)
         return trace
@@ -216,7 +253,10 @@ class _Schedules:
         start, size = 0, self.storage.block_size
         for end in ends:
             rows = Rows(self.tokens[start:end], start, self.table[: -(-end // size)])
-            yield start, to_device(batch_of_rows([rows], size, draws=range(end - start)), self.model.device)
+            yield (
+                start,
+                to_device(batch_of_rows([rows], size, draws=range(end - start)), self.model.device),
+            )
             start = end
 
 
@@ -235,7 +275,9 @@ class _Tracer:
             embed=self._traced("embed", ops.embed, weight_at=1),
             linear=self._traced("linear", ops.linear, weight_at=1),
             rms_norm=self._traced("rms_norm", ops.rms_norm, weight_at=2),
-            rope_and_store=self._traced("rope_and_store", ops.rope_and_store, layer_at=5, view_at=4),
+            rope_and_store=self._traced(
+                "rope_and_store", ops.rope_and_store, layer_at=5, view_at=4
+            ),
             attention=self._traced("attention", ops.attention, layer_at=2),
             gate=self._traced("gate", ops.gate),
             moe=self._traced("moe", ops.moe, experts_at=1),
@@ -264,11 +306,15 @@ class _Tracer:
             marks = sum(_marks(part) for part in (out if isinstance(out, tuple) else (out,)))
             layer = None if layer_at is None else arguments[layer_at]
             if view_at is not None:  # what it stored is part of what it gave
-                marks = marks + 3 * _stored_marks(arguments[view_at], arguments[layer_at or 0], self._batch.positions)
+                marks = marks + 3 * _stored_marks(
+                    arguments[view_at], arguments[layer_at or 0], self._batch.positions
+                )
             name = operation
             if weight_at is not None:
                 weight = arguments[weight_at]
-                param = self._names.get(id(weight.weight if isinstance(weight, Norm) else weight), "rounding")
+                param = self._names.get(
+                    id(weight.weight if isinstance(weight, Norm) else weight), "rounding"
+                )
                 layer, param = _split(param)
                 name = f"{operation} ({param})"
             if experts_at is not None:
@@ -280,7 +326,9 @@ class _Tracer:
 
 
 def _plain(ops: Ops, dtype: torch.dtype) -> Ops:
-    """For single calls: a backend that compiles leaves products in float32 and has the gate round them."""
+    """For single calls: a backend that compiles leaves products in float32 and has the gate round
+    them.
+    """
     if ops.compile is None:
         return ops
     gate: Callable[..., Tensor] = ops.gate
@@ -304,14 +352,20 @@ def _name_layers(trace: _Trace) -> None:
 
 
 def _stored_marks(view: Any, layer: int, slots: Tensor) -> Tensor:
-    """Marks of the keys and values at slots [N]; the block table is 0, 1, 2 ..., so that slots are positions."""
+    """Marks of the keys and values at slots [N]; the block table is 0, 1, 2 ..., so that slots are
+    positions.
+    """
     keys, values = view.gather(layer, slots)  # [kv heads, N, head_dim]
     return _marks(torch.cat([keys, values]).transpose(0, 1))
 
 
 def _marks(rows: Tensor) -> Tensor:
-    """A number for each row that its bits decide: int64 [N, ...] -> [N]. Integer sums know no order."""
+    """A number for each row that its bits decide: int64 [N, ...] -> [N]. Integer sums know no
+    order.
+    """
     bits = rows.contiguous().view(len(rows), -1)
     bits = bits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]).long()
-    factors = torch.randint(-(2**62), 2**62, (bits.shape[1],), generator=torch.Generator().manual_seed(bits.shape[1]))
+    factors = torch.randint(
+        -(2**62), 2**62, (bits.shape[1],), generator=torch.Generator().manual_seed(bits.shape[1])
+    )
     return (bits * (2 * factors + 1).to(bits.device)).sum(dim=1)

@@ -1,4 +1,6 @@
-"""The weights of a trainer's `transformers` model as an engine takes them: whole, under the checkpoint's names."""
+"""The weights of a trainer's `transformers` model as an engine takes them: whole, under the
+checkpoint's names.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,29 +12,48 @@ from torch import Tensor, nn
 from nano_inference.errors import ConfigError
 
 # How accelerate calls the set-ups in which every process holds all weights.
-_WHOLE = frozenset({"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA"})
+_WHOLE = frozenset(
+    {
+        "NO",
+        "MULTI_CPU",
+        "MULTI_GPU",
+        "MULTI_NPU",
+        "MULTI_XPU",
+        "MULTI_MLU",
+        "MULTI_MUSA",
+        "MULTI_SDAA",
+    }
+)
 
 
 def require_whole(accelerator: Any) -> None:
-    """Raise `ConfigError` where a process of this `accelerate.Accelerator` holds only a part of the model."""
+    """Raise `ConfigError` where a process of this `accelerate.Accelerator` holds only a part of the
+    model.
+    """
     kind = accelerator.distributed_type
     name = str(getattr(kind, "value", kind))
     if name not in _WHOLE:
         raise ConfigError(
-            f"a trainer under {name} holds only a part of the weights in each process, and this engine is given them "
+            f"a trainer under {name} holds only a part of the weights in each process, and this "
+            "engine is given them "
             "whole; train in one process, or data-parallel (DDP)."
         )
 
 
 @contextmanager
 def whole_weights(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Tensors by the checkpoint's names, as the model computes with them; valid until the context ends.
+    """Tensors by the checkpoint's names, as the model computes with them; valid until the context
+    ends.
 
-    Adapters (PEFT) are merged into what they adapt meanwhile; after it the model has its own bits again. Raises
-    `ConfigError` for a model whose weights cannot be told: a quantized one, an adapter that is no change of weights.
+    Adapters (PEFT) are merged into what they adapt meanwhile; after it the model has its own bits
+    again. Raises `ConfigError` for a model whose weights cannot be told: a quantized one, an
+    adapter that is no change of weights.
     """
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
-        raise ConfigError("the trainer's model is quantized (4 or 8 bit); load it unquantized to hand on its weights.")
+        raise ConfigError(
+            "the trainer's model is quantized (4 or 8 bit); load it unquantized to hand on its "
+            "weights."
+        )
     if not hasattr(model, "peft_config"):
         yield dict(model.state_dict())
         return
@@ -44,15 +65,25 @@ def whole_weights(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 def _merged(model: Any) -> Iterator[dict[str, Tensor]]:
     """State of a `PeftModel` with its active adapters merged, under the names of the base model."""
     if not hasattr(model, "merge_adapter"):
-        kinds = ", ".join(sorted({str(getattr(c, "peft_type", c)) for c in model.peft_config.values()}))
-        raise ConfigError(f"an adapter of type {kinds} cannot be merged into weights; use LoRA, or train all weights.")
+        kinds = ", ".join(
+            sorted({str(getattr(c, "peft_type", c)) for c in model.peft_config.values()})
+        )
+        raise ConfigError(
+            f"an adapter of type {kinds} cannot be merged into weights; use LoRA, or train all "
+            "weights."
+        )
     inside: Mapping[str, Tensor] = model.get_base_model().state_dict()
     prefix: str = model.base_model.prefix
-    # Merging adds and unmerging subtracts, which is not exact: what is touched is put back as it was.
+    # Merging adds and unmerging subtracts, which is not exact: what is touched is put back as it
+    # was.
     kept = {name: tensor.clone() for name, tensor in inside.items() if ".base_layer." in name}
     try:
         model.merge_adapter()
-        yield {_base_name(name): tensor for name, tensor in inside.items() if not _is_adapter(name, prefix)}
+        yield {
+            _base_name(name): tensor
+            for name, tensor in inside.items()
+            if not _is_adapter(name, prefix)
+        }
     finally:
         model.unmerge_adapter()
         with torch.no_grad():
@@ -65,7 +96,8 @@ def _is_adapter(name: str, prefix: str) -> bool:
 
 
 def _base_name(name: str) -> str:
-    """`model.layers.0.mlp.up_proj.base_layer.weight`, `lm_head.modules_to_save.default.weight`: without what PEFT adds.
+    """`model.layers.0.mlp.up_proj.base_layer.weight`, `lm_head.modules_to_save.default.weight`:
+    without what PEFT adds.
 
     A module that is trained whole stands under the name of its adapter.
     """

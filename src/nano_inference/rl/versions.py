@@ -1,4 +1,6 @@
-"""Decoders of an engine's policy by weight version: the engine's own weights, and those that a caller brings."""
+"""Decoders of an engine's policy by weight version: the engine's own weights, and those that a
+caller brings.
+"""
 
 import os
 from collections import OrderedDict
@@ -15,32 +17,45 @@ from nano_inference.models.fused_names import fused_tensors, unfused
 from nano_inference.models.loading import load_params, resolve_model
 from nano_inference.models.weights import TIED, WEIGHT_DTYPES, allocate, param_table, slots, write
 
-# What a caller says of versions that the engine does not serve: each a whole state dict or a model's folder. Or a
-# function that gives one, and raises LookupError for a version that it does not know.
+# What a caller says of versions that the engine does not serve: each a whole state dict or a
+# model's folder. Or a function that gives one, and raises LookupError for a version that it does
+# not know.
 Weights = Mapping[int, Any] | Callable[[int], Any]
 
-MOST_COPIES = 2  # whole copies of the weights in memory at once; a sample mixes two versions more often than three
+# whole copies of the weights in memory at once; a sample mixes two versions more often than three
+MOST_COPIES = 2
 
 
 class VersionedDecoders:
-    """Decoders by weight version, which share the engine's tables and operations but none of its KV tensors."""
+    """Decoders by weight version, which share the engine's tables and operations but none of its KV
+    tensors.
+    """
 
     def __init__(self, engine: InferenceEngine, weights: Weights | None = None) -> None:
         self._engine = engine
         self._weights: Weights = {} if weights is None else weights
-        self._loaded: OrderedDict[int, dict[str, Any]] = OrderedDict()  # the one used last at its end
+        # the one used last at its end
+        self._loaded: OrderedDict[int, dict[str, Any]] = OrderedDict()
         self._decoders: dict[int, Decoder] = {}
 
     def require(self, versions: Iterable[int]) -> None:
-        """Raise `InvalidRequest` that names all of these versions that are not there. A function is asked later."""
+        """Raise `InvalidRequest` that names all of these versions that are not there. A function is
+        asked later.
+        """
         if isinstance(self._weights, Mapping):
             serving = self._engine.get_weight_version()
-            missing = [version for version in sorted(set(versions)) if version not in {serving, *self._weights}]
+            missing = [
+                version
+                for version in sorted(set(versions))
+                if version not in {serving, *self._weights}
+            ]
             if missing:
                 raise self._missing(missing)
 
     def get(self, version: int) -> Decoder:
-        """The decoder of a version, good until `renew`. Weights that were given go before the engine's own."""
+        """The decoder of a version, good until `renew`. Weights that were given go before the
+        engine's own.
+        """
         if version not in self._decoders:
             self._decoders[version] = self._engine.model.twin(self._params(version))
         if version in self._loaded:
@@ -48,7 +63,9 @@ class VersionedDecoders:
         return self._decoders[version]
 
     def renew(self) -> None:
-        """Forget the decoders, not the weights that were loaded: KV tensors or the engine's weights have moved."""
+        """Forget the decoders, not the weights that were loaded: KV tensors or the engine's weights
+        have moved.
+        """
         self._decoders.clear()
 
     def _params(self, version: int) -> dict[str, Any] | None:
@@ -66,7 +83,9 @@ class VersionedDecoders:
         model = self._engine.model
         if isinstance(given, str | os.PathLike):
             folder = resolve_model(os.fspath(given))
-            self._loaded[version] = load_params(folder, model.spec, model.dtype, model.device, model.ops.allocate)
+            self._loaded[version] = load_params(
+                folder, model.spec, model.dtype, model.device, model.ops.allocate
+            )
         else:
             self._loaded[version] = _params_of(given, model, version)
         return self._loaded[version]
@@ -82,37 +101,46 @@ class VersionedDecoders:
     def _missing(self, versions: Sequence[int]) -> InvalidRequest:
         names = ", ".join(map(str, versions))
         return InvalidRequest(
-            f"the weights of version{'s' if len(versions) > 1 else ''} {names} are needed, were not given, and the "
+            f"the weights of version{'s' if len(versions) > 1 else ''} {names} are needed, were "
+            "not given, and the "
             f"engine serves version {self._engine.get_weight_version()}; pass weights by version."
         )
 
 
 def _params_of(weights: Any, model: Decoder, version: int) -> dict[str, Any]:
-    """A state dict as the decoder reads it. Raises `WeightUpdateError` unless it is whole and fits."""
+    """A state dict as the decoder reads it. Raises `WeightUpdateError` unless it is whole and
+    fits.
+    """
     table = param_table(model.spec)
     places = slots(table)
     if not isinstance(weights, Mapping):
         raise WeightUpdateError(
-            f"the weights of version {version} are a {type(weights).__name__}; give a state dict or a model's folder."
+            f"the weights of version {version} are a {type(weights).__name__}; give a state dict "
+            "or a model's folder."
         )
     fused = fused_tensors({name: slot.shape for name, slot in places.items()})
     named = [pair for name, tensor in weights.items() for pair in unfused(fused, name, tensor)]
     given = {name: tensor for name, tensor in named if name in places or name not in TIED}
     for name, tensor in given.items():
         if name not in places:
-            raise WeightUpdateError(f"weights of version {version}: {name!r} is not a tensor of this model.")
+            raise WeightUpdateError(
+                f"weights of version {version}: {name!r} is not a tensor of this model."
+            )
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != places[name].shape:
             what = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise WeightUpdateError(
-                f"weights of version {version}: {name!r} is {what}, expected a tensor {places[name].shape}."
+                f"weights of version {version}: {name!r} is {what}, expected a tensor "
+                f"{places[name].shape}."
             )
         if tensor.dtype not in WEIGHT_DTYPES:
             raise WeightUpdateError(
-                f"weights of version {version}: {name!r} is {tensor.dtype}, expected floating point numbers."
+                f"weights of version {version}: {name!r} is {tensor.dtype}, expected floating "
+                "point numbers."
             )
     if absent := places.keys() - given.keys():
         raise WeightUpdateError(
-            f"weights of version {version}: {min(absent)!r} is missing ({len(absent)} of {len(places)} are); a replay "
+            f"weights of version {version}: {min(absent)!r} is missing ({len(absent)} of "
+            f"{len(places)} are); a replay "
             "needs all of them, not only what an update changed."
         )
     params = allocate(table, model.dtype, model.device, model.ops.allocate)

@@ -1,4 +1,5 @@
-"""top_k, top_p, min_p: which tokens of a row stay in the race. Every row for itself, ties by lower id.
+"""top_k, top_p, min_p: which tokens of a row stay in the race. Every row for itself, ties by lower
+id.
 
 Each works on what the one before left. The first token always stays, masked tokens (-inf) never do.
 """

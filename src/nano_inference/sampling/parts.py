@@ -1,8 +1,9 @@
-"""The draw where each rank holds the logits of a part of the vocabulary: the reference, to the bit that of one rank.
+"""The draw where each rank holds the logits of a part of the vocabulary: the reference, to the bit
+that of one rank.
 
-What ranks tell each other is maxima, sums of blocks and each rank's best token. `sample_part` and `score_part` are
-generators: they yield what the others are to know, of one shape on all ranks, and are sent what all ranks yielded, in
-the order of the vocabulary.
+What ranks tell each other is maxima, sums of blocks and each rank's best token. `sample_part` and
+`score_part` are generators: they yield what the others are to know, of one shape on all ranks, and
+are sent what all ranks yielded, in the order of the vocabulary.
 """
 
 from collections.abc import Generator, Sequence
@@ -64,7 +65,9 @@ class VocabPart(NamedTuple):
         return Entries(rows[inside], ids[inside] - self.first, values[inside])
 
 
-def sample_part(logits: Tensor, batch: SamplingBatch, part: VocabPart) -> Generator[Tensor, list[Tensor], Draw]:
+def sample_part(
+    logits: Tensor, batch: SamplingBatch, part: VocabPart
+) -> Generator[Tensor, list[Tensor], Draw]:
     """Draw one token for each sample, as `sample` does from the logits of all ranks.
 
     Args:
@@ -98,24 +101,32 @@ def _sample_tile(
     noise = exponential_noise(batch.noise_keys, part.size, part.first)
     values = torch.where(greedy[:, None], scaled, odds / noise)
     tokens = values.argmax(dim=-1)
-    best = torch.stack([each.gather(1, tokens[:, None])[:, 0] for each in (values, scaled, own)])  # [3, R]
+    # [3, R]
+    best = torch.stack([each.gather(1, tokens[:, None])[:, 0] for each in (values, scaled, own)])
     sums = [_sums(odds, part)]
     if batch.any_raw:
         sums.append(_sums(torch.exp(own - raw_highest[:, None]), part))
     uncut_top = _scaled_highest(uncut_highest, temperatures)
     if batch.masks:
-        sums.append(_sums(torch.exp(divide(uncut, temperatures, uncut_highest) - uncut_top[:, None]), part))
-    ids = (tokens + part.first).to(torch.int32).view(torch.float32)  # ids as they are, in a tensor of floats
+        sums.append(
+            _sums(torch.exp(divide(uncut, temperatures, uncut_highest) - uncut_top[:, None]), part)
+        )
+    # ids as they are, in a tensor of floats
+    ids = (tokens + part.first).to(torch.int32).view(torch.float32)
     gathered = yield torch.cat([best.T, ids[:, None], *sums], dim=1)
     bests = torch.stack([each[:, :4] for each in gathered])  # [ranks, R, 4]
     winner = bests[:, :, 0].argmax(dim=0)  # of equals the first, which has the lower ids
-    _, chosen, raw_logit, ids = bests.gather(0, winner[None, :, None].expand(1, -1, 4))[0].unbind(dim=1)
+    _, chosen, raw_logit, ids = bests.gather(0, winner[None, :, None].expand(1, -1, 4))[0].unbind(
+        dim=1
+    )
     log_sums = _log_sums([each[:, 4:] for each in gathered], part, len(sums))
     logprobs, raw = (chosen - top) - log_sums[0], torch.zeros_like(chosen)
     mass = torch.zeros_like(chosen)
     if batch.masks:
         ratio = (top + log_sums[0]) - (uncut_top + log_sums[-1])
-        mass = torch.where(greedy, 0.0, (ratio + distance(highest, uncut_highest, temperatures)).clamp(max=0.0))
+        mass = torch.where(
+            greedy, 0.0, (ratio + distance(highest, uncut_highest, temperatures)).clamp(max=0.0)
+        )
         logprobs = torch.where(mass.isnan(), torch.nan, logprobs)
     if batch.any_raw:
         raw = (raw_logit - raw_highest) - log_sums[1]
@@ -126,10 +137,13 @@ def _sample_tile(
 def score_part(
     logits: Tensor, token_ids: Tensor, temperatures: Tensor, part: VocabPart
 ) -> Generator[Tensor, list[Tensor], Tensor]:
-    """Logprobs of given tokens [L] under softmax of the logits of all ranks over the temperatures."""
+    """Logprobs of given tokens [L] under softmax of the logits of all ranks over the
+    temperatures.
+    """
     highest = torch.stack((yield logits.amax(dim=-1))).amax(dim=0)
     scaled, top = divide(logits, temperatures, highest), _scaled_highest(highest, temperatures)
-    places = (token_ids - part.first).clamp(0, part.size - 1)  # of a token that is another's: anything
+    # of a token that is another's: anything
+    places = (token_ids - part.first).clamp(0, part.size - 1)
     chosen = scaled.gather(1, places[:, None])
     gathered = yield torch.cat([chosen, _sums(torch.exp(scaled - top[:, None]), part)], dim=1)
     ends = torch.tensor(part.bounds[1:], device=logits.device)
@@ -139,8 +153,8 @@ def score_part(
 
 
 def _edited(own: Tensor, batch: SamplingBatch, part: VocabPart) -> tuple[Tensor, Tensor]:
-    """This rank's tokens after bias, penalties and masks, and without masks. What some rank's tokens need is done to
-    all.
+    """This rank's tokens after bias, penalties and masks, and without masks. What some rank's
+    tokens need is done to all.
     """
     names = ("bias", "allowed", "banned", "counts")
     local = replace(batch, **{name: part.own(getattr(batch, name)) for name in names})
@@ -148,7 +162,10 @@ def _edited(own: Tensor, batch: SamplingBatch, part: VocabPart) -> tuple[Tensor,
     for stage in (Bias, Penalties, Masks):
         if stage.used(batch):
             stage.apply(distribution, local)
-    return distribution.logits, distribution.logits if distribution.uncut is None else distribution.uncut
+    return (
+        distribution.logits,
+        distribution.logits if distribution.uncut is None else distribution.uncut,
+    )
 
 
 def _scaled_highest(highest: Tensor, temperatures: Tensor) -> Tensor:
@@ -157,16 +174,24 @@ def _scaled_highest(highest: Tensor, temperatures: Tensor) -> Tensor:
 
 
 def _sums(weights: Tensor, part: VocabPart) -> Tensor:
-    """Sums of this rank's blocks, with room for those of the rank that has most. [R, v] -> [R, B]."""
+    """Sums of this rank's blocks, with room for those of the rank that has most. [R, v] -> [R,
+    B].
+    """
     sums = block_sums(weights)
     return functional.pad(sums, (0, max(part.num_blocks(VOCAB_BLOCK)) - sums.shape[1]))
 
 
 def _log_sums(gathered: Sequence[Tensor], part: VocabPart, count: int) -> list[Tensor]:
-    """Logs of the sums of all blocks in the order of the vocabulary, [R]; `count` of them lie side by side."""
+    """Logs of the sums of all blocks in the order of the vocabulary, [R]; `count` of them lie side
+    by side.
+    """
     counts = part.num_blocks(VOCAB_BLOCK)
     chunks = [each.chunk(count, dim=1) for each in gathered]
     return [
-        torch.log(torch.cat([own[i][:, :size] for own, size in zip(chunks, counts, strict=True)], dim=1).sum(dim=-1))
+        torch.log(
+            torch.cat(
+                [own[i][:, :size] for own, size in zip(chunks, counts, strict=True)], dim=1
+            ).sum(dim=-1)
+        )
         for i in range(count)
     ]

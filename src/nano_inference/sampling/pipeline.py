@@ -1,4 +1,6 @@
-"""`SamplingPipeline`: the table of what happens to logits before a token is drawn. Every row for itself."""
+"""`SamplingPipeline`: the table of what happens to logits before a token is drawn. Every row for
+itself.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,7 +19,8 @@ class Distribution:
     Attributes:
         logits: float32 [R, V], -inf where masks cut, not cut by filters.
         uncut: the same without masks, float32 [R, V]; None: nothing is masked.
-        below: once temperature is applied, how far the highest of `logits` lies below that of `uncut`, float32 [R].
+        below: once temperature is applied, how far the highest of `logits` lies below that of
+            `uncut`, float32 [R].
     """
 
     def __init__(self, logits: Tensor) -> None:
@@ -34,10 +37,14 @@ class Distribution:
         return self._ranking
 
     def kept(self, exempt: Tensor) -> Tensor | None:
-        """What the filters kept, bool [R, V]; all of rows that are `exempt`, bool [R]. None: nothing filtered."""
+        """What the filters kept, bool [R, V]; all of rows that are `exempt`, bool [R]. None:
+        nothing filtered.
+        """
         if self._ranking is None:
             return None
-        kept = torch.zeros_like(self._ranking.keep).scatter_(1, self._ranking.ids, self._ranking.keep)
+        kept = torch.zeros_like(self._ranking.keep).scatter_(
+            1, self._ranking.ids, self._ranking.keep
+        )
         return kept | exempt[:, None]
 
 
@@ -58,17 +65,24 @@ class Stage(NamedTuple):
 class SamplingPipeline:
     """Stages, applied in the order of the list.
 
-    The engine draws with `STANDARD`, always. A pipeline of your own shapes rows of your own: a trainer's logits, say.
+    The engine draws with `STANDARD`, always. A pipeline of your own shapes rows of your own: a
+    trainer's logits, say.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = tuple(stages)
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """Logits of the distribution that is drawn from: float32 [R, V] -> [R, V], -inf for what was cut."""
+        """Logits of the distribution that is drawn from: float32 [R, V] -> [R, V], -inf for what
+        was cut.
+        """
         distribution = self.run(logits, batch)
         kept = distribution.kept(exempt=batch.temperature == 0)
-        return distribution.logits if kept is None else distribution.logits.masked_fill(~kept, -torch.inf)
+        return (
+            distribution.logits
+            if kept is None
+            else distribution.logits.masked_fill(~kept, -torch.inf)
+        )
 
     def run(self, logits: Tensor, batch: SamplingBatch) -> Distribution:
         """The rows after all stages. `logits` is not written to."""
@@ -80,9 +94,9 @@ class SamplingPipeline:
 
 
 def divide(logits: Tensor, temperatures: Tensor, highest: Tensor | None = None) -> Tensor:
-    """Logits over temperature, [R, V] over [R] (none 0), the highest of each row set to 0 before: a low temperature
-    would else cost digits or overflow, and so would one that float32 cannot hold. `highest` [R] is known where these
-    are only a part of a row.
+    """Logits over temperature, [R, V] over [R] (none 0), the highest of each row set to 0 before: a
+    low temperature would else cost digits or overflow, and so would one that float32 cannot hold.
+    `highest` [R] is known where these are only a part of a row.
     """
     highest = logits.amax(dim=-1) if highest is None else highest
     bounds = torch.finfo(torch.float32)
@@ -91,8 +105,12 @@ def divide(logits: Tensor, temperatures: Tensor, highest: Tensor | None = None) 
 
 
 def distance(highest: Tensor, above: Tensor, temperatures: Tensor) -> Tensor:
-    """How far one maximum lies below another at a temperature, as a number that float32 can hold: three of [R]."""
-    return divide(highest[:, None], temperatures, above)[:, 0].clamp(min=torch.finfo(torch.float32).min)
+    """How far one maximum lies below another at a temperature, as a number that float32 can hold:
+    three of [R].
+    """
+    return divide(highest[:, None], temperatures, above)[:, 0].clamp(
+        min=torch.finfo(torch.float32).min
+    )
 
 
 def _bias(distribution: Distribution, batch: SamplingBatch) -> None:
@@ -117,7 +135,9 @@ def _masks(distribution: Distribution, batch: SamplingBatch) -> None:
 def _temperature(distribution: Distribution, batch: SamplingBatch) -> None:
     temperatures = torch.where(batch.temperature == 0, 1.0, batch.temperature)
     if distribution.uncut is not None:
-        distribution.below = distance(distribution.logits.amax(dim=-1), distribution.uncut.amax(dim=-1), temperatures)
+        distribution.below = distance(
+            distribution.logits.amax(dim=-1), distribution.uncut.amax(dim=-1), temperatures
+        )
         distribution.uncut = divide(distribution.uncut, temperatures)
     distribution.logits = divide(distribution.logits, temperatures)
 

@@ -1,4 +1,6 @@
-"""The draw: the pipeline, then the race; with the logprob of what won. The reference for every backend."""
+"""The draw: the pipeline, then the race; with the logprob of what won. The reference for every
+backend.
+"""
 
 from dataclasses import dataclass
 
@@ -35,8 +37,13 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Draw:
     """
     num = len(batch)
     whole = slice(0, num)
-    tiles = [slice(start, min(start + ROW_TILE, num)) for start in range(0, num, ROW_TILE)] or [whole]
-    draws = [_sample(logits[batch.rows[tile]], batch if tile == whole else batch.tile(tile)) for tile in tiles]
+    tiles = [slice(start, min(start + ROW_TILE, num)) for start in range(0, num, ROW_TILE)] or [
+        whole
+    ]
+    draws = [
+        _sample(logits[batch.rows[tile]], batch if tile == whole else batch.tile(tile))
+        for tile in tiles
+    ]
     columns = zip(*draws, strict=True)
     return Draw(*(None if column[0] is None else torch.cat(column) for column in columns))  # pyright: ignore
 
@@ -53,19 +60,30 @@ def _sample(own: Tensor, batch: SamplingBatch) -> tuple[Tensor | None, ...]:
     tokens, logprobs, normaliser = race(raced, batch.noise_keys)
     if kept is not None or distribution.uncut is not None:
         mass = torch.where(greedy, 0.0, log_kept_mass(normaliser, distribution))
-        logprobs = torch.where(mass.isnan(), torch.nan, logprobs)  # a row that is not finite where masks cut it
+        # a row that is not finite where masks cut it
+        logprobs = torch.where(mass.isnan(), torch.nan, logprobs)
     raw = torch.zeros_like(logprobs)
     if batch.any_greedy:
         tokens = torch.where(greedy, scaled.argmax(dim=-1), tokens)
     if batch.any_raw:
         raw = gather_logprobs(own, tokens)
         logprobs = torch.where(greedy, raw, logprobs)
-    shown = torch.where(greedy[:, None], own, raced) if batch.most_top and batch.any_greedy else raced
-    return tokens, logprobs, raw, mass, kept if batch.any_mask else None, *best_tokens(shown, batch.most_top)
+    shown = (
+        torch.where(greedy[:, None], own, raced) if batch.most_top and batch.any_greedy else raced
+    )
+    return (
+        tokens,
+        logprobs,
+        raw,
+        mass,
+        kept if batch.any_mask else None,
+        *best_tokens(shown, batch.most_top),
+    )
 
 
 def log_kept_mass(normaliser: Tensor, distribution: Distribution) -> Tensor:
-    """Log of the mass that masks and filters left of the distribution at its temperature, at most 0.
+    """Log of the mass that masks and filters left of the distribution at its temperature, at most
+    0.
 
     The maxima are subtracted apart from the sums, so that a part of e**-300 is no log of 0.
 
@@ -90,20 +108,24 @@ def race(logits: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, (chosen - highest) - log_sum, highest + log_sum
 
 
-def sample_with_logprobs(logits: Tensor, temperatures: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def sample_with_logprobs(
+    logits: Tensor, temperatures: Tensor, noise: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw one token a row, with its logprob. Temperature 0 is greedy, its logprob the model's own.
 
     Args:
         logits: [batch, vocab_size], any floating dtype.
         temperatures: [batch], none negative.
-        noise: [batch, 2] keys as `sampling.noise.noise_keys` makes them: the same keys draw the same tokens. None
-            draws fresh ones from torch's default generator.
+        noise: [batch, 2] keys as `sampling.noise.noise_keys` makes them: the same keys draw the
+            same tokens. None draws fresh ones from torch's default generator.
 
     Returns:
         token ids int64 [batch] and logprobs float32 [batch].
     """
     if logits.dim() != 2 or temperatures.shape != logits.shape[:1]:
-        raise ValueError(f"logits {tuple(logits.shape)} need temperatures of shape [{len(logits)}].")
+        raise ValueError(
+            f"logits {tuple(logits.shape)} need temperatures of shape [{len(logits)}]."
+        )
     if not bool((temperatures >= 0).all()):
         raise ValueError("temperatures must be at least 0.")
     logits = logits.float()

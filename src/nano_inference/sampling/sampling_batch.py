@@ -42,12 +42,18 @@ class Entries(NamedTuple):
         """The entries of some rows, counted from the first of these."""
         bounds = torch.tensor([rows.start, rows.stop], device=self.rows.device)
         first, last = torch.searchsorted(self.rows, bounds).tolist()
-        return Entries(self.rows[first:last] - rows.start, self.ids[first:last], self.values[first:last])
+        return Entries(
+            self.rows[first:last] - rows.start, self.ids[first:last], self.values[first:last]
+        )
 
     def of(self, rows: Tensor) -> "Entries":
         """The entries of some rows, which rise, counted as they stand there."""
         places = torch.searchsorted(rows, self.rows)
-        found = rows[places.clamp(max=max(len(rows) - 1, 0))] == self.rows if len(rows) else self.rows < 0
+        found = (
+            rows[places.clamp(max=max(len(rows) - 1, 0))] == self.rows
+            if len(rows)
+            else self.rows < 0
+        )
         return Entries(places[found], self.ids[found], self.values[found])
 
 
@@ -69,17 +75,21 @@ class SamplingBatch:
     repetition: Tensor  # [R]
     noise_keys: Tensor  # [R, 2] values of 32 bits, from sampling.noise
     bias: Entries  # added to logits
-    allowed: Entries  # the only tokens that may be drawn, in rows that `restricted` names; values are 0
+    # the only tokens that may be drawn, in rows that `restricted` names; values are 0
+    allowed: Entries
     banned: Entries  # tokens that may not be drawn; values are 0
     restricted: Tensor  # bool [R]
-    counts: Entries  # how often the completion holds a token; tokens of the prompt that it does not hold count 0
+    # how often the completion holds a token; tokens of the prompt that it does not hold count 0
+    counts: Entries
     any_filter: bool  # some sample has top_k, top_p or min_p
     any_greedy: bool
     any_raw: bool  # some sample wants raw logprobs (greedy ones always do)
     any_mask: bool  # some sample wants to know what the filters kept
     most_top: int  # best tokens that some sample wants to see; 0: none
-    # What the noise keys come from, always on the host: who keeps them on a device makes the keys of later positions.
-    streams: Tensor = _NONE  # int64 [R], the bits of `noise_streams`; the same object while the samples are the same
+    # What the noise keys come from, always on the host: who keeps them on a device makes the keys
+    # of later positions. int64 [R], the bits of `noise_streams`; the same object while the samples
+    # are the same
+    streams: Tensor = _NONE
     positions: Tensor = _NONE  # [R] of the tokens to draw
 
     def __len__(self) -> int:
@@ -99,14 +109,18 @@ class SamplingBatch:
         """Some of the samples."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         cut = {name: part[rows] for name, part in parts.items() if isinstance(part, Tensor)}
-        cut |= {name: part.of_rows(rows) for name, part in parts.items() if isinstance(part, Entries)}
+        cut |= {
+            name: part.of_rows(rows) for name, part in parts.items() if isinstance(part, Entries)
+        }
         return replace(self, **cut)
 
     def select(self, samples: Tensor) -> "SamplingBatch":
         """Some of the samples, rising places int64 [n]; what is said of a whole batch stays."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         cut: dict[str, Any] = {
-            name: part[samples] for name, part in parts.items() if isinstance(part, Tensor) and len(part) == len(self)
+            name: part[samples]
+            for name, part in parts.items()
+            if isinstance(part, Tensor) and len(part) == len(self)
         }
         cut |= {name: part.of(samples) for name, part in parts.items() if isinstance(part, Entries)}
         return replace(self, **cut)
@@ -128,7 +142,9 @@ class SamplingBatch:
 
 
 Pairs = tuple[np.ndarray, np.ndarray]  # token ids int64, values float32
-NO_ENTRIES = Entries(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+NO_ENTRIES = Entries(
+    torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+)
 _MOST = 2**31  # as good as any larger number of tokens
 _RECORD = np.dtype(
     [
@@ -154,7 +170,9 @@ _RECORD = np.dtype(
 
 
 class TokenCounts:
-    """How often a completion holds each token, counted as it grows: O(1) a token. The prompt's tokens begin at 0."""
+    """How often a completion holds each token, counted as it grows: O(1) a token. The prompt's
+    tokens begin at 0.
+    """
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.length = 0  # tokens of the completion that are counted
@@ -168,7 +186,10 @@ class TokenCounts:
         for token_id in token_ids:
             place = self._places.setdefault(token_id, len(self._places))
             if place == len(self._ids):
-                self._ids, self._counts = _longer(self._ids, place + 1), _longer(self._counts, place + 1)
+                self._ids, self._counts = (
+                    _longer(self._ids, place + 1),
+                    _longer(self._counts, place + 1),
+                )
             self._ids[place] = token_id
             self._counts[place] += 1
 
@@ -178,17 +199,23 @@ class TokenCounts:
 
 
 class SamplingTable:
-    """How samples are drawn: what their parameters say, read once, one record a slot; the caller hands out slots."""
+    """How samples are drawn: what their parameters say, read once, one record a slot; the caller
+    hands out slots.
+    """
 
     def __init__(self) -> None:
         self._records = np.zeros(0, dtype=_RECORD)
-        self._drawn: np.ndarray | None = None  # the slots of the last draw, and what `_parameters` says of them
+        # the slots of the last draw, and what `_parameters` says of them
+        self._drawn: np.ndarray | None = None
         self._same: tuple[dict[str, Any], np.ndarray] = ({}, np.zeros(0, dtype=np.uint64))
-        self._bias: dict[int, Mapping[int, float]] = {}  # by slot, as all below: of those that have some
+        # by slot, as all below: of those that have some
+        self._bias: dict[int, Mapping[int, float]] = {}
         self._allowed: dict[int, Pairs] = {}
         self._counts: dict[int, TokenCounts] = {}
 
-    def put(self, slot: int, params: SamplingParams, seed: int, sample_index: int, prompt: Sequence[int]) -> None:
+    def put(
+        self, slot: int, params: SamplingParams, seed: int, sample_index: int, prompt: Sequence[int]
+    ) -> None:
         """Fill a slot, whatever it held. The completion is still empty: see `count`."""
         self._drawn = None
         self._records = _longer(self._records, slot + 1)
@@ -219,12 +246,18 @@ class SamplingTable:
             self._counts[slot] = TokenCounts(prompt if params.repetition_penalty != 1 else ())
 
     def penalized(self, slots: np.ndarray) -> list[tuple[int, TokenCounts]]:
-        """Which of these have penalties, by their place here: their counts must be up to date before the draw."""
+        """Which of these have penalties, by their place here: their counts must be up to date
+        before the draw.
+        """
         places = np.flatnonzero(self._records["penalizes"][slots]).tolist()
         return [(place, self._counts[slots[place]]) for place in places]
 
     def batch(
-        self, slots: np.ndarray, rows: np.ndarray, positions: np.ndarray, banned: Mapping[int, Iterable[int]]
+        self,
+        slots: np.ndarray,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        banned: Mapping[int, Iterable[int]],
     ) -> SamplingBatch:
         """One token of each of these slots.
 
@@ -241,18 +274,33 @@ class SamplingTable:
             rows=torch.from_numpy(rows),
             noise_keys=torch.from_numpy(stream_keys(streams, positions.astype(np.uint64))),
             positions=torch.from_numpy(positions),
-            counts=_entries(*zip(*[(i, counts.pairs()) for i, counts in self.penalized(slots)], strict=True)),
+            counts=_entries(
+                *zip(*[(i, counts.pairs()) for i, counts in self.penalized(slots)], strict=True)
+            ),
             **parameters,
         )
         return replace(batch, banned=_banned_entries(banned)) if banned else batch
 
     def _parameters(self, slots: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
-        """The fields of a batch that stay while the same samples are drawn, and the streams of their noise."""
+        """The fields of a batch that stay while the same samples are drawn, and the streams of
+        their noise.
+        """
         record = self._records[slots]
-        columns = ("temperature", "top_k", "top_p", "min_p", "presence", "frequency", "repetition", "restricted")
+        columns = (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "presence",
+            "frequency",
+            "repetition",
+            "restricted",
+        )
         fixed: dict[str, Any] = {name: torch.from_numpy(record[name].copy()) for name in columns}
         restricted = np.flatnonzero(record["restricted"]).tolist()
-        fixed |= {f"any_{name}": bool(record[name].any()) for name in ("filter", "greedy", "raw", "mask")}
+        fixed |= {
+            f"any_{name}": bool(record[name].any()) for name in ("filter", "greedy", "raw", "mask")
+        }
         fixed["most_top"] = int(record["top"].max(initial=0))
         fixed["allowed"] = _entries(restricted, [self._allowed[slots[i]] for i in restricted])
         biased = np.flatnonzero(record["biased"]).tolist()
@@ -272,13 +320,18 @@ def sampling_batch(draws: Sequence[DrawRequest]) -> SamplingBatch:
     for place, counts in table.penalized(slots):
         counts.add(draws[place].completion)
     rows, positions = (
-        np.array(column, dtype=np.int64) for column in ([d.row for d in draws], [d.key[2] for d in draws])
+        np.array(column, dtype=np.int64)
+        for column in ([d.row for d in draws], [d.key[2] for d in draws])
     )
-    return table.batch(slots, rows, positions, {i: draw.banned for i, draw in enumerate(draws) if draw.banned})
+    return table.batch(
+        slots, rows, positions, {i: draw.banned for i, draw in enumerate(draws) if draw.banned}
+    )
 
 
 def greedy_batch(num_rows: int, most_top: int) -> SamplingBatch:
-    """The most probable token of each of so many rows, and with it the `most_top` best under the model's own logits."""
+    """The most probable token of each of so many rows, and with it the `most_top` best under the
+    model's own logits.
+    """
     table = SamplingTable()
     table.put(0, SamplingParams(temperature=0, top_logprobs=most_top), 0, 0, ())
     slots = np.zeros(num_rows, dtype=np.int64)
@@ -307,4 +360,6 @@ def _longer(array: np.ndarray, length: int) -> np.ndarray:
     """The same with room for so many entries, zeros at its end; doubled if it has to grow."""
     if len(array) >= length:
         return array
-    return np.concatenate([array, np.zeros(max(length, 2 * len(array)) - len(array), dtype=array.dtype)])
+    return np.concatenate(
+        [array, np.zeros(max(length, 2 * len(array)) - len(array), dtype=array.dtype)]
+    )

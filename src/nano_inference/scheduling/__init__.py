@@ -1,1 +1,3 @@
-"""Decisions: which sequence computes how many tokens in the next step. Torch may not be imported here."""
+"""Decisions: which sequence computes how many tokens in the next step. Torch may not be imported
+here.
+"""

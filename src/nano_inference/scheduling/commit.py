@@ -1,4 +1,6 @@
-"""The only writers of sequences: `apply` makes a decision so, `commit` takes in what its step sampled."""
+"""The only writers of sequences: `apply` makes a decision so, `commit` takes in what its step
+sampled.
+"""
 
 import itertools
 import math
@@ -10,7 +12,14 @@ from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.failure import copied_text, failure, whole_text
 from nano_inference.scheduling.sequence import REFERENCE, Sequence, Sequences, SequenceStatus
-from nano_inference.scheduling.stopping import MASK_FULL, NOT_FINITE, Finish, ends_by_id, finish_of, may_stop
+from nano_inference.scheduling.stopping import (
+    MASK_FULL,
+    NOT_FINITE,
+    Finish,
+    ends_by_id,
+    finish_of,
+    may_stop,
+)
 from nano_inference.types import ContextVersions, TopLogprobs, TrainingSample, VersionSpan
 
 _NOTHING = TopLogprobs((), ())  # in the place of the first token of every prompt
@@ -22,8 +31,8 @@ class Applied:
 
     Attributes:
         block_copies: (source, target) blocks to copy before anything is written.
-        sampled: the sequences that get a token, in the order of the chunks' samples. A group's other samples are born
-            here.
+        sampled: the sequences that get a token, in the order of the chunks' samples. A group's
+            other samples are born here.
     """
 
     block_copies: tuple[tuple[int, int], ...]
@@ -32,7 +41,9 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One step's samples on the host, one entry a sampled sequence; and the scores of its rows, one entry a row."""
+    """One step's samples on the host, one entry a sampled sequence; and the scores of its rows, one
+    entry a row.
+    """
 
     token_ids: Listed[int]
     logprobs: Listed[float]
@@ -41,11 +52,14 @@ class SampledTokens:
     masks: Listed[Listed[int]] | None = None
     top: Listed[tuple[Listed[int], Listed[float]]] | None = None  # best tokens and their logprobs
     scores: Listed[float] = ()
-    score_best: Listed[tuple[Listed[int], Listed[float]]] = ()  # as `top`, of the rows whose sequences want it
+    # as `top`, of the rows whose sequences want it
+    score_best: Listed[tuple[Listed[int], Listed[float]]] = ()
 
 
 def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager) -> Applied:
-    """Carry out a decision: give back, take, fork, publish. Also for a decision that only preempts."""
+    """Carry out a decision: give back, take, fork, publish. Also for a decision that only
+    preempts.
+    """
     for seq_id in decision.preempted_seqs:
         preempt(sequences.by_id[seq_id], sequences, cache)
     for admission in decision.admitted:  # all matches are held before any fresh block is taken
@@ -62,7 +76,13 @@ def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
     sampled: list[Sequence] = []
     moved: list[tuple[Sequence, int]] = []
     slides, size = cache.layout.num_sliding > 0, cache.block_size
-    columns = (decision.seq_ids, decision.starts, decision.lengths, decision.samples, decision.fresh_blocks)
+    columns = (
+        decision.seq_ids,
+        decision.starts,
+        decision.lengths,
+        decision.samples,
+        decision.fresh_blocks,
+    )
     for seq_id, start, length, num_samples, fresh in zip(*columns, strict=True):
         seq, end = sequences.by_id[seq_id], start + length
         if fresh:
@@ -76,7 +96,8 @@ def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
             sampled += forks
         if slides:
             moved += [(each, start) for each in (seq, *forks)]
-    for seq, start in moved:  # only now: a later chunk of this step must not take what an earlier one still reads
+    # only now: a later chunk of this step must not take what an earlier one still reads
+    for seq, start in moved:
         cache.slide(seq.block_ids, start, seq.num_computed_tokens)
     return Applied(tuple(copies), tuple(sampled))
 
@@ -84,17 +105,22 @@ def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
 def commit(
     owners: Listed[Sequence], sampled: SampledTokens, sequences: Sequences, cache: KVCacheManager
 ) -> list[tuple[Sequence, Finish]]:
-    """Take in a step's tokens; returns the sequences that ended. Tokens of sequences that are gone are dropped.
+    """Take in a step's tokens; returns the sequences that ended. Tokens of sequences that are gone
+    are dropped.
 
-    A sequence whose text cannot be made ends with the tokens that it has, and one whose mask is full without the new
-    token; the others go on.
+    A sequence whose text cannot be made ends with the tokens that it has, and one whose mask is
+    full without the new token; the others go on.
     """
     finished: list[tuple[Sequence, Finish]] = []
     gone, size = SequenceStatus.FINISHED, cache.block_size
     for row, seq in enumerate(owners):
         if seq.status is gone:
             continue  # it ended or was aborted while this step was in flight
-        finish = NOT_FINITE if not math.isfinite(sampled.logprobs[row]) else _take_mask(seq, row, sampled)
+        finish = (
+            NOT_FINITE
+            if not math.isfinite(sampled.logprobs[row])
+            else _take_mask(seq, row, sampled)
+        )
         if finish is None:
             _append(seq, row, sampled, sequences.versions[seq.weight_set])
             finish = _grow_text(seq) if seq.output_text is not None else None
@@ -109,14 +135,23 @@ def commit(
 
 
 def commit_scores(
-    scored: Listed[tuple[Sequence, int, int]], sampled: SampledTokens, sequences: Sequences, cache: KVCacheManager
+    scored: Listed[tuple[Sequence, int, int]],
+    sampled: SampledTokens,
+    sequences: Sequences,
+    cache: KVCacheManager,
 ) -> list[TrainingSample]:
-    """Take in a step's scores, of rows [start, end) of each sequence; returns the samples that are now judged."""
+    """Take in a step's scores, of rows [start, end) of each sequence; returns the samples that are
+    now judged.
+    """
     judged: list[TrainingSample] = []
     scores, rows = iter(sampled.scores), iter(sampled.score_best)
     for seq, start, end in scored:
         values = list(itertools.islice(scores, end - start))
-        best = [_top(*row, seq.num_best) for row in itertools.islice(rows, end - start)] if seq.num_best else ()
+        best = (
+            [_top(*row, seq.num_best) for row in itertools.islice(rows, end - start)]
+            if seq.num_best
+            else ()
+        )
         if seq.status is SequenceStatus.FINISHED:
             continue
         seq.add_scores(start, values, best)
@@ -127,7 +162,9 @@ def commit_scores(
 
 
 def judge(sample: TrainingSample, seq: Sequence, sequences: Sequences, block_size: int) -> None:
-    """Let the reference model score a finished sample: a sequence of no samples, in the queue with all others."""
+    """Let the reference model score a finished sample: a sequence of no samples, in the queue with
+    all others.
+    """
     start, end = seq.num_prompt_tokens - 1, len(seq.token_ids) - 1
     scorer = Sequence(
         seq_id=sequences.new_id(),
@@ -155,7 +192,9 @@ def enter(seq: Sequence, sequences: Sequences, block_size: int) -> None:
 
 
 def preempt(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
-    """Take a running sequence's blocks away; it will recompute them (or find them cached) when it is let in again."""
+    """Take a running sequence's blocks away; it will recompute them (or find them cached) when it
+    is let in again.
+    """
     num_slid = _num_slid(seq.num_computed_tokens, cache)
     cache.deallocate(seq.release(sequences.namespace_of(seq)), num_slid)
     seq.prefix.extend(seq.token_ids, cache.block_size)
@@ -163,7 +202,9 @@ def preempt(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
 
 
 def retire(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
-    """Remove a sequence for good. Its blocks are free at once: on one in-order stream an overrun cannot hurt."""
+    """Remove a sequence for good. Its blocks are free at once: on one in-order stream an overrun
+    cannot hurt.
+    """
     if seq.at_end is not None:
         seq.at_end(seq)
     sequences.remove(seq)
@@ -176,26 +217,39 @@ def publish(seq: Sequence, cache: KVCacheManager) -> None:
     if seq.publishable:
         full = min(seq.num_computed_tokens // cache.block_size, len(seq.prefix.hashes))
         if full > seq.num_published_blocks:
-            cache.publish(seq.block_ids, seq.token_ids, seq.prefix, range(seq.num_published_blocks, full))
+            cache.publish(
+                seq.block_ids, seq.token_ids, seq.prefix, range(seq.num_published_blocks, full)
+            )
             seq.num_published_blocks = full
 
 
 def context_versions(seq: Sequence) -> tuple[ContextVersions, ...]:
-    """Which versions computed what its completion tokens attended to. Token i is drawn at row prompt + i - 1."""
+    """Which versions computed what its completion tokens attended to. Token i is drawn at row
+    prompt + i - 1.
+    """
     entries = list(seq.past_contexts)
     ends = [context.token_start for context in seq.contexts[1:]] + [seq.num_completion_tokens]
     for (start, past, version), end in zip(seq.contexts, ends, strict=False):  # it may have none
         if end > start:
-            last = VersionSpan(version, past[-1].end if past else 0, seq.num_prompt_tokens + end - 1)
+            last = VersionSpan(
+                version, past[-1].end if past else 0, seq.num_prompt_tokens + end - 1
+            )
             entries.append(ContextVersions(start, end, (*past, last)))
     return tuple(entries)
 
 
-def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str) -> list[TrainingSample]:
-    """What the caller gets for an ended sequence: one sample, or all of a group that was not forked yet."""
+def training_samples(
+    seq: Sequence, finish: Finish, version: int, numerics: str
+) -> list[TrainingSample]:
+    """What the caller gets for an ended sequence: one sample, or all of a group that was not forked
+    yet.
+    """
     if seq.judged is not None:  # ended before it was scored
         return [seq.judged]
-    prompt, completion = seq.token_ids[: seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens :]
+    prompt, completion = (
+        seq.token_ids[: seq.num_prompt_tokens],
+        seq.token_ids[seq.num_prompt_tokens :],
+    )
     text, failed = whole_text(seq)
     finish = failed or finish
     loss_mask = (True,) * len(completion)
@@ -227,15 +281,23 @@ def training_samples(seq: Sequence, finish: Finish, version: int, numerics: str)
             kv_versions=context_versions(seq),
             loss_mask=loss_mask,
             sampling_params=seq.params,
-            prompt_top_logprobs=(_NOTHING, *seq.score_best) if seq.params.prompt_top_logprobs else None,
+            prompt_top_logprobs=(_NOTHING, *seq.score_best)
+            if seq.params.prompt_top_logprobs
+            else None,
         )
         for index in range(seq.sample_index, seq.sample_index + seq.num_samples)
     ]
 
 
-def _fork(seq: Sequence, num_samples: int, start: int, sequences: Sequences, cache: KVCacheManager) -> list[Sequence]:
-    """The other samples of a group whose prompt is completed by a chunk from `start` on. They share every block."""
-    forks = [seq.fork(sequences.new_id(), index, copied_text(seq)) for index in range(1, num_samples)]
+def _fork(
+    seq: Sequence, num_samples: int, start: int, sequences: Sequences, cache: KVCacheManager
+) -> list[Sequence]:
+    """The other samples of a group whose prompt is completed by a chunk from `start` on. They share
+    every block.
+    """
+    forks = [
+        seq.fork(sequences.new_id(), index, copied_text(seq)) for index in range(1, num_samples)
+    ]
     for fork in forks:
         cache.adopt(fork.block_ids, _num_slid(start, cache))
         sequences.insert(fork)
@@ -259,7 +321,9 @@ def _append(seq: Sequence, row: int, sampled: SampledTokens, version: int) -> No
 
 
 def _take_mask(seq: Sequence, row: int, sampled: SampledTokens) -> Finish | None:
-    """Note which ids the filters kept for the newest token. Where they are too many: how the sequence ends."""
+    """Note which ids the filters kept for the newest token. Where they are too many: how the
+    sequence ends.
+    """
     if sampled.masks is None or not seq.params.sampling_mask:
         return None
     ids = sampled.masks[row]
@@ -270,7 +334,9 @@ def _take_mask(seq: Sequence, row: int, sampled: SampledTokens) -> Finish | None
 
 
 def _grow_text(seq: Sequence) -> Finish | None:
-    """Feed the newest token to the text. Where that raises: how the sequence ends, without a text."""
+    """Feed the newest token to the text. Where that raises: how the sequence ends, without a
+    text.
+    """
     text = seq.output_text
     if text is None or ends_by_id(seq):  # the text ends before a stop id
         return None

@@ -1,4 +1,6 @@
-"""The frozen result of scheduling: parallel tuples, one entry a chunk (a tuple costs a fiftieth of an object)."""
+"""The frozen result of scheduling: parallel tuples, one entry a chunk (a tuple costs a fiftieth of
+an object).
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -9,10 +11,11 @@ from nano_inference.kv_cache.manager import CacheAllocation
 
 
 class Chunk(NamedTuple):
-    """Positions [start, start + length) of one sequence; `samples` tokens are drawn from the last row's logits.
+    """Positions [start, start + length) of one sequence; `samples` tokens are drawn from the last
+    row's logits.
 
-    `fresh_blocks` is how many KV blocks it takes at most, the copy of one that it shares included. 0: its block table
-    stays as it is.
+    `fresh_blocks` is how many KV blocks it takes at most, the copy of one that it shares included.
+    0: its block table stays as it is.
     """
 
     seq_id: int
@@ -36,9 +39,11 @@ class SchedulerOutput:
     """One step's decision. Nothing has happened yet: `commit.apply` makes it so.
 
     Attributes:
-        seq_ids, starts, lengths, samples, weight_sets, fresh_blocks: one entry a chunk; see `Chunk`.
+        seq_ids, starts, lengths, samples, weight_sets, fresh_blocks: one entry a chunk; see
+            `Chunk`.
         admitted: sequences that leave the waiting list. Each has a chunk.
-        preempted_seqs: sequences that give up their blocks and return to the waiting list. None has a chunk.
+        preempted_seqs: sequences that give up their blocks and return to the waiting list. None has
+            a chunk.
     """
 
     seq_ids: tuple[int, ...] = ()
@@ -52,7 +57,14 @@ class SchedulerOutput:
 
     def chunks(self) -> Iterator[Chunk]:
         """The chunks, one at a time."""
-        columns = (self.seq_ids, self.starts, self.lengths, self.samples, self.weight_sets, self.fresh_blocks)
+        columns = (
+            self.seq_ids,
+            self.starts,
+            self.lengths,
+            self.samples,
+            self.weight_sets,
+            self.fresh_blocks,
+        )
         return itertools.starmap(Chunk, zip(*columns, strict=True))
 
     @property
@@ -62,7 +74,9 @@ class SchedulerOutput:
 
     @property
     def prefill_seqs(self) -> tuple[int, ...]:
-        """Sequences that compute more than their newest token. A view for readers; the engine makes no difference."""
+        """Sequences that compute more than their newest token. A view for readers; the engine makes
+        no difference.
+        """
         return tuple(c.seq_id for c in self.chunks() if c.length > 1 or not c.samples)
 
     @property

@@ -1,4 +1,6 @@
-"""One sequence's failure is its own: what it raised becomes the reason why it, and it alone, ended."""
+"""One sequence's failure is its own: what it raised becomes the reason why it, and it alone,
+ended.
+"""
 
 import logging
 
@@ -17,7 +19,14 @@ def failure(seq: Sequence, what: str, problem: Exception) -> Finish:
         problem: what it raised.
     """
     kind = type(problem).__name__
-    logger.error("Request %d, sample %d: %s raised %s.", seq.request_id, seq.sample_index, what, kind, exc_info=problem)
+    logger.error(
+        "Request %d, sample %d: %s raised %s.",
+        seq.request_id,
+        seq.sample_index,
+        what,
+        kind,
+        exc_info=problem,
+    )
     return Finish("abort", f"error: {what} raised {kind}")
 
 
@@ -50,7 +59,9 @@ class LostText:
 
 
 def copied_text(seq: Sequence) -> GrowingText | None:
-    """A text with the past of a sequence's, for another sample. Where that raises, the other ends by it, not this."""
+    """A text with the past of a sequence's, for another sample. Where that raises, the other ends
+    by it, not this.
+    """
     try:
         return seq.output_text.copy() if seq.output_text is not None else None
     except Exception as problem:

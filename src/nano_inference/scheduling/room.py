@@ -1,4 +1,6 @@
-"""What a plan has left of the KV cache: a local copy of its counts. Reads the cache and writes only to itself."""
+"""What a plan has left of the KV cache: a local copy of its counts. Reads the cache and writes only
+to itself.
+"""
 
 from collections.abc import Sequence as Listed
 
@@ -8,8 +10,8 @@ from nano_inference.kv_cache.manager import CacheView
 class Room:
     """Blocks and units that can be taken, and the counts of blocks that a plan changes.
 
-    A fresh block takes `layout.num_units` units. A block that no table holds any more gives back its units of full
-    layers, one that is in no table's window those of sliding layers.
+    A fresh block takes `layout.num_units` units. A block that no table holds any more gives back
+    its units of full layers, one that is in no table's window those of sliding layers.
     """
 
     def __init__(self, cache: CacheView) -> None:
@@ -42,7 +44,8 @@ class Room:
         self._count(block_ids, num_slid, -1)
 
     def _count(self, block_ids: Listed[int], num_slid: int, change: int) -> None:
-        lone = change > 0  # the count before of a block that changes hands: taken at 0, given back at 1
+        # the count before of a block that changes hands: taken at 0, given back at 1
+        lone = change > 0
         for block_id in block_ids:
             refs = self.refs(block_id)
             self._refs[block_id] = refs + change

@@ -1,7 +1,8 @@
 """The pure decision: which sequences compute how many tokens in the next step.
 
-There is no prefill and no decode here. A sequence has known tokens (those on the host, plus the one that a step in
-flight is sampling) and computed tokens; a step closes the gap, within three limits: sequences, tokens, blocks.
+There is no prefill and no decode here. A sequence has known tokens (those on the host, plus the one
+that a step in flight is sampling) and computed tokens; a step closes the gap, within three limits:
+sequences, tokens, blocks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,21 +31,24 @@ def schedule(
     """Decide one step. Reads its arguments and writes nothing.
 
     Args:
-        waiting: sequences without blocks, in scheduling order (`Sequence.order`): priority, arrival, sample.
+        waiting: sequences without blocks, in scheduling order (`Sequence.order`): priority,
+            arrival, sample.
         running: sequences with blocks, in the same order.
         cache: what may be asked of the KV cache.
         config: the limits of a step.
-        pending: sequence id -> tokens of it being sampled by steps in flight, not known on the host yet.
+        pending: sequence id -> tokens of it being sampled by steps in flight, not known on the host
+            yet.
         num_in_flight: these steps; read where `config.groups` is above 1.
 
-    Running sequences come first, those that need one token before those that need more; where the step is too small
-    for all, the oldest request comes first, and its samples go on evenly. Blocks are given in scheduling order, and
-    where they run out the last in that order is preempted. Then waiting sequences enter, in order, while they fit.
-    Where layers have a window, a longer chunk is cut to what fits before anybody is preempted for it.
+    Running sequences come first, those that need one token before those that need more; where the
+    step is too small for all, the oldest request comes first, and its samples go on evenly. Blocks
+    are given in scheduling order, and where they run out the last in that order is preempted. Then
+    waiting sequences enter, in order, while they fit. Where layers have a window, a longer chunk is
+    cut to what fits before anybody is preempted for it.
 
-    With `config.groups` above 1 nobody is planned whose token is being sampled, and a step draws for at most
-    1/`groups` of the sequences, rounded up. Chunks that draw nothing may be in every step: those of a long prompt
-    follow each other.
+    With `config.groups` above 1 nobody is planned whose token is being sampled, and a step draws
+    for at most 1/`groups` of the sequences, rounded up. Chunks that draw nothing may be in every
+    step: those of a long prompt follow each other.
     """
     free = running if config.groups == 1 else [seq for seq in running if seq.seq_id not in pending]
     turns = _Turns(config, len(running), len(free), len(waiting), num_in_flight)
@@ -61,10 +65,11 @@ def schedule(
 def _share_budget(
     running: Listed[Sequence], config: SchedulerConfig, plan: "_Plan"
 ) -> Iterable[tuple[Sequence, int, int]]:
-    """Running sequences that can use some tokens, how many they could, and how many they get; in scheduling order.
+    """Running sequences that can use some tokens, how many they could, and how many they get; in
+    scheduling order.
 
-    Where there are not enough for all: by priority, single tokens first, by arrival of the request; of its samples the
-    shortest first, so that they end together.
+    Where there are not enough for all: by priority, single tokens first, by arrival of the request;
+    of its samples the shortest first, so that they end together.
     """
     seqs, wants = plan.wanted(running)
     budget = config.max_tokens_per_batch
@@ -72,13 +77,20 @@ def _share_budget(
     places = config.max_batch_size
     if config.groups > 1:
         places = plan.turns.share(
-            without=sum(want > longest or not s.num_samples for s, want in zip(seqs, wants, strict=True))
+            without=sum(
+                want > longest or not s.num_samples for s, want in zip(seqs, wants, strict=True)
+            )
         )
     if len(seqs) <= places and sum(wants) <= budget and max(wants, default=0) <= longest:
         return zip(seqs, wants, wants, strict=True)
     queue = sorted(
         zip(seqs, wants, strict=True),
-        key=lambda each: (each[0].params.priority, each[1] > 1, each[0].request_id, each[0].num_computed_tokens),
+        key=lambda each: (
+            each[0].params.priority,
+            each[1] > 1,
+            each[0].request_id,
+            each[0].num_computed_tokens,
+        ),
     )
     grants: dict[int, int] = {}
     for seq, want in queue[: config.max_batch_size]:
@@ -88,7 +100,11 @@ def _share_budget(
             grants[seq.seq_id] = length
             budget -= length
             places -= draws
-    return [(seq, want, grants[seq.seq_id]) for seq, want in zip(seqs, wants, strict=True) if seq.seq_id in grants]
+    return [
+        (seq, want, grants[seq.seq_id])
+        for seq, want in zip(seqs, wants, strict=True)
+        if seq.seq_id in grants
+    ]
 
 
 class _Turns(NamedTuple):
@@ -101,14 +117,17 @@ class _Turns(NamedTuple):
     num_in_flight: int  # steps
 
     def share(self, without: int = 0, with_waiting: bool = False) -> int:
-        """For how many sequences this step may draw, so that as many are left for each of the steps to follow.
+        """For how many sequences this step may draw, so that as many are left for each of the steps
+        to follow.
 
         `without`: running ones that cannot draw yet; what they want is more than a step takes.
         """
         more, groups = self.num_waiting if with_waiting else -without, self.config.groups
         live, most = self.num_running + more, self.config.max_batch_size
         free = min(self.num_free + more, most - (self.num_running - self.num_free))
-        return max(1, min(-(-min(live, most) // groups), -(-free // max(1, groups - self.num_in_flight))))
+        return max(
+            1, min(-(-min(live, most) // groups), -(-free // max(1, groups - self.num_in_flight)))
+        )
 
 
 class _Plan:
@@ -127,22 +146,30 @@ class _Plan:
         self.alive = list(running)
         self.budget = config.max_tokens_per_batch
         self.room, self.layout, self.block_size = Room(cache), cache.layout, cache.block_size
-        self.chunks: dict[int, tuple[int, int, int, int, str, int]] = {}  # the fields of `Chunk`, by sequence id
+        # the fields of `Chunk`, by sequence id
+        self.chunks: dict[int, tuple[int, int, int, int, str, int]] = {}
         self.admitted: list[Admission] = []
         self.preempted: list[int] = []
         self.copied: dict[int, int] = {}  # sequence id -> shared block that its chunk copies first
-        self.promised: int | None = None  # units that running sequences lack for known tokens; None until asked for
+        # units that running sequences lack for known tokens; None until asked for
+        self.promised: int | None = None
         self.owed = 0  # the same of newcomers
 
     @cached_property
     def num_seqs(self) -> int:
-        """Sequences that hold blocks, each as wide as its group. Like `computing` counted when somebody may enter."""
+        """Sequences that hold blocks, each as wide as its group. Like `computing` counted when
+        somebody may enter.
+        """
         return sum(seq.width for seq in self.alive)
 
     @cached_property
     def places(self) -> int:
-        """Newcomers that may still draw in this step; those that will follow are counted with them."""
-        return self.turns.share(with_waiting=True) - sum(chunk[3] > 0 for chunk in self.chunks.values())
+        """Newcomers that may still draw in this step; those that will follow are counted with
+        them.
+        """
+        return self.turns.share(with_waiting=True) - sum(
+            chunk[3] > 0 for chunk in self.chunks.values()
+        )
 
     @cached_property
     def computing(self) -> set[int]:
@@ -150,12 +177,15 @@ class _Plan:
         names: set[int] = set()
         for seq in self.alive:
             chunk = self.chunks.get(seq.seq_id)
-            if chunk is not None and chunk[1] // self.block_size < len(seq.prefix.hashes):  # few of those that decode
+            # few of those that decode
+            if chunk is not None and chunk[1] // self.block_size < len(seq.prefix.hashes):
                 names.update(self._names(seq, chunk[1], chunk[2]))
         return names
 
     def wanted(self, running: Listed[Sequence]) -> tuple[list[Sequence], list[int]]:
-        """Who has known tokens that are not computed, and how many; not where the one in flight is surely the last."""
+        """Who has known tokens that are not computed, and how many; not where the one in flight is
+        surely the last.
+        """
         seqs: list[Sequence] = []
         wants: list[int] = []
         pending = self.pending
@@ -177,7 +207,9 @@ class _Plan:
         return min(want, budget, self.config.max_chunk_tokens or want)
 
     def grow(self, seq: Sequence, want: int, length: int) -> None:
-        """Give a running sequence its chunk, preempting from the end of the order until its blocks are there."""
+        """Give a running sequence its chunk, preempting from the end of the order until its blocks
+        are there.
+        """
         if self.preempted and seq.seq_id in self.preempted:
             return
         start, fresh = seq.num_computed_tokens, 0
@@ -190,12 +222,18 @@ class _Plan:
         self._add_chunk(seq, start, length, fresh, completes=length == want)
 
     def _make_way(self, seq: Sequence, start: int, length: int) -> int:
-        """How many of `length` tokens a running sequence computes; sequences after it make way. 0: it did so itself."""
+        """How many of `length` tokens a running sequence computes; sequences after it make way. 0:
+        it did so itself.
+        """
         least = self._least(length)
-        while (fits := self._fitting(start, length, self._own_blocks(seq, start), self.room.fresh())) < least:
+        while (
+            fits := self._fitting(start, length, self._own_blocks(seq, start), self.room.fresh())
+        ) < least:
             victim = self.alive[-1]
             if victim is seq and fits and self.layout.num_sliding:
-                break  # what it computes will leave its window, so it needs no more memory to go on than for one token
+                # what it computes will leave its window, so it needs no more memory to go on than
+                # for one token
+                break
             self._preempt(victim)
             if victim is seq:
                 return 0
@@ -209,13 +247,15 @@ class _Plan:
         if self.config.enable_prefix_caching:
             match = self.cache.match(seq.token_ids, seq.prefix, seq.num_matchable)
             if self._is_computing_next_block(seq, match):
-                return True  # a twin computes its next block in this step: it waits for that, others go on
+                # a twin computes its next block in this step: it waits for that, others go on
+                return True
         start = match.cached_length
         length = self.chunk_length(seq.num_to_compute - start, self.budget)
         draws = start + length == seq.num_to_compute and seq.num_samples > 0
         if not length or (draws and not self._has_place(seq)):
             return False
-        self.room.hold(match.block_ids, self._num_slid(start))  # what holds a prefix is free no more once it is used
+        # what holds a prefix is free no more once it is used
+        self.room.hold(match.block_ids, self._num_slid(start))
         length = self._make_room(seq, match, length)
         if not length:
             return False
@@ -232,15 +272,21 @@ class _Plan:
     def freeze(self) -> SchedulerOutput:
         """The decision."""
         columns = tuple(zip(*self.chunks.values(), strict=True)) or ((),) * len(Chunk._fields)
-        return SchedulerOutput(*columns, admitted=tuple(self.admitted), preempted_seqs=tuple(self.preempted))
+        return SchedulerOutput(
+            *columns, admitted=tuple(self.admitted), preempted_seqs=tuple(self.preempted)
+        )
 
     def _has_place(self, seq: Sequence) -> bool:
-        """Whether a newcomer may draw in this step; one for whom others would make way need not wait for balance."""
+        """Whether a newcomer may draw in this step; one for whom others would make way need not
+        wait for balance.
+        """
         if self.config.groups == 1 or self.places > 0:
             return True
         return bool(self.alive) and self.alive[-1].params.priority > seq.params.priority
 
-    def _add_chunk(self, seq: Sequence, start: int, length: int, fresh: int, completes: bool) -> None:
+    def _add_chunk(
+        self, seq: Sequence, start: int, length: int, fresh: int, completes: bool
+    ) -> None:
         samples = seq.num_samples if completes else 0
         self.chunks[seq.seq_id] = (seq.seq_id, start, length, samples, seq.weight_set, fresh)
         if fresh:
@@ -250,24 +296,37 @@ class _Plan:
     def _names(self, seq: Sequence, start: int, length: int) -> Listed[int]:
         """Names of the blocks that a chunk fills, as far as they will be matchable."""
         size = self.block_size
-        return seq.prefix.hashes[start // size : (start + length - 1) // size + 1] if seq.publishable else ()
+        return (
+            seq.prefix.hashes[start // size : (start + length - 1) // size + 1]
+            if seq.publishable
+            else ()
+        )
 
     def _need(self, seq: Sequence, match: CacheAllocation, length: int) -> int:
-        """Units that a newcomer takes, beside its match, until its known tokens and the next are computed."""
-        most = self.layout.most_units(seq.num_to_compute + (seq.num_samples > 0), self._least(length), self.block_size)
+        """Units that a newcomer takes, beside its match, until its known tokens and the next are
+        computed.
+        """
+        most = self.layout.most_units(
+            seq.num_to_compute + (seq.num_samples > 0), self._least(length), self.block_size
+        )
         return max(0, most - self._units(len(match.block_ids), match.cached_length))
 
     def _make_room(self, seq: Sequence, match: CacheAllocation, length: int) -> int:
-        """How many of `length` tokens a newcomer computes now, or 0: sequences of strictly lower priority make way."""
+        """How many of `length` tokens a newcomer computes now, or 0: sequences of strictly lower
+        priority make way.
+        """
         held = len(match.block_ids)
         while not self._fits(seq, match, length):
-            if not self.alive and not self.admitted:  # alone; that it fits was checked when it was added
+            # alone; that it fits was checked when it was added
+            if not self.alive and not self.admitted:
                 return self._fitting(match.cached_length, length, held, self.room.fresh())
             victim = self.alive[-1] if self.alive else None
             if victim is None or victim.params.priority <= seq.params.priority:
                 return 0
             self._preempt(victim)
-        return self._fitting(match.cached_length, length, held, self.room.fresh(self._reserved(seq)))
+        return self._fitting(
+            match.cached_length, length, held, self.room.fresh(self._reserved(seq))
+        )
 
     def _fits(self, seq: Sequence, match: CacheAllocation, length: int) -> bool:
         least = self._least(length)
@@ -279,30 +338,44 @@ class _Plan:
         )
 
     def _reserved(self, seq: Sequence) -> int:
-        """Units that a newcomer leaves free: what admitted sequences still need for tokens that they already know, and
-        a block for each other sample of its group, which will want one as soon as it is forked.
+        """Units that a newcomer leaves free: what admitted sequences still need for tokens that
+        they already know, and a block for each other sample of its group, which will want one as
+        soon as it is forked.
         """
         if self.promised is None:
-            # A chunk that draws has the blocks for all that its sequence knows; with a window it may need more units.
-            done = {chunk[0] for chunk in self.chunks.values() if chunk[3] and not self.layout.num_sliding}
+            # A chunk that draws has the blocks for all that its sequence knows; with a window it
+            # may need more units.
+            done = {
+                chunk[0]
+                for chunk in self.chunks.values()
+                if chunk[3] and not self.layout.num_sliding
+            }
             self.promised = sum(self._promise(seq) for seq in self.alive if seq.seq_id not in done)
         return self.promised + self.owed + (seq.width - 1) * self.layout.num_units
 
     def _promise(self, seq: Sequence) -> int:
         known = seq.num_to_compute + self.pending.get(seq.seq_id, 0)
         fresh = self.chunks[seq.seq_id][-1] if seq.seq_id in self.chunks else 0
-        length = self.chunk_length(max(1, known - seq.num_computed_tokens), self.config.max_tokens_per_batch)
+        length = self.chunk_length(
+            max(1, known - seq.num_computed_tokens), self.config.max_tokens_per_batch
+        )
         most = self.layout.most_units(known, self._least(length or 1), self.block_size)
-        held = self._units(len(seq.block_ids), seq.num_computed_tokens) + fresh * self.layout.num_units
+        held = (
+            self._units(len(seq.block_ids), seq.num_computed_tokens) + fresh * self.layout.num_units
+        )
         return max(0, most - held)
 
     def _fitting(self, start: int, length: int, held: int, fresh: int) -> int:
-        """How many of `length` tokens from `start` on fit into blocks that are held already, and so many fresh ones."""
+        """How many of `length` tokens from `start` on fit into blocks that are held already, and so
+        many fresh ones.
+        """
         fits = max(0, min(length, (held + fresh) * self.block_size - start))
         return fits if fits == length or self.config.enable_chunked_prefill else 0
 
     def _least(self, length: int) -> int:
-        """The part of a chunk that is worth another sequence's blocks: a longer one costs more than it will keep."""
+        """The part of a chunk that is worth another sequence's blocks: a longer one costs more than
+        it will keep.
+        """
         divisible = self.layout.num_sliding and self.config.enable_chunked_prefill
         return min(length, self.layout.window) if divisible else length
 
@@ -323,10 +396,14 @@ class _Plan:
     def _is_computing_next_block(self, seq: Sequence, match: CacheAllocation) -> bool:
         index = len(match.block_ids)
         usable = (index + 1) * self.block_size <= seq.num_matchable
-        return usable and index < len(seq.prefix.hashes) and seq.prefix.hashes[index] in self.computing
+        return (
+            usable and index < len(seq.prefix.hashes) and seq.prefix.hashes[index] in self.computing
+        )
 
     def _own_blocks(self, seq: Sequence, start: int) -> int:
-        """Blocks of a running sequence that it may go on with: the one it writes to is copied if others hold it too."""
+        """Blocks of a running sequence that it may go on with: the one it writes to is copied if
+        others hold it too.
+        """
         held, index = len(seq.block_ids), start // self.block_size
         return held - 1 if index < held and self.room.refs(seq.block_ids[index]) > 1 else held
 
@@ -338,7 +415,9 @@ class _Plan:
 
     def _units(self, num_blocks: int, computed: int) -> int:
         """Units of a table at rest."""
-        return self.layout.num_units * num_blocks - self.layout.num_sliding * self._num_slid(computed)
+        return self.layout.num_units * num_blocks - self.layout.num_sliding * self._num_slid(
+            computed
+        )
 
     def _num_slid(self, computed: int) -> int:
         return self.layout.num_slid(computed, self.block_size)

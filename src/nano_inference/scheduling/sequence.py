@@ -1,4 +1,6 @@
-"""`Sequence`: one sample in the making; and `Sequences`: all of them, waiting or running, in scheduling order."""
+"""`Sequence`: one sample in the making; and `Sequences`: all of them, waiting or running, in
+scheduling order.
+"""
 
 import bisect
 import itertools
@@ -11,16 +13,25 @@ from typing import NamedTuple, Protocol
 
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.scheduling.growing_mask import GrowingMask
-from nano_inference.types import ContextVersions, SamplingParams, TopLogprobs, TrainingSample, VersionSpan
+from nano_inference.types import (
+    ContextVersions,
+    SamplingParams,
+    TopLogprobs,
+    TrainingSample,
+    VersionSpan,
+)
 
 POLICY = "policy"  # the weight set that samples are drawn from
 PREVIOUS = "previous"  # the policy's old weights, for as long as sequences finish on them
 REFERENCE = "reference"  # a frozen model that scores them
-_LINEAGE = {PREVIOUS: POLICY}  # whose versions a set holds, where that is another one's: blocks go by lineage
+# whose versions a set holds, where that is another one's: blocks go by lineage
+_LINEAGE = {PREVIOUS: POLICY}
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands. Waiting and held sequences hold no blocks; held ones are not to be scheduled yet."""
+    """Where a sequence stands. Waiting and held sequences hold no blocks; held ones are not to be
+    scheduled yet.
+    """
 
     HELD = auto()
     WAITING = auto()
@@ -54,7 +65,9 @@ class GrowingText(Protocol):
 
 
 class Context(NamedTuple):
-    """From which completion token on, which versions computed the head of the context, and which computes the rest."""
+    """From which completion token on, which versions computed the head of the context, and which
+    computes the rest.
+    """
 
     token_start: int
     past: tuple[VersionSpan, ...]
@@ -72,9 +85,10 @@ class Group:
 class Sequence:
     """Known tokens, how many of them are computed, and the blocks that hold their keys and values.
 
-    A step closes the gap between `len(token_ids)` (plus what is in flight) and `num_computed_tokens`; prefill, decode
-    and recomputation are the same case. Until its prompt is computed a sequence stands for all `num_samples` of its
-    group; then it is forked. One of no samples only scores its tokens; it ends when they are scored.
+    A step closes the gap between `len(token_ids)` (plus what is in flight) and
+    `num_computed_tokens`; prefill, decode and recomputation are the same case. Until its prompt is
+    computed a sequence stands for all `num_samples` of its group; then it is forked. One of no
+    samples only scores its tokens; it ends when they are scored.
     """
 
     seq_id: int
@@ -82,12 +96,14 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     params: SamplingParams
-    stop_ids: frozenset[int]  # the request's stop ids and, unless ignored, the model's end-of-sequence ids
+    # the request's stop ids and, unless ignored, the model's end-of-sequence ids
+    stop_ids: frozenset[int]
     seed: int
     prefix: PrefixKeys
     num_samples: int = 1
     sample_index: int = 0
-    most_tokens: int = field(init=False)  # known tokens, the prompt's too, with which it ends by length
+    # known tokens, the prompt's too, with which it ends by length
+    most_tokens: int = field(init=False)
     weight_set: str = POLICY
     status: SequenceStatus = SequenceStatus.WAITING
     block_ids: list[int] = field(default_factory=list[int])
@@ -95,7 +111,8 @@ class Sequence:
     num_published_blocks: int = 0
     publishable: bool = True  # False once its blocks mix weight versions
     cached_tokens: int = 0
-    posted: float | None = None  # when it was handed in, by `time.perf_counter`; None once it has left the queue
+    # when it was handed in, by `time.perf_counter`; None once it has left the queue
+    posted: float | None = None
     queued: float = 0.0  # seconds that this took
     version_starts: list[tuple[int, int]] = field(
         default_factory=list[tuple[int, int]]
@@ -104,19 +121,25 @@ class Sequence:
     past_contexts: tuple[ContextVersions, ...] = ()  # of the sample that it resumes
     appended: tuple[range, ...] = ()  # completion tokens that were appended, not sampled
     min_version: int | None = None  # it is held until this version of the policy serves
-    behind: int | None = None  # it is held until the update to this version, which waits for others, serves or failed
-    exact_version: int | None = None  # the version that samples its first token; it ends if that cannot be
-    max_staleness: int | None = None  # it ends when its oldest version is this much older than the newest
+    # it is held until the update to this version, which waits for others, serves or failed
+    behind: int | None = None
+    # the version that samples its first token; it ends if that cannot be
+    exact_version: int | None = None
+    # it ends when its oldest version is this much older than the newest
+    max_staleness: int | None = None
     group: Group | None = None  # where not all of its request's samples are wanted
     scored: range = range(0)  # rows (positions) whose next token's logprob is wanted
     score_temperature: float = 1.0  # under which; above 0
-    scores: list[float] = field(default_factory=list[float])  # of the first of them; a group's samples share the list
+    # of the first of them; a group's samples share the list
+    scores: list[float] = field(default_factory=list[float])
     num_best: int = 0  # most probable tokens that are wanted beside each of the scores
-    score_best: list[TopLogprobs] = field(default_factory=list[TopLogprobs])  # these; shared like the scores
+    # these; shared like the scores
+    score_best: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
     output_text: GrowingText | None = None  # where text is wanted
     stop_string: str | None = None  # the one that the newest token completed
     streaming: bool = False  # every token is handed out as it is sampled
-    at_end: Callable[["Sequence"], None] | None = None  # called once, while it still holds its blocks
+    # called once, while it still holds its blocks
+    at_end: Callable[["Sequence"], None] | None = None
     judged: TrainingSample | None = None  # the sample that this one scores under another weight set
     output_logprobs: list[float] = field(default_factory=list[float])
     output_raw_logprobs: list[float] = field(default_factory=list[float])
@@ -139,7 +162,9 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        """Known tokens that have to be computed. The last one is only where something is drawn after it."""
+        """Known tokens that have to be computed. The last one is only where something is drawn
+        after it.
+        """
         return len(self.token_ids) - (self.num_samples == 0)
 
     @property
@@ -149,16 +174,26 @@ class Sequence:
 
     @property
     def num_matchable(self) -> int:
-        """Known tokens that may come from the prefix cache: the row that is drawn from and rows to score may not."""
+        """Known tokens that may come from the prefix cache: the row that is drawn from and rows to
+        score may not.
+        """
         end = self.num_to_compute - 1
-        return end if len(self.scores) >= len(self.scored) else min(end, self.scored.start + len(self.scores))
+        return (
+            end
+            if len(self.scores) >= len(self.scored)
+            else min(end, self.scored.start + len(self.scores))
+        )
 
     def rows_to_score(self, start: int, end: int) -> range:
         """Rows of a chunk [start, end) that are to be scored and are not yet."""
         return range(max(start, self.scored.start + len(self.scores)), min(end, self.scored.stop))
 
-    def add_scores(self, start: int, logprobs: Listed[float], best: Listed[TopLogprobs] = ()) -> None:
-        """Take in the scores of rows from `start` on. Rows that a preemption made compute twice count once."""
+    def add_scores(
+        self, start: int, logprobs: Listed[float], best: Listed[TopLogprobs] = ()
+    ) -> None:
+        """Take in the scores of rows from `start` on. Rows that a preemption made compute twice
+        count once.
+        """
         known = self.scored.start + len(self.scores) - start
         self.scores += logprobs[known:]
         self.score_best += best[known:]
@@ -191,15 +226,20 @@ class Sequence:
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest version that sampled a token of it or computed what it attends to; None before any did."""
+        """The oldest version that sampled a token of it or computed what it attends to; None before
+        any did.
+        """
         versions = [version for version, _ in self.version_starts[:1]]
-        for context in self.contexts:  # the last may have drawn nothing yet, and may have been given up since
+        # the last may have drawn nothing yet, and may have been given up since
+        for context in self.contexts:
             if self.num_computed_tokens or context.token_start < self.num_completion_tokens:
                 versions += [context.version, *(span.version for span in context.past)]
         return min(versions, default=None)
 
     def begin_context(self, past: tuple[VersionSpan, ...], version: int) -> None:
-        """From the next token on the context is computed by the versions in `past`, and then by `version`."""
+        """From the next token on the context is computed by the versions in `past`, and then by
+        `version`.
+        """
         at = self.num_completion_tokens
         while self.contexts and self.contexts[-1].token_start >= at:
             self.contexts.pop()
@@ -207,7 +247,9 @@ class Sequence:
             self.contexts.append(Context(at, past, version))
 
     def release(self, namespace: Namespace) -> list[int]:
-        """Give up all blocks (returned) and start over; what is computed next belongs to `namespace`."""
+        """Give up all blocks (returned) and start over; what is computed next belongs to
+        `namespace`.
+        """
         block_ids, self.block_ids = self.block_ids, []
         self.num_computed_tokens = self.num_published_blocks = 0
         self.publishable = True
@@ -216,7 +258,9 @@ class Sequence:
         return block_ids
 
     def fork(self, seq_id: int, sample_index: int, output_text: GrowingText | None) -> "Sequence":
-        """Another sample of the same prompt that shares all blocks so far, with a text of its own."""
+        """Another sample of the same prompt that shares all blocks so far, with a text of its
+        own.
+        """
         return Sequence(
             seq_id=seq_id,
             request_id=self.request_id,
@@ -252,7 +296,9 @@ class Sequence:
 
 
 class Sequences:
-    """Every live sequence: by id, and in lists in scheduling order. Versions of the weight sets stand here too."""
+    """Every live sequence: by id, and in lists in scheduling order. Versions of the weight sets
+    stand here too.
+    """
 
     def __init__(self) -> None:
         self.by_id: dict[int, Sequence] = {}
@@ -290,7 +336,9 @@ class Sequences:
 
     def of_requests(self, request_ids: frozenset[int] | None) -> list[Sequence]:
         """Live sequences of these requests (None: of all), by request and sample."""
-        found = [s for s in self.by_id.values() if request_ids is None or s.request_id in request_ids]
+        found = [
+            s for s in self.by_id.values() if request_ids is None or s.request_id in request_ids
+        ]
         return sorted(found, key=lambda s: (s.request_id, s.sample_index))
 
     def of_weight_set(self, weight_set: str) -> list[Sequence]:

@@ -7,14 +7,18 @@ from nano_inference.types import FinishReason
 
 
 class Finish(NamedTuple):
-    """Why a sequence ended; `stop_reason` is the id or the string that stopped it, or a word on an abort."""
+    """Why a sequence ended; `stop_reason` is the id or the string that stopped it, or a word on an
+    abort.
+    """
 
     reason: FinishReason
     stop_reason: int | str | None = None
 
 
 NOT_FINITE = Finish("abort", "error: the model's logits are not finite")
-MASK_FULL = Finish("abort", "sampling_mask has grown beyond what max_request_entries leaves each sample")
+MASK_FULL = Finish(
+    "abort", "sampling_mask has grown beyond what max_request_entries leaves each sample"
+)
 
 
 def may_stop(seq: Sequence) -> bool:
@@ -28,7 +32,9 @@ def ends_by_id(seq: Sequence) -> bool:
 
 
 def finish_of(seq: Sequence) -> Finish | None:
-    """How the newest known token ends this sequence, or None. A stop id counts before a string, both before length."""
+    """How the newest known token ends this sequence, or None. A stop id counts before a string,
+    both before length.
+    """
     if ends_by_id(seq):
         return Finish("stop", seq.token_ids[-1])
     if seq.stop_string is not None:

@@ -1,4 +1,6 @@
-"""What a new weight version means for live sequences: who recomputes, keeps, or finishes on the old one."""
+"""What a new weight version means for live sequences: who recomputes, keeps, or finishes on the old
+one.
+"""
 
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.scheduling.commit import preempt
@@ -12,25 +14,35 @@ BELATED = Finish("abort", VERSION_GONE)
 
 
 def begun(sequences: Sequences, *weight_sets: str) -> list[Sequence]:
-    """Live sequences of these sets that run, or have sampled and wait to run; scorers count as soon as they run."""
+    """Live sequences of these sets that run, or have sampled and wait to run; scorers count as soon
+    as they run.
+    """
     running, held = SequenceStatus.RUNNING, SequenceStatus.HELD
     return [
         seq
         for seq in sequences.by_id.values()
         if seq.weight_set in weight_sets
-        and (seq.status is running or (seq.status is not held and seq.num_samples and seq.num_completion_tokens))
+        and (
+            seq.status is running
+            or (seq.status is not held and seq.num_samples and seq.num_completion_tokens)
+        )
     ]
 
 
 def change_version(
-    sequences: Sequences, cache: KVCacheManager, weight_set: str, version: int, kv_policy: KvPolicy = "recompute"
+    sequences: Sequences,
+    cache: KVCacheManager,
+    weight_set: str,
+    version: int,
+    kv_policy: KvPolicy = "recompute",
 ) -> None:
     """A weight set has new weights. Nothing may be in flight.
 
-    Running sequences recompute their context under the new weights, or `keep` their keys and values: then their blocks
-    mix versions and are not published any more (not so while the prompt is scored: scores are of one version). With
-    `finish_old` those that have begun stay with the old version, which the set `previous` holds now. Old blocks cannot
-    match for others: the version is in their name.
+    Running sequences recompute their context under the new weights, or `keep` their keys and
+    values: then their blocks mix versions and are not published any more (not so while the prompt
+    is scored: scores are of one version). With `finish_old` those that have begun stay with the old
+    version, which the set `previous` holds now. Old blocks cannot match for others: the version is
+    in their name.
     """
     old, sequences.versions[weight_set] = sequences.versions[weight_set], version
     if kv_policy == "finish_old":
@@ -40,7 +52,8 @@ def change_version(
         if stay:
             sequences.versions[PREVIOUS] = old
     for seq in [s for s in sequences.running if s.weight_set == weight_set]:
-        scoring = seq.scored and not seq.num_completion_tokens  # a score of an old version could outlive its context
+        # a score of an old version could outlive its context
+        scoring = seq.scored and not seq.num_completion_tokens
         if kv_policy == "keep" and seq.num_samples and not scoring:
             seq.publishable = False
             seq.begin_context(_mixed(seq, old), version)
@@ -78,7 +91,10 @@ def outdated(sequences: Sequences) -> list[tuple[Sequence, Finish]]:
 
 def is_held(seq: Sequence, sequences: Sequences) -> bool:
     """Whether it waits for a version that does not serve yet."""
-    return max(seq.min_version or 0, seq.behind or 0, seq.exact_version or 0) > sequences.versions[POLICY]
+    return (
+        max(seq.min_version or 0, seq.behind or 0, seq.exact_version or 0)
+        > sequences.versions[POLICY]
+    )
 
 
 def release_held(sequences: Sequences) -> None:
@@ -88,10 +104,16 @@ def release_held(sequences: Sequences) -> None:
 
 
 def _mixed(seq: Sequence, old: int) -> tuple[VersionSpan, ...]:
-    """Spans of the context that is there, when the version that computed its tail is about to be an old one."""
+    """Spans of the context that is there, when the version that computed its tail is about to be an
+    old one.
+    """
     past = seq.contexts[-1].past if seq.contexts else ()
     start = past[-1].end if past else 0
-    return (*past, VersionSpan(old, start, seq.num_computed_tokens)) if seq.num_computed_tokens > start else past
+    return (
+        (*past, VersionSpan(old, start, seq.num_computed_tokens))
+        if seq.num_computed_tokens > start
+        else past
+    )
 
 
 def _is_stale(seq: Sequence, newest: int) -> bool:
@@ -104,4 +126,8 @@ def _is_stale(seq: Sequence, newest: int) -> bool:
 
 def _is_belated(seq: Sequence, version: int) -> bool:
     """Whether its first token would be of a newer version than it is for."""
-    return seq.exact_version is not None and not seq.num_completion_tokens and version > seq.exact_version
+    return (
+        seq.exact_version is not None
+        and not seq.num_completion_tokens
+        and version > seq.exact_version
+    )

@@ -1,4 +1,6 @@
-"""Names of machines: who can reach an address, and whether a `Host` header is one that only an address would have."""
+"""Names of machines: who can reach an address, and whether a `Host` header is one that only an
+address would have.
+"""
 
 import ipaddress
 import socket
@@ -16,7 +18,9 @@ def is_loopback(host: str) -> bool:
         found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return bool(found) and all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)
+    return bool(found) and all(
+        ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found
+    )
 
 
 def host_name(header: str) -> str:
@@ -28,7 +32,9 @@ def host_name(header: str) -> str:
 
 
 def is_address(name: str) -> bool:
-    """Whether it is an IP address or `localhost`: nothing that whoever owns a web site can make lead elsewhere."""
+    """Whether it is an IP address or `localhost`: nothing that whoever owns a web site can make
+    lead elsewhere.
+    """
     if name == "localhost":
         return True
     try:

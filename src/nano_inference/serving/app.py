@@ -23,20 +23,28 @@ TRAINERS = paths.CONTROL | paths.GENERATION
 Routes = Callable[[Server], APIRouter]
 
 
-def build_app(server: Server, protocols: Mapping[str, Protocol_], routes: Sequence[Routes] = ()) -> ASGIApp:
+def build_app(
+    server: Server, protocols: Mapping[str, Protocol_], routes: Sequence[Routes] = ()
+) -> ASGIApp:
     """The application.
 
     Args:
         server: what it serves.
         protocols: path -> the protocol that a POST to it speaks.
-        routes: other routes; what they raise is answered in the shape of the protocol that the path speaks.
+        routes: other routes; what they raise is answered in the shape of the protocol that the path
+            speaks.
     """
     return in_layers(
-        build_routes(server, protocols, routes), server.config, server.lifecycle.require_ready, server.answered
+        build_routes(server, protocols, routes),
+        server.config,
+        server.lifecycle.require_ready,
+        server.answered,
     )
 
 
-def build_routes(server: Server, protocols: Mapping[str, Protocol_], routes: Sequence[Routes] = ()) -> FastAPI:
+def build_routes(
+    server: Server, protocols: Mapping[str, Protocol_], routes: Sequence[Routes] = ()
+) -> FastAPI:
     """The routes without the layers: for `/openapi.json`, and for tests that walk over them."""
 
     @asynccontextmanager
@@ -56,11 +64,21 @@ def build_routes(server: Server, protocols: Mapping[str, Protocol_], routes: Seq
     app.state.rl = server.config.rl
     for path, protocol in protocols.items():
         app.add_api_route(
-            path, generation_route(server, protocol), methods=["POST"], openapi_extra=dict(protocol.openapi)
+            path,
+            generation_route(server, protocol),
+            methods=["POST"],
+            openapi_extra=dict(protocol.openapi),
         )
     for make in (server_routes, *routes):
         app.include_router(make(server))
-    for kind in (ApiError, NanoInferenceError, TimeoutError, HTTPException, RequestValidationError, Exception):
+    for kind in (
+        ApiError,
+        NanoInferenceError,
+        TimeoutError,
+        HTTPException,
+        RequestValidationError,
+        Exception,
+    ):
         app.add_exception_handler(kind, _answer_to)
     return app
 
@@ -68,15 +86,21 @@ def build_routes(server: Server, protocols: Mapping[str, Protocol_], routes: Seq
 async def _answer_to(request: Request, problem: Exception) -> Response:
     """What a route raised, or the router: never FastAPI's own shape."""
     match problem:
-        case HTTPException(status_code=404) if request.url.path in TRAINERS and not request.app.state.rl:
-            error = ApiError(404, "this route is for trainers, and off: the server was started without --rl.")
+        case HTTPException(status_code=404) if (
+            request.url.path in TRAINERS and not request.app.state.rl
+        ):
+            error = ApiError(
+                404, "this route is for trainers, and off: the server was started without --rl."
+            )
         case HTTPException(status_code=404):
             error = no_route(request.url.path)
         case HTTPException(status_code=405):
             text = f"{shown(request.url.path)} does not know the method {shown(request.method)}."
             error = ApiError(405, text, headers=problem.headers or {})
         case HTTPException():
-            error = ApiError(problem.status_code, str(problem.detail), headers=problem.headers or {})
+            error = ApiError(
+                problem.status_code, str(problem.detail), headers=problem.headers or {}
+            )
         case RequestValidationError():
             first = problem.errors()[0]
             where = ".".join(str(part) for part in first["loc"][1:])

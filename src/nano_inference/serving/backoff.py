@@ -10,7 +10,9 @@ _MOST_DOUBLINGS = 10  # by then it is the longest
 
 @dataclass
 class Backoff:
-    """Of one place: when its engine was ready, and how many in a row did not last. Reads no clock."""
+    """Of one place: when its engine was ready, and how many in a row did not last. Reads no
+    clock.
+    """
 
     _num_short: int = 0
     _ready_at: float | None = None
@@ -20,7 +22,9 @@ class Backoff:
         self._ready_at = now
 
     def died(self, now: float) -> float:
-        """It has died, or was never ready; returns seconds to wait before the next one is started."""
+        """It has died, or was never ready; returns seconds to wait before the next one is
+        started.
+        """
         lasted = self._ready_at is not None and now - self._ready_at > LASTING
         self._num_short = 0 if lasted else self._num_short + 1
         self._ready_at = None

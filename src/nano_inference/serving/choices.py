@@ -1,4 +1,6 @@
-"""From an engine's deltas to what clients see: text, reasoning and tool calls of each choice, as they grow."""
+"""From an engine's deltas to what clients see: text, reasoning and tool calls of each choice, as
+they grow.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -21,7 +23,8 @@ class Piece(msgspec.Struct, frozen=True, gc=False):  # a tenth of a dataclass's 
         index: of the choice: prompt by prompt, `n` samples each.
         content, reasoning: new text.
         tool_calls: new pieces of tool calls.
-        token_ids, logprobs, top_logprobs, raw_logprobs, log_kept_mass: of the new tokens; text may lag behind them.
+        token_ids, logprobs, top_logprobs, raw_logprobs, log_kept_mass: of the new tokens; text may
+            lag behind them.
         finished: the whole sample.
     """
 
@@ -77,11 +80,13 @@ class Choice:
 
     Attributes:
         index: see `Piece`.
-        detokenizer: None where the engine makes the text, because it looks for stop strings; or nobody reads it.
+        detokenizer: None where the engine makes the text, because it looks for stop strings; or
+            nobody reads it.
         parser: takes reasoning and tool calls out of the text; None: it is all content.
         stop_ids: ids that end it; they have no text.
         shows_stop: its text ends with the stop string, or the id, that ended it.
-        contents, reasonings: new text of each, as it came: joined, they are `content` and `reasoning`.
+        contents, reasonings: new text of each, as it came: joined, they are `content` and
+            `reasoning`.
     """
 
     index: int
@@ -126,7 +131,11 @@ class Choice:
             return self._piece(deltas[0], deltas[0].text)
         finished = next((delta.finished for delta in deltas if delta.finished is not None), None)
         self.finished = finished
-        if finished is not None and not self.num_tokens and not any(delta.token_ids for delta in deltas):
+        if (
+            finished is not None
+            and not self.num_tokens
+            and not any(delta.token_ids for delta in deltas)
+        ):
             return self._piece(finished, finished.text)  # it does not stream: all is in the sample
         joined = _News(
             tuple(each for delta in deltas for each in delta.token_ids),
@@ -196,13 +205,17 @@ def _joined(calls: tuple[ToolCallDelta, ...]) -> tuple[ToolCallDelta, ...]:
     for call in calls:
         before = joined.get(call.index)
         joined[call.index] = (
-            call if before is None else dataclasses.replace(before, arguments=before.arguments + call.arguments)
+            call
+            if before is None
+            else dataclasses.replace(before, arguments=before.arguments + call.arguments)
         )
     return tuple(joined.values())
 
 
 class _Searched:
-    """Text that is made here although there are stop strings, because it shows what the engine's does not."""
+    """Text that is made here although there are stop strings, because it shows what the engine's
+    does not.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], min_tokens: int) -> None:
         self._text = OutputText(tokenizer, stop, skip_special_tokens=False)

@@ -1,4 +1,6 @@
-"""`EngineClient`: the API's side of an engine, wherever it runs. Everything here happens on one event loop."""
+"""`EngineClient`: the API's side of an engine, wherever it runs. Everything here happens on one
+event loop.
+"""
 
 import asyncio
 import itertools
@@ -34,8 +36,10 @@ from nano_inference.serving.messages import (
 from nano_inference.types import Delta, EngineStats, Limits, SamplingParams
 
 STOPPING = "the server is stopping."
-SILENCE = 20.0  # seconds without a heartbeat; also an engine that has nothing to do tells one every ten
-BUSY_SILENCE = 10.0  # the same where there are requests: then it tells one every second, also in the middle of a step
+# seconds without a heartbeat; also an engine that has nothing to do tells one every ten
+SILENCE = 20.0
+# the same where there are requests: then it tells one every second, also in the middle of a step
+BUSY_SILENCE = 10.0
 
 
 class Receiver(Protocol):
@@ -56,9 +60,13 @@ class Receiver(Protocol):
 
 
 class RequestStream:
-    """Deltas of one request on their way to whoever answers it. `name` is the id that its client gave it."""
+    """Deltas of one request on their way to whoever answers it. `name` is the id that its client
+    gave it.
+    """
 
-    def __init__(self, num_samples: int, max_backlog: int, abort: Callable[[], None], name: str | None = None) -> None:
+    def __init__(
+        self, num_samples: int, max_backlog: int, abort: Callable[[], None], name: str | None = None
+    ) -> None:
         self.samples_left = num_samples
         self.name = name
         self._max_backlog = max_backlog
@@ -67,7 +75,8 @@ class RequestStream:
         self._num_tokens = 0  # in them
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self.on_overflow: Callable[[], None] | None = None  # called when a backlog has ended the request
+        # called when a backlog has ended the request
+        self.on_overflow: Callable[[], None] | None = None
 
     async def next(self) -> list[Delta]:
         """All that has come since the last call, at least one. Raises what ended the request."""
@@ -98,7 +107,12 @@ class RequestStream:
         self._num_tokens += len(delta.token_ids)
         if self._num_tokens > self._max_backlog:
             self._deltas.clear()
-            self.fail(ApiError(408, f"the client left {self._num_tokens} tokens unread, and the stream was ended."))
+            self.fail(
+                ApiError(
+                    408,
+                    f"the client left {self._num_tokens} tokens unread, and the stream was ended.",
+                )
+            )
             self._abort()
             if self.on_overflow is not None:
                 self.on_overflow()
@@ -116,7 +130,8 @@ class RequestStream:
 
 
 class EngineClient(ABC):
-    """An engine that is somewhere else. Subclasses bring messages there (`_send`) and back (`_receive`).
+    """An engine that is somewhere else. Subclasses bring messages there (`_send`) and back
+    (`_receive`).
 
     Attributes:
         stats: of the last heartbeat.
@@ -128,7 +143,8 @@ class EngineClient(ABC):
         self.stats: EngineStats | None = None
         self.restarting = False
         self.num_restarts = 0
-        self.on_dead: Callable[[], None] | None = None  # called once, before those who wait hear of it
+        # called once, before those who wait hear of it
+        self.on_dead: Callable[[], None] | None = None
         self._busy = False  # as the last heartbeat said
         self._num_steps = 0  # the same
         self._progress = time.monotonic()  # when something last moved
@@ -154,7 +170,11 @@ class EngineClient(ABC):
     @property
     def why_dead(self) -> str | None:
         """Why it does not serve; None: it does."""
-        return self._dead if self._dead is not None or self._info is not None else "the engine is not ready yet."
+        return (
+            self._dead
+            if self._dead is not None or self._info is not None
+            else "the engine is not ready yet."
+        )
 
     @property
     def public_reason(self) -> str:
@@ -184,11 +204,11 @@ class EngineClient(ABC):
     ) -> RequestStream:
         """Queue a request; what the engine refuses is raised by the stream's first `next`.
 
-        `name` is what `abort` knows it by; others may have the same. Where there are several engines, requests of one
-        `session` go to the same. Limits: `InferenceEngine.add_request`.
+        `name` is what `abort` knows it by; others may have the same. Where there are several
+        engines, requests of one `session` go to the same. Limits: `InferenceEngine.add_request`.
 
-        Raises `InvalidRequest` for what cannot even be said to it, `EngineDead`, and `ApiError` (503, with
-        `retry-after`) while a new engine is being built.
+        Raises `InvalidRequest` for what cannot even be said to it, `EngineDead`, and `ApiError`
+        (503, with `retry-after`) while a new engine is being built.
         """
         self._require_alive()
         request_id = next(self._ids)
@@ -203,8 +223,8 @@ class EngineClient(ABC):
         return any(request.name == name for request in self._streams.values())
 
     def begin(self, receiver: Receiver, message: Generate | Resume, num_samples: int) -> int:
-        """Queue a request whose deltas go to `receiver`; returns its id, which `message` gets. For clients of several
-        engines. Raises as `submit` does.
+        """Queue a request whose deltas go to `receiver`; returns its id, which `message` gets. For
+        clients of several engines. Raises as `submit` does.
         """
         self._require_alive()
         request_id = next(self._ids)
@@ -228,8 +248,9 @@ class EngineClient(ABC):
         self._die("the engine was killed.", "the engine was killed")
 
     def stalled(self, seconds: float) -> bool:
-        """Whether the engine has something to do and nothing has moved for so long: no step has begun, none brought a
-        token. Or it has been silent for longer still. It may be hung, or its process stopped.
+        """Whether the engine has something to do and nothing has moved for so long: no step has
+        begun, none brought a token. Or it has been silent for longer still. It may be hung, or its
+        process stopped.
         """
         if self.why_dead is not None:
             return False
@@ -240,7 +261,9 @@ class EngineClient(ABC):
 
     @property
     def is_silent(self) -> bool:
-        """Whether so many heartbeats are missing that its process must be stopped, or its machine."""
+        """Whether so many heartbeats are missing that its process must be stopped, or its
+        machine.
+        """
         if self._heard is None or self.why_dead is not None:
             return False
         now = time.monotonic()
@@ -249,18 +272,25 @@ class EngineClient(ABC):
         return now - self._heard >= SILENCE
 
     async def abort(self, names: Collection[str] | None, *, timeout: float = 60.0) -> int:
-        """End the requests of these names (None: all): their streams get samples that end as `"abort"`, with what they
-        have. Returns how many there were, when they have. Raises as `call` does.
+        """End the requests of these names (None: all): their streams get samples that end as
+        `"abort"`, with what they have. Returns how many there were, when they have. Raises as
+        `call` does.
         """
         self._require_alive()
-        found = [each for each, request in self._streams.items() if names is None or request.name in names]
+        found = [
+            each
+            for each, request in self._streams.items()
+            if names is None or request.name in names
+        ]
         if found:
             self._send(Abort(found, answered=True))
             await self.call("take_in", timeout=timeout)
         return len(found)
 
     async def call(self, name: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
-        """Call one of the engine's methods. Raises what it raised, `TimeoutError`, and what `submit` raises."""
+        """Call one of the engine's methods. Raises what it raised, `TimeoutError`, and what
+        `submit` raises.
+        """
         self._require_alive()
         call_id = next(self._ids)
         self._calls[call_id] = future = asyncio.get_running_loop().create_future()
@@ -293,7 +323,11 @@ class EngineClient(ABC):
         self._send(message)
 
     def _open(
-        self, receiver: Receiver, message: Generate | Resume, num_samples: int, hand_over: Callable[[], None]
+        self,
+        receiver: Receiver,
+        message: Generate | Resume,
+        num_samples: int,
+        hand_over: Callable[[], None],
     ) -> None:
         if not self._streams:
             self._progress = time.monotonic()
@@ -303,7 +337,11 @@ class EngineClient(ABC):
         try:
             hand_over()
         except Exception:
-            del self._streams[message.request_id], self._widths[message.request_id], self._asked[message.request_id]
+            del (
+                self._streams[message.request_id],
+                self._widths[message.request_id],
+                self._asked[message.request_id],
+            )
             raise
 
     def _receive(self, message: FromEngine) -> None:
@@ -326,7 +364,10 @@ class EngineClient(ABC):
                 self._heard = None
             case CannotStart(error, text):
                 self._dead = None  # this is why there is no new one, whatever ended the one before
-                self._die(f"the engine cannot be built: {error}: {text}", f"the engine cannot be built: {error}")
+                self._die(
+                    f"the engine cannot be built: {error}: {text}",
+                    f"the engine cannot be built: {error}",
+                )
             case Dead(reason, public):
                 self._die(reason, public)
 
@@ -351,7 +392,13 @@ class EngineClient(ABC):
 
     def _require_alive(self) -> None:
         if self.restarting:
-            raise ApiError(503, "the engine is being started again.", None, "engine_restarting", {"retry-after": "5"})
+            raise ApiError(
+                503,
+                "the engine is being started again.",
+                None,
+                "engine_restarting",
+                {"retry-after": "5"},
+            )
         if self.why_dead is not None:
             raise EngineDead(self.why_dead, self._public)
 
@@ -382,4 +429,8 @@ class EngineClient(ABC):
 def error_named(name: str, message: str) -> NanoInferenceError:
     """An error of this package by its class's name."""
     kind = getattr(errors, name, NanoInferenceError)
-    return (kind if isinstance(kind, type) and issubclass(kind, NanoInferenceError) else NanoInferenceError)(message)
+    return (
+        kind
+        if isinstance(kind, type) and issubclass(kind, NanoInferenceError)
+        else NanoInferenceError
+    )(message)

@@ -1,5 +1,5 @@
-"""What the samples of one request have in common comes from the engine once: prompt and parameters are known to who
-asked, and the prompt's logprobs come with the first sample that ends.
+"""What the samples of one request have in common comes from the engine once: prompt and parameters
+are known to who asked, and the prompt's logprobs come with the first sample that ends.
 """
 
 import operator
@@ -9,11 +9,14 @@ from dataclasses import replace
 from nano_inference.serving.messages import Generate, Resume
 from nano_inference.types import Delta, TopLogprobs, TrainingSample
 
-AT_ONCE = 65_536  # entries in a message, or one delta: while it is made or read, others have to wait
+# entries in a message, or one delta: while it is made or read, others have to wait
+AT_ONCE = 65_536
 
 
 class CommonParts:
-    """The engine's side of one request: takes out of its samples what the other side has. `()` stands for it."""
+    """The engine's side of one request: takes out of its samples what the other side has. `()`
+    stands for it.
+    """
 
     def __init__(self) -> None:
         self._logprobs: tuple[float, ...] = ()
@@ -22,7 +25,11 @@ class CommonParts:
     def leave_out(self, sample: TrainingSample) -> TrainingSample:
         """The sample as it travels. Only what is the same to the bit counts as told."""
         logprobs, top = sample.prompt_logprobs, sample.prompt_top_logprobs
-        if logprobs is not None and _are_same(logprobs, self._logprobs) and _are_same(top or (), self._top):
+        if (
+            logprobs is not None
+            and _are_same(logprobs, self._logprobs)
+            and _are_same(top or (), self._top)
+        ):
             logprobs, top = (), top and ()
         else:
             self._logprobs, self._top = logprobs or (), top or ()
@@ -38,7 +45,13 @@ class AskedParts:
     """
 
     def __init__(self, message: Generate | Resume) -> None:
-        first = message if isinstance(message, Generate) else message.samples[0] if message.samples else None
+        first = (
+            message
+            if isinstance(message, Generate)
+            else message.samples[0]
+            if message.samples
+            else None
+        )
         self._prompt: Sequence[int] = ()
         if isinstance(first, TrainingSample):
             self._prompt, self._params = first.prompt_tokens, first.sampling_params
@@ -48,7 +61,9 @@ class AskedParts:
         self._top: tuple[TopLogprobs, ...] | None = None
 
     def complete(self, delta: Delta) -> Delta:
-        """A sample's last delta with all that the sample has. One that lacks nothing stays as it is."""
+        """A sample's last delta with all that the sample has. One that lacks nothing stays as it
+        is.
+        """
         sample = delta.finished
         if sample is None or sample.sampling_params is not None:
             return delta
@@ -63,8 +78,12 @@ class AskedParts:
         return replace(delta, finished=whole)
 
 
-def messages_of(deltas: Sequence[Delta], request_ids: Sequence[int]) -> Iterator[tuple[list[Delta], list[int]]]:
-    """Deltas with the ids of their requests, in their order, in portions of which none holds too much."""
+def messages_of(
+    deltas: Sequence[Delta], request_ids: Sequence[int]
+) -> Iterator[tuple[list[Delta], list[int]]]:
+    """Deltas with the ids of their requests, in their order, in portions of which none holds too
+    much.
+    """
     begin = size = 0
     for place, delta in enumerate(deltas):
         own = _size(delta)
@@ -87,7 +106,9 @@ def _size(delta: Delta) -> int:
 
 
 def _are_same(these: Sequence[object], those: Sequence[object]) -> bool:
-    """Whether they are the same to the bit. Samples of a group share the very objects; others may be equal."""
+    """Whether they are the same to the bit. Samples of a group share the very objects; others may
+    be equal.
+    """
     if len(these) != len(those):
         return False
     return all(map(operator.is_, these, those)) or repr(these) == repr(those)

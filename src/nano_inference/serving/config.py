@@ -24,23 +24,28 @@ class ServerConfig:
     Attributes:
         host: address to listen on; the default is reachable from this machine alone.
         port: TCP port; 0 takes a free one.
-        uds: path of a socket file to listen on instead; a new one is its user's alone, an old one keeps its mode.
-        root_path: what a proxy leaves before the paths, such as `/llm`; requests with and without it are served.
-        served_model_name: the `model` that clients name, or several, of which answers name the first; None: the
-            engine's `model_path`.
+        uds: path of a socket file to listen on instead; a new one is its user's alone, an old one
+            keeps its mode.
+        root_path: what a proxy leaves before the paths, such as `/llm`; requests with and without
+            it are served.
+        served_model_name: the `model` that clients name, or several, of which answers name the
+            first; None: the engine's `model_path`.
         chat_template: Jinja source, instead of the model's own.
         api_keys: any of them opens every route but `/health`; none: no key is asked for.
         admin_key: opens the routes that change the engine; None: they are off.
         in_process: run the engine in the server's process instead of one of its own.
         restart_engine: start a new engine when the old one has died.
-        replicas: engines, each of its own, behind this server. A request goes to one of them; when it dies, another one
-            goes on with the same bits.
-        prefill_replicas: of the replicas, how many only compute prompts; the others go on from the first token.
-        share_prefixes: a replica that does not have a prompt's prefix fetches it from one that does, where that takes
-            less time than computing it.
-        stall_timeout: seconds after which one of several replicas that has something to do and gets nowhere is killed.
-        max_queued_samples: samples that may wait beyond those that fit into a batch; more are refused with 429. Here
-            and wherever the type says so None is a default that is larger with `rl`.
+        replicas: engines, each of its own, behind this server. A request goes to one of them; when
+            it dies, another one goes on with the same bits.
+        prefill_replicas: of the replicas, how many only compute prompts; the others go on from the
+            first token.
+        share_prefixes: a replica that does not have a prompt's prefix fetches it from one that
+            does, where that takes less time than computing it.
+        stall_timeout: seconds after which one of several replicas that has something to do and gets
+            nowhere is killed.
+        max_queued_samples: samples that may wait beyond those that fit into a batch; more are
+            refused with 429. Here and wherever the type says so None is a default that is larger
+            with `rl`.
         max_samples: samples of one request: `n` times its prompts.
         max_logprobs: `top_logprobs` and `logprobs` of one request; -1: as many as there are tokens.
         max_stop: stop strings of one request.
@@ -49,37 +54,44 @@ class ServerConfig:
         max_messages: messages of one chat.
         max_tools: tools of one chat.
         max_body_bytes: size of a request's body.
-        max_pending_bytes: size of all bodies together that are being read; None: eight of the largest.
+        max_pending_bytes: size of all bodies together that are being read; None: eight of the
+            largest.
         body_timeout: seconds that a client may be silent in the middle of a body.
         max_connections: connections at a time.
         max_header_bytes: size of all its headers.
         max_depth: how deep its JSON may nest.
-        max_values: values that it may hold: numbers, texts and the like; prompts of token ids need the most.
+        max_values: values that it may hold: numbers, texts and the like; prompts of token ids need
+            the most.
         request_timeout: seconds after which a request is aborted.
         drain_timeout: seconds that running requests get to end when the server is told to stop.
-        max_backlog: tokens that a stream may hold, a choice, for a client that does not read; then it is aborted.
+        max_backlog: tokens that a stream may hold, a choice, for a client that does not read; then
+            it is aborted.
         cors_origins: origins whose pages may call; `*`: all.
         tls_cert: PEM file of the certificate chain; with `tls_key` the server speaks HTTPS.
         tls_key: PEM file of its key.
-        hide_cached_tokens: do not tell clients how much of a prompt was cached (others' prompts can be guessed by it).
-        return_tokens_as_token_ids: logprobs name tokens "token_id:123" where a request does not say whether (trainers
-            that speak OpenAI's protocol start their engines so).
+        hide_cached_tokens: do not tell clients how much of a prompt was cached (others' prompts can
+            be guessed by it).
+        return_tokens_as_token_ids: logprobs name tokens "token_id:123" where a request does not say
+            whether (trainers that speak OpenAI's protocol start their engines so).
         tool_format: name of the format of tool calls; None: found out from the chat template.
         reasoning_format: name of the format of reasoning; None: found out.
-        generation_config: `"auto"`: what a request to OpenAI's and Anthropic's routes leaves out is as the model's
-            generation_config.json recommends; `"none"`: it is neutral. None: auto, and none with `rl`.
+        generation_config: `"auto"`: what a request to OpenAI's and Anthropic's routes leaves out is
+            as the model's generation_config.json recommends; `"none"`: it is neutral. None: auto,
+            and none with `rl`.
         log_level: `"debug"`, `"info"`, `"warning"` or `"error"`.
         log_format: `"text"`, or `"json"`: one object a line.
         log_prompts: also log prompts and completions.
-        rl: serve the routes by which trainers pause the engine and change its weights (`serving/dialects`).
+        rl: serve the routes by which trainers pause the engine and change its weights
+            (`serving/dialects`).
         rl_open: ask for no admin key on those although other machines can reach them.
         rl_timeout: seconds that a weight group may take to form, and an update to arrive.
         rl_max_body_bytes: size of a body that holds weights (`/update_weights_from_tensor`).
-        weight_update_group_init_method: "tcp://host:port" of a trainer whose weight group is joined from the start on
-            (PipelineRL's way; the names are its own).
+        weight_update_group_init_method: "tcp://host:port" of a trainer whose weight group is joined
+            from the start on (PipelineRL's way; the names are its own).
         weight_update_group_world_size: of that group: the trainer and all engines.
         actor_llm_idx: this engine's number among them; its rank is one more.
-        disable_weight_updates: do not join that group; what the trainer says of it may be given all the same.
+        disable_weight_updates: do not join that group; what the trainer says of it may be given all
+            the same.
     """
 
     host: str = "127.0.0.1"
@@ -145,7 +157,9 @@ class ServerConfig:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together; give both, or neither.")
         if self.generation_config not in get_args(GenerationConfig):
-            raise ConfigError(f"generation_config={self.generation_config!r} must be 'auto' or 'none'.")
+            raise ConfigError(
+                f"generation_config={self.generation_config!r} must be 'auto' or 'none'."
+            )
         self._check_names()
         self._check_counts()
         self._check_replicas()
@@ -157,7 +171,9 @@ class ServerConfig:
             if not is_number(seconds) or not 0 < seconds < float("inf"):
                 raise ConfigError(f"{name}={seconds!r} must be a positive number of seconds.")
         if not is_number(self.drain_timeout) or not 0 <= self.drain_timeout < float("inf"):
-            raise ConfigError(f"drain_timeout={self.drain_timeout!r} must be a number of seconds, 0 or more.")
+            raise ConfigError(
+                f"drain_timeout={self.drain_timeout!r} must be a number of seconds, 0 or more."
+            )
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -170,48 +186,76 @@ class ServerConfig:
         if not isinstance(names, str | tuple | None) or not all(
             isinstance(each, str) and each for each in self.served_names
         ):
-            raise ConfigError(f"served_model_name={self.served_model_name!r} must be a name, or a tuple of names.")
+            raise ConfigError(
+                f"served_model_name={self.served_model_name!r} must be a name, or a tuple of names."
+            )
         if self.root_path and re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII) is None:
-            raise ConfigError(f"root_path={self.root_path!r} must be like '/llm', without a slash at its end.")
-        if self.uds is not None and (self.host, self.port) != (ServerConfig.host, ServerConfig.port):
-            raise ConfigError(f"uds={self.uds!r} is listened on instead of host and port; leave those out.")
+            raise ConfigError(
+                f"root_path={self.root_path!r} must be like '/llm', without a slash at its end."
+            )
+        if self.uds is not None and (self.host, self.port) != (
+            ServerConfig.host,
+            ServerConfig.port,
+        ):
+            raise ConfigError(
+                f"uds={self.uds!r} is listened on instead of host and port; leave those out."
+            )
 
     def _check_replicas(self) -> None:
         if self.replicas == 1 and self.share_prefixes:
             raise ConfigError("share_prefixes=True means nothing with one replica.")
         if self.replicas == 1 and self.stall_timeout != ServerConfig.stall_timeout:
-            raise ConfigError(f"stall_timeout={self.stall_timeout!r} means nothing with one replica.")
+            raise ConfigError(
+                f"stall_timeout={self.stall_timeout!r} means nothing with one replica."
+            )
         if self.replicas == 1 and self.in_process and self.restart_engine:
             raise ConfigError(
-                "restart_engine=True is not possible with in_process=True and one replica: an engine in the server's "
+                "restart_engine=True is not possible with in_process=True and one replica: an "
+                "engine in the server's "
                 "own process is not started again; leave one of the two out."
             )
         if not 0 <= self.prefill_replicas < self.replicas:
             raise ConfigError(
-                f"prefill_replicas={self.prefill_replicas!r} must be in [0, {self.replicas}): of replicas="
-                f"{self.replicas} at least one has to go on with the prompts that the others compute."
+                f"prefill_replicas={self.prefill_replicas!r} must be in [0, {self.replicas}): of "
+                "replicas="
+                f"{self.replicas} at least one has to go on with the prompts that the others "
+                "compute."
             )
 
     def _check_counts(self) -> None:
         for name in _COUNTS:
             require_count(name, getattr(self, name))
-        for name, least in (("max_queued_samples", 0), ("prefill_replicas", 0), ("max_logprobs", -1)):
+        for name, least in (
+            ("max_queued_samples", 0),
+            ("prefill_replicas", 0),
+            ("max_logprobs", -1),
+        ):
             value = getattr(self, name)
             if not is_whole(value, least):
                 raise ConfigError(f"{name}={value!r} must be an integer of at least {least}.")
         if self.max_pending_bytes < self.max_body_bytes:
             raise ConfigError(
-                f"max_pending_bytes={self.max_pending_bytes} is less than max_body_bytes={self.max_body_bytes}: the "
+                f"max_pending_bytes={self.max_pending_bytes} is less than "
+                f"max_body_bytes={self.max_body_bytes}: the "
                 "largest body would never be read."
             )
 
     def _check_keys(self) -> None:
         keys: Any = self.api_keys
         if not isinstance(keys, tuple):
-            raise ConfigError("api_keys must be a tuple of strings.")  # without the value: it may be a key
+            # without the value: it may be a key
+            raise ConfigError("api_keys must be a tuple of strings.")
         for key in (*keys, *(() if self.admin_key is None else (self.admin_key,))):
-            if not (isinstance(key, str) and key.isascii() and key.isprintable() and key and " " not in key):
-                raise ConfigError("api_keys and admin_key must be printable ASCII without spaces, and not empty.")
+            if not (
+                isinstance(key, str)
+                and key.isascii()
+                and key.isprintable()
+                and key
+                and " " not in key
+            ):
+                raise ConfigError(
+                    "api_keys and admin_key must be printable ASCII without spaces, and not empty."
+                )
         if self.admin_key in keys:
             raise ConfigError("admin_key is among api_keys; users would be administrators.")
 
@@ -219,12 +263,17 @@ class ServerConfig:
         if not self.rl:
             for field in fields(self):
                 if field.name in _WITH_RL and getattr(self, field.name) != field.default:
-                    raise ConfigError(f"{field.name}={getattr(self, field.name)!r} means nothing without rl=True.")
+                    raise ConfigError(
+                        f"{field.name}={getattr(self, field.name)!r} means nothing without rl=True."
+                    )
         elif self.rl_open and self.admin_key is not None:
-            raise ConfigError("rl_open says that no admin key is asked for, and there is one; leave out either.")
+            raise ConfigError(
+                "rl_open says that no admin key is asked for, and there is one; leave out either."
+            )
         elif not (self.rl_open or self.admin_key is not None or is_loopback(self.host)):
             raise ConfigError(
-                f"rl=True with host={self.host!r}: whoever reaches it could change the weights. Give an admin_key, "
+                f"rl=True with host={self.host!r}: whoever reaches it could change the weights. "
+                "Give an admin_key, "
                 "or rl_open=True if all who reach it are trusted."
             )
 
@@ -233,33 +282,43 @@ class ServerConfig:
         missing = [name for name, value in group.items() if value is None]
         if len(missing) == len(group):
             if self.disable_weight_updates:
-                raise ConfigError(f"disable_weight_updates: there is no group to leave out; it needs {_GROUP[0]}.")
+                raise ConfigError(
+                    f"disable_weight_updates: there is no group to leave out; it needs {_GROUP[0]}."
+                )
             return
         if missing:
-            raise ConfigError(f"{' and '.join(missing)}: missing; {', '.join(_GROUP)} belong together.")
+            raise ConfigError(
+                f"{' and '.join(missing)}: missing; {', '.join(_GROUP)} belong together."
+            )
         url, size, index = group.values()
         try:
             address = urlsplit(url)
-            is_address = address.scheme == "tcp" and address.hostname and address.port and not address.path
+            is_address = (
+                address.scheme == "tcp" and address.hostname and address.port and not address.path
+            )
         except (ValueError, AttributeError, TypeError):
             is_address = False
         if not is_address:
-            raise ConfigError(f"weight_update_group_init_method={url!r} must be like 'tcp://10.0.0.1:9000'.")
+            raise ConfigError(
+                f"weight_update_group_init_method={url!r} must be like 'tcp://10.0.0.1:9000'."
+            )
         for name, value in (("weight_update_group_world_size", size), ("actor_llm_idx", index)):
             if not is_whole(value):
                 raise ConfigError(f"{name}={value!r} must be an integer.")
         # A trainer in its debug mode, which disables updates, has no group and calls its size 1.
         if not 0 <= index < size - 1 and not self.disable_weight_updates:
             raise ConfigError(
-                f"actor_llm_idx={index} must be in [0, {size - 1}): of {size} ranks one is the trainer's."
+                f"actor_llm_idx={index} must be in [0, {size - 1}): of {size} ranks one is the "
+                "trainer's."
             )
 
 
 _GROUP = ("weight_update_group_init_method", "weight_update_group_world_size", "actor_llm_idx")
 _WITH_RL = ("rl_open", "rl_timeout", "rl_max_body_bytes", "disable_weight_updates", *_GROUP)
 
-# Of those that are None: usually, and with `rl`. A trainer asks for a whole batch at once, for the logprobs of as many
-# tokens as it likes, and waits as long as its own step takes while requests are paused.
+# Of those that are None: usually, and with `rl`. A trainer asks for a whole batch at once, for the
+# logprobs of as many tokens as it likes, and waits as long as its own step takes while requests are
+# paused.
 _DEFAULTS: Mapping[str, tuple[float | str, float | str]] = {
     "generation_config": ("auto", "none"),  # a trainer's logprobs are of what it asked for
     "max_queued_samples": (1024, 65536),

@@ -51,7 +51,8 @@ METHODS: dict[str, Callable[..., object]] = {
     "sleep": InferenceEngine.sleep,
     "wake": InferenceEngine.wake,
     "sleeping": InferenceEngine.sleeping,
-    "take_in": lambda engine: engine.shared.handle(),  # what was said before it has happened when it returns
+    # what was said before it has happened when it returns
+    "take_in": lambda engine: engine.shared.handle(),
 }
 # The same, of what a trainer does in several calls.
 WEIGHT_METHODS: dict[str, Callable[..., object]] = {
@@ -91,12 +92,14 @@ class _Request:
     request_id: int
     samples_left: int
     wanted: bool = True  # False: aborted, and what still comes of it is told to nobody
-    told: dict[int, int] | None = None  # tokens that were told, sample by sample; None: it streams, or nobody asks
+    # tokens that were told, sample by sample; None: it streams, or nobody asks
+    told: dict[int, int] | None = None
     common: CommonParts = field(default_factory=CommonParts)
 
 
 class EngineCore:
-    """Steps an engine on the thread that calls `run`; `handle` is called by one other, and never waits for a step.
+    """Steps an engine on the thread that calls `run`; `handle` is called by one other, and never
+    waits for a step.
 
     Args:
         engine: it.
@@ -114,9 +117,12 @@ class EngineCore:
         self._outputs_lock = threading.Lock()  # guards what follows, and that it is told in order
         self._deltas: list[Delta] = []
         self._delta_ids: list[int] = []
-        self._requests: dict[int, tuple[int, _Request]] = {}  # by the other side's id; with the engine's
-        self._coming: dict[int, bool | None] = {}  # requests that wait for a step to go on; whether, and how, to end
-        self._telling: dict[int, _Request] = {}  # requests whose tokens are told now and then, by the engine's id
+        # by the other side's id; with the engine's
+        self._requests: dict[int, tuple[int, _Request]] = {}
+        # requests that wait for a step to go on; whether, and how, to end
+        self._coming: dict[int, bool | None] = {}
+        # requests whose tokens are told now and then, by the engine's id
+        self._telling: dict[int, _Request] = {}
         self._told_at = time.monotonic()
         self._stats = engine.stats()
         self._stats_from = time.monotonic()
@@ -140,7 +146,9 @@ class EngineCore:
         )
 
     def prepare(self) -> None:
-        """Read the tokenizer now, not when the first stop string comes and others wait behind it."""
+        """Read the tokenizer now, not when the first stop string comes and others wait behind
+        it.
+        """
         try:
             _ = self.engine.tokenizer
         except NanoInferenceError as problem:
@@ -151,10 +159,11 @@ class EngineCore:
         """Whether somebody waits for anything."""
         return bool(self._requests)
 
-    # -- stepping -----------------------------------------------------------------------------------------------------
+    # -- stepping ----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Step while there is work, sleep while there is none, until a `Stop` comes or the engine has died.
+        """Step while there is work, sleep while there is none, until a `Stop` comes or the engine
+        has died.
 
         Raises `EngineDead`, when it has told the other side.
         """
@@ -164,7 +173,9 @@ class EngineCore:
             self._flush()
             name = type(problem).__name__
             known = isinstance(problem, EngineDead)
-            self._emit(Dead(str(problem), problem.public) if known else Dead(f"{name}: {problem}", name))
+            self._emit(
+                Dead(str(problem), problem.public) if known else Dead(f"{name}: {problem}", name)
+            )
             raise
         finally:
             self.weight_link.close()
@@ -175,9 +186,12 @@ class EngineCore:
         self.engine.shared.work_arrived.set()
 
     def heartbeat(self) -> Heartbeat:
-        """How far it has come. Waits for nothing, so that it can be told in the middle of a step."""
+        """How far it has come. Waits for nothing, so that it can be told in the middle of a
+        step.
+        """
         shared = self.engine.shared
-        if shared.lock.acquire(blocking=False):  # else the thread that steps collects them now and then
+        # else the thread that steps collects them now and then
+        if shared.lock.acquire(blocking=False):
             try:
                 self._collect()
             finally:
@@ -199,11 +213,13 @@ class EngineCore:
             self._busy = False
 
     def _collect(self) -> None:
-        """Collect statistics, if those at hand are old. With the engine's lock, or on the thread that steps."""
+        """Collect statistics, if those at hand are old. With the engine's lock, or on the thread
+        that steps.
+        """
         if time.monotonic() - self._stats_from > FRESH:
             self._stats, self._stats_from = self.engine.stats(), time.monotonic()
 
-    # -- messages -----------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def handle(self, message: ToEngine) -> None:
         """Take in a message. Whatever goes wrong with it is told, and nothing else suffers."""
@@ -215,7 +231,9 @@ class EngineCore:
             case Resume():  # it waits for a step
                 with self._outputs_lock:
                     self._coming[message.request_id] = None
-                threading.Thread(target=self._resume, args=(message,), name="resume", daemon=True).start()
+                threading.Thread(
+                    target=self._resume, args=(message,), name="resume", daemon=True
+                ).start()
             case Abort(request_ids, answered):
                 for request_id in request_ids:
                     self._abort(request_id, answered)
@@ -264,7 +282,9 @@ class EngineCore:
         except Exception as problem:
             with self._outputs_lock:
                 self._coming.pop(message.request_id, None)
-            self._emit(Refused(message.request_id, *_told(problem, "a request was not gone on with")))
+            self._emit(
+                Refused(message.request_id, *_told(problem, "a request was not gone on with"))
+            )
             return
         self._note(inner, request)
 
@@ -288,7 +308,12 @@ class EngineCore:
         with shared.lock, self._outputs_lock:  # the samples that end later are told later
             for seq in shared.loop.sequences.by_id.values():
                 request = self._telling.get(seq.request_id)
-                if request is None or request.told is None or not request.wanted or seq.judged is not None:
+                if (
+                    request is None
+                    or request.told is None
+                    or not request.wanted
+                    or seq.judged is not None
+                ):
                     continue
                 told = request.told.get(seq.sample_index, 0)
                 for delta in deltas_since(seq, told):
@@ -329,7 +354,7 @@ class EngineCore:
                 for portion in messages_of(deltas, ids):
                     self._emit(Outputs(*portion))
 
-    # -- calls --------------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def _call(self, message: Call) -> None:
         """Call it on a thread of its own: it may wait for a step, or for a pause of minutes."""
@@ -337,7 +362,9 @@ class EngineCore:
             error = InvalidRequest(f"{MAX_CALLS} calls are running; wait for one of them.")
             self._emit(Failed(message.call_id, type(error).__name__, str(error)))
             return
-        threading.Thread(target=self._run_call, args=(message,), name=f"call {message.name}", daemon=True).start()
+        threading.Thread(
+            target=self._run_call, args=(message,), name=f"call {message.name}", daemon=True
+        ).start()
 
     def _run_call(self, message: Call) -> None:
         try:
@@ -350,8 +377,14 @@ class EngineCore:
         self._emit(answer)
 
     def _called(self, message: Call) -> object:
-        owners = ((METHODS, self.engine), (WEIGHT_METHODS, self.weight_link), (BLOCK_METHODS, self.block_link))
-        found = [(methods[message.name], owner) for methods, owner in owners if message.name in methods]
+        owners = (
+            (METHODS, self.engine),
+            (WEIGHT_METHODS, self.weight_link),
+            (BLOCK_METHODS, self.block_link),
+        )
+        found = [
+            (methods[message.name], owner) for methods, owner in owners if message.name in methods
+        ]
         if not found:
             known = ", ".join(name for methods, _ in owners for name in methods)
             raise InvalidRequest(f"{message.name!r} is not a call; there are {known}.")
@@ -364,7 +397,9 @@ class EngineCore:
 
 
 def _tokenizer_folder(engine: InferenceEngine) -> str | None:
-    """None where the model has none. One that was asked for must be there, and is looked for by whoever reads it."""
+    """None where the model has none. One that was asked for must be there, and is looked for by
+    whoever reads it.
+    """
     other = engine.config.tokenizer_path
     if other is not None:
         return str(resolve_model(other))
@@ -372,7 +407,9 @@ def _tokenizer_folder(engine: InferenceEngine) -> str | None:
 
 
 def _told(problem: Exception, what: str) -> tuple[str, str]:
-    """Class and text of an error as the other side is to know them. One that is not ours is a bug, and logged here."""
+    """Class and text of an error as the other side is to know them. One that is not ours is a bug,
+    and logged here.
+    """
     if isinstance(problem, NanoInferenceError):
         return type(problem).__name__, str(problem)
     log.error("%s", what, exc_info=problem)

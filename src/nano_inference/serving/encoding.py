@@ -16,14 +16,20 @@ def encoded(encoder: msgspec.msgpack.Encoder, message: FromEngine) -> list[bytes
         return [encoder.encode(message)]
     except Exception as problem:
         log.exception("an answer could not be told")
-        error, text = NanoInferenceError.__name__, f"an answer could not be told: {type(problem).__name__}: {problem}"
+        error, text = (
+            NanoInferenceError.__name__,
+            f"an answer could not be told: {type(problem).__name__}: {problem}",
+        )
         match message:
             case Returned(call_id):
                 return [encoder.encode(Failed(call_id, error, text))]
             case Outputs([_], [request_id]):
                 return [encoder.encode(Refused(request_id, error, text))]
             case Outputs(deltas, request_ids):  # it is one request's
-                each = [Outputs([delta], [request_id]) for delta, request_id in zip(deltas, request_ids, strict=True)]
+                each = [
+                    Outputs([delta], [request_id])
+                    for delta, request_id in zip(deltas, request_ids, strict=True)
+                ]
                 return [data for one in each for data in encoded(encoder, one)]
             case _:
                 return []

@@ -1,4 +1,6 @@
-"""`EngineChild`: one engine process and the two sockets to it, seen from the process that starts it."""
+"""`EngineChild`: one engine process and the two sockets to it, seen from the process that starts
+it.
+"""
 
 import asyncio
 import logging
@@ -30,8 +32,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class EngineChild:
-    """Everything here happens on the event loop on which it was made. It holds a folder, a process and two sockets
-    until `close`.
+    """Everything here happens on the event loop on which it was made. It holds a folder, a process
+    and two sockets until `close`.
 
     Args:
         config: of the engine.
@@ -97,8 +99,11 @@ class EngineChild:
         """Send it, without waiting. Raises `InvalidRequest` for what cannot be said on the wire."""
         try:
             data = _ENCODER.encode(message)
-        except (TypeError, ValueError, OverflowError) as problem:  # a lone surrogate, a huge integer
-            raise InvalidRequest(f"the request cannot be handed to the engine: {problem}.") from problem
+        except (TypeError, ValueError, OverflowError) as problem:
+            # a lone surrogate, a huge integer
+            raise InvalidRequest(
+                f"the request cannot be handed to the engine: {problem}."
+            ) from problem
         if not self._closed:
             self._outbox.send(data, zmq.NOBLOCK)
 
@@ -107,7 +112,9 @@ class EngineChild:
         self._process.kill()
 
     async def close(self, patience: float = STOP_PATIENCE) -> None:
-        """Let the process end, within `patience` seconds (0: at once), or make it; then nothing of it is left."""
+        """Let the process end, within `patience` seconds (0: at once), or make it; then nothing of
+        it is left.
+        """
         if not self._closed and not self._exited.is_set():
             if not patience:  # it does not listen yet, and has nothing to put away
                 self._process.kill()
@@ -162,7 +169,8 @@ class EngineChild:
 
     def _read(self) -> None:
         if not self._closed and self._read_some():
-            self._loop.call_soon(self._read)  # the descriptor does not tell again of what is there already
+            # the descriptor does not tell again of what is there already
+            self._loop.call_soon(self._read)
 
     def _read_some(self) -> bool:
         """Take in a number of messages; whether there may be more."""

@@ -1,7 +1,8 @@
 """The engine process: `python -m nano_inference.serving.engine_process`, started by `EngineChild`.
 
-An input thread takes messages in, the main thread steps, an output thread tells what came of it. The process ends when
-it is told to, when a step fails, and with the process that started it, however that ends.
+An input thread takes messages in, the main thread steps, an output thread tells what came of it.
+The process ends when it is told to, when a step fails, and with the process that started it,
+however that ends.
 """
 
 import logging
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nano_inference.serving")
 
-BEAT = 1.0  # seconds between heartbeats while there are requests, also such as wait for the end of a pause
+# seconds between heartbeats while there are requests, also such as wait for the end of a pause
+BEAT = 1.0
 IDLE_BEAT = 10.0  # and while nothing changes
 LAST_WORDS = 1.0  # seconds that messages get to leave before the process ends
 
@@ -61,8 +63,11 @@ def main() -> None:
 
 
 def _serve(begin: Begin, outbox: "Outbox") -> bool:
-    """Build the engine and step it until the end; returns whether it failed. Raises what keeps it from being built."""
-    from nano_inference.engine.engine import InferenceEngine  # seconds, for torch; whoever starts us may end meanwhile
+    """Build the engine and step it until the end; returns whether it failed. Raises what keeps it
+    from being built.
+    """
+    # seconds, for torch; whoever starts us may end meanwhile
+    from nano_inference.engine.engine import InferenceEngine
     from nano_inference.serving.core import EngineCore
 
     config = _on_its_device(begin.config, begin.number)
@@ -77,7 +82,9 @@ def _serve(begin: Begin, outbox: "Outbox") -> bool:
     core.prepare()
     inbox = zmq.Context().socket(zmq.PULL)
     inbox.bind(begin.inbox)
-    threading.Thread(target=_take_in, args=(inbox, core, outbox.put), name="input", daemon=True).start()
+    threading.Thread(
+        target=_take_in, args=(inbox, core, outbox.put), name="input", daemon=True
+    ).start()
     outbox.put(Ready(core.info()))
     outbox.watch(core, begin.parent)
     try:
@@ -98,7 +105,9 @@ def _on_its_device(config: EngineConfig, number: int) -> EngineConfig:
 
 
 def _set_up_logs(begin: Begin) -> None:
-    """Lines like the other process's, with `engine` in them; of libraries, and of Python's warnings, what matters."""
+    """Lines like the other process's, with `engine` in them; of libraries, and of Python's
+    warnings, what matters.
+    """
     send_to_stderr(logging.getLogger(), begin.log_format, "engine")
     logging.captureWarnings(True)
     logging.getLogger("nano_inference").setLevel(begin.log_level)
@@ -115,7 +124,9 @@ def _leave(folder: Path) -> None:
     os._exit(1)
 
 
-def _take_in(inbox: "zmq.Socket[bytes]", core: "EngineCore", tell: Callable[[FromEngine], None]) -> None:
+def _take_in(
+    inbox: "zmq.Socket[bytes]", core: "EngineCore", tell: Callable[[FromEngine], None]
+) -> None:
     """The input thread. Nothing that arrives ends it."""
     decoder, rarely = msgspec.msgpack.Decoder(ToEngine), Rarely()
     while True:
@@ -135,7 +146,9 @@ def _take_in(inbox: "zmq.Socket[bytes]", core: "EngineCore", tell: Callable[[Fro
 
 
 class Outbox:
-    """The output thread: what there is to tell goes into a queue, and from there to the API process."""
+    """The output thread: what there is to tell goes into a queue, and from there to the API
+    process.
+    """
 
     def __init__(self, address: str) -> None:
         self._queue: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
@@ -161,7 +174,8 @@ class Outbox:
     def _run(self) -> None:
         context = zmq.Context()
         outbox = context.socket(zmq.PUSH)
-        outbox.set_hwm(0)  # sending never waits: what may be on its way is bounded where requests are taken in
+        # sending never waits: what may be on its way is bounded where requests are taken in
+        outbox.set_hwm(0)
         outbox.connect(self._address)
         encoder = msgspec.msgpack.Encoder()
         last, sent, due = None, 0.0, 0.0
@@ -177,7 +191,8 @@ class Outbox:
             if (now := time.monotonic()) >= due and self._watched is not None:
                 due = now + BEAT
                 core, parent = self._watched
-                if os.getppid() != parent:  # the other end of stdin is open only in a process that was forked from it
+                # the other end of stdin is open only in a process that was forked from it
+                if os.getppid() != parent:
                     _leave(self._folder)
                 beat = core.heartbeat()
                 if core.has_requests or beat != last or now >= sent + IDLE_BEAT:

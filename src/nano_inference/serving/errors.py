@@ -55,13 +55,17 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def retry_after(seconds: float) -> Mapping[str, str]:
-    """Headers that tell a client when to come again: both SDKs obey the milliseconds, others know the seconds."""
+    """Headers that tell a client when to come again: both SDKs obey the milliseconds, others know
+    the seconds.
+    """
     milliseconds = max(1, round(seconds * 1000))
     return {"retry-after": str(-(-milliseconds // 1000)), "retry-after-ms": str(milliseconds)}
 
 
 def api_error_of(problem: BaseException) -> ApiError:
-    """The answer to what an engine or a text function raised. Anything unknown is our bug, and says nothing."""
+    """The answer to what an engine or a text function raised. Anything unknown is our bug, and says
+    nothing.
+    """
     match problem:
         case ApiError():
             return problem
@@ -72,21 +76,31 @@ def api_error_of(problem: BaseException) -> ApiError:
         case InvalidRequest():
             return ApiError(400, str(problem))
         case WeightUpdateError():
-            late, conflict = isinstance(problem, WeightTransferError), isinstance(problem, WeightUpdateConflict)
+            late, conflict = (
+                isinstance(problem, WeightTransferError),
+                isinstance(problem, WeightUpdateConflict),
+            )
             return ApiError(504 if late else 409 if conflict else 400, str(problem))
         case EngineReplaced():
             text = "the engine has died, and is being started again."
             return ApiError(503, text, code="engine_restarting", headers=retry_after(5.0))
         case EngineDead():
-            text = f"the engine is not running: {problem.public}" if problem.public else "the engine is not running."
+            text = (
+                f"the engine is not running: {problem.public}"
+                if problem.public
+                else "the engine is not running."
+            )
             return ApiError(503, text, code="engine_dead", headers=NO_RETRY)
         case RequestAborted():
             return ApiError(499, str(problem))
         case NanoInferenceError() | BaseException():
-            return ApiError(500, "something went wrong in the server; its log says what.", headers=NO_RETRY)
+            return ApiError(
+                500, "something went wrong in the server; its log says what.", headers=NO_RETRY
+            )
 
 
-# status -> OpenAI's `type`, OpenAI's `code` where the error has none of its own, Anthropic's `error.type`
+# status -> OpenAI's `type`, OpenAI's `code` where the error has none of its own, Anthropic's
+# `error.type`
 _WORDS: Mapping[int, tuple[str, str | None, str]] = {
     400: ("invalid_request_error", None, "invalid_request_error"),
     401: ("authentication_error", "invalid_api_key", "authentication_error"),
@@ -110,7 +124,12 @@ def openai_error(problem: ApiError) -> dict[str, Any]:
     """OpenAI's shape; all four keys are required by its document."""
     kind, code, _ = _WORDS.get(problem.status, _WORDS[500 if problem.status >= 500 else 400])
     return {
-        "error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code or code},
+        "error": {
+            "message": problem.message,
+            "type": kind,
+            "param": problem.param,
+            "code": problem.code or code,
+        },
     }
 
 
@@ -121,11 +140,14 @@ def anthropic_error(problem: ApiError, request_id: str | None = None) -> dict[st
     return body if request_id is None else body | {"request_id": request_id}
 
 
-def error_body(path: str, problem: ApiError, request_id: str, *, has_version: bool = False) -> dict[str, Any]:
-    """In the shape of the protocol that a path speaks: Anthropic's below `/v1/messages`, elsewhere OpenAI's.
+def error_body(
+    path: str, problem: ApiError, request_id: str, *, has_version: bool = False
+) -> dict[str, Any]:
+    """In the shape of the protocol that a path speaks: Anthropic's below `/v1/messages`, elsewhere
+    OpenAI's.
 
-    `/v1/models` speaks both: Anthropic's where there is an `anthropic-version` header (`has_version`). Trainers' routes
-    say beside it what SGLang's clients look for.
+    `/v1/models` speaks both: Anthropic's where there is an `anthropic-version` header
+    (`has_version`). Trainers' routes say beside it what SGLang's clients look for.
     """
     route = "/".join(path.split("/", 3)[:3])
     if route == "/v1/messages" or (route == "/v1/models" and has_version):

@@ -16,7 +16,8 @@ from nano_inference.types import VERSION_GONE, Delta, TrainingSample
 
 log = logging.getLogger("nano_inference.serving")
 
-# Tokens and ids of masks, prompts' included. With logprobs a part of so many takes a while, in which others go on.
+# Tokens and ids of masks, prompts' included. With logprobs a part of so many takes a while, in
+# which others go on.
 LARGE_ANSWER = 2048
 
 
@@ -30,7 +31,8 @@ class Generation:
         streams: one a prompt.
         choices: prompt by prompt.
         usage: tokens so far; the same object all the time.
-        queued: seconds that it waited in the engine before it was first worked at; the longest of its prompts.
+        queued: seconds that it waited in the engine before it was first worked at; the longest of
+            its prompts.
     """
 
     builder: Builder
@@ -42,7 +44,9 @@ class Generation:
     _first: list[int] = field(default_factory=list[int])  # index of each stream's first choice
     _started: set[int] = field(default_factory=set[int])  # streams of which something has come
 
-    def submit(self, client: EngineClient, request_id: str | None = None, session: str | None = None) -> None:
+    def submit(
+        self, client: EngineClient, request_id: str | None = None, session: str | None = None
+    ) -> None:
         """Queue all that it asks for. Raises `EngineDead`; then nothing of it is queued."""
         try:
             for ask in self.builder.asks:
@@ -51,9 +55,14 @@ class Generation:
             self.close()
             raise
 
-    def _submit(self, ask: Ask, client: EngineClient, request_id: str | None, session: str | None) -> None:
+    def _submit(
+        self, ask: Ask, client: EngineClient, request_id: str | None, session: str | None
+    ) -> None:
         if ask.unique and client.is_live(ask.client_id):
-            text = f"rid {shown(ask.client_id)} is that of a request which has not ended; give each request its own."
+            text = (
+                f"rid {shown(ask.client_id)} is that of a request which has not ended; give "
+                "each request its own."
+            )
             raise bad_request(text, "rid")
         self._first.append(len(self.choices))
         params = ask.params
@@ -62,13 +71,21 @@ class Generation:
         tokenizer = self.served.tokenizer if ask.detokenize else None
         for index in range(len(self.choices), len(self.choices) + ask.num_samples):
             choice = new_choice(
-                index, tokenizer, params.stop, stop_ids, self.builder.make_parser, ask.text, params.min_tokens
+                index,
+                tokenizer,
+                params.stop,
+                stop_ids,
+                self.builder.make_parser,
+                ask.text,
+                params.min_tokens,
             )
             self.choices.append(choice)
         stream = self.builder.stream and ask.stream
         name = ask.client_id if ask.client_id is not None else request_id
         asked = ask.prompt, ask.params, ask.num_samples
-        self.streams.append(client.submit(*asked, stream=stream, name=name, session=session, **ask.limits))
+        self.streams.append(
+            client.submit(*asked, stream=stream, name=name, session=session, **ask.limits)
+        )
         self.usage.prompt_tokens += len(ask.prompt)
 
     @property
@@ -90,7 +107,10 @@ class Generation:
                 async for pieces in self._taken(0, await _portions(stream)):
                     yield pieces
             return
-        waiting = {asyncio.ensure_future(_portions(stream)): place for place, stream in enumerate(self.streams)}
+        waiting = {
+            asyncio.ensure_future(_portions(stream)): place
+            for place, stream in enumerate(self.streams)
+        }
         try:
             while waiting:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -158,15 +178,22 @@ async def answer(generation: Generation) -> object:
 
 
 async def events(generation: Generation) -> AsyncGenerator[bytes]:
-    """The answer as server-sent events. What goes wrong before the first of them is raised, later it is an event."""
+    """The answer as server-sent events. What goes wrong before the first of them is raised, later
+    it is an event.
+    """
     builder, usage, started = generation.builder, generation.usage, False
     chunk = builder.chunk
     try:
         async with aclosing(generation.pieces()) as all_pieces:
             async for pieces in all_pieces:
                 head = b"" if started else builder.start(replace(usage, completion_tokens=0))
-                if any(each.finished is not None and _num_told(each.finished) > LARGE_ANSWER for each in pieces):
-                    data = head + b"".join([await asyncio.to_thread(chunk, each, usage) for each in pieces])
+                if any(
+                    each.finished is not None and _num_told(each.finished) > LARGE_ANSWER
+                    for each in pieces
+                ):
+                    data = head + b"".join(
+                        [await asyncio.to_thread(chunk, each, usage) for each in pieces]
+                    )
                 else:
                     data = head + b"".join([chunk(each, usage) for each in pieces])
                 started = True
@@ -177,15 +204,21 @@ async def events(generation: Generation) -> AsyncGenerator[bytes]:
         if not started:
             raise
         error = api_error_of(problem)
-        if error.status == 500 and not isinstance(problem, ApiError):  # a bug; others have said what they are
+        # a bug; others have said what they are
+        if error.status == 500 and not isinstance(problem, ApiError):
             log.exception("a stream failed")
         yield builder.failure(error)
 
 
 async def _portions(stream: RequestStream) -> list[list[Delta]]:
-    """What is new of a request. Much of it is taken apart, sample by sample, so that others get their turn between."""
+    """What is new of a request. Much of it is taken apart, sample by sample, so that others get
+    their turn between.
+    """
     deltas = await stream.next()
-    sizes = (len(each.token_ids) if each.finished is None else _num_told(each.finished) for each in deltas)
+    sizes = (
+        len(each.token_ids) if each.finished is None else _num_told(each.finished)
+        for each in deltas
+    )
     if sum(sizes) <= LARGE_ANSWER:
         return [deltas]
     by_sample: dict[int, list[Delta]] = {}
@@ -200,4 +233,6 @@ def _num_told(sample: TrainingSample) -> int:
 
 
 def _num_masked(sample: TrainingSample | None) -> int:
-    return 0 if sample is None or sample.sampling_mask is None else len(sample.sampling_mask.token_ids)
+    return (
+        0 if sample is None or sample.sampling_mask is None else len(sample.sampling_mask.token_ids)
+    )

@@ -1,6 +1,8 @@
-"""A client of a server with OpenAI's routes, for this package's own commands. Standard library only.
+"""A client of a server with OpenAI's routes, for this package's own commands. Standard library
+only.
 
-Replies are streamed; who stops reading closes the connection, and a server worth the name then stops computing.
+Replies are streamed; who stops reading closes the connection, and a server worth the name then
+stops computing.
 """
 
 import http.client
@@ -49,7 +51,9 @@ class Piece:
 
 
 class HttpClient:
-    """Asks one server. Safe to use for one request after the other; each has a connection of its own."""
+    """Asks one server. Safe to use for one request after the other; each has a connection of its
+    own.
+    """
 
     def __init__(self, url: str, api_key: str | None = None, *, timeout: float = 600.0) -> None:
         """The server at `url`, with or without a `/v1` at its end.
@@ -68,7 +72,9 @@ class HttpClient:
         except ValueError:
             self._host = None
         if parts.scheme not in ("http", "https") or not self._host:
-            raise ConfigError(f"{url!r} is not the URL of a server; write one such as http://127.0.0.1:8000.")
+            raise ConfigError(
+                f"{url!r} is not the URL of a server; write one such as http://127.0.0.1:8000."
+            )
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError("the API key holds characters that a header cannot carry.")
         self.url = f"{parts.scheme}://{parts.netloc}"
@@ -98,7 +104,9 @@ class HttpClient:
             return self._object(response.read())
 
     def complete(self, body: Mapping[str, Any]) -> Generator[Piece, None, None]:
-        """Stream `/v1/completions`. Raises `InvalidRequest` and `ServerError`, on the first `next` or later."""
+        """Stream `/v1/completions`. Raises `InvalidRequest` and `ServerError`, on the first `next`
+        or later.
+        """
         return self._stream("/v1/completions", body)
 
     def chat(self, body: Mapping[str, Any]) -> Generator[Piece, None, None]:
@@ -127,8 +135,12 @@ class HttpClient:
         )
 
     @contextmanager
-    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
-        """A good response. What goes wrong with the connection, then or later, is a `ServerError`."""
+    def _answer(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """A good response. What goes wrong with the connection, then or later, is a
+        `ServerError`.
+        """
         content = None if body is None else json.dumps(body).encode()
         try:
             with closing(self._connection()) as connection:
@@ -139,7 +151,8 @@ class HttpClient:
                 yield response
         except ConnectionRefusedError:
             raise ServerError(
-                f"nothing answers at {self.url}; start a server with `nano-inference serve MODEL`, or name another URL."
+                f"nothing answers at {self.url}; start a server with `nano-inference serve "
+                "MODEL`, or name another URL."
             ) from None
         except TimeoutError:
             raise ServerError(f"{self.url} was silent for {self._timeout:g} s.") from None
@@ -161,10 +174,14 @@ class HttpClient:
         except ValueError:
             said = None
         if status in (401, 403):
-            return ServerError(f"{self.url} asks for an API key that it knows; name it with --api-key-file.")
+            return ServerError(
+                f"{self.url} asks for an API key that it knows; name it with --api-key-file."
+            )
         if status in _REFUSED and said:
             return InvalidRequest(said)
-        return ServerError(f"{self.url}{path} is answered with status {status}: {said or 'it does not say why.'}")
+        return ServerError(
+            f"{self.url}{path} is answered with status {status}: {said or 'it does not say why.'}"
+        )
 
     def _object(self, data: str | bytes) -> dict[str, Any]:
         try:

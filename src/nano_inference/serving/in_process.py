@@ -40,7 +40,9 @@ class InProcessClient(EngineClient):
 
         self._core = core = await asyncio.to_thread(_build, self._config, emit)
         self._receive(Ready(core.info()))
-        self._thread = threading.Thread(target=_run, args=(core,), name="nano-inference steps", daemon=True)
+        self._thread = threading.Thread(
+            target=_run, args=(core,), name="nano-inference steps", daemon=True
+        )
         self._thread.start()
         self._pulse()
 

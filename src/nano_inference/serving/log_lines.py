@@ -9,7 +9,9 @@ LogFormat = Literal["text", "json"]
 
 
 def send_to_stderr(logger: logging.Logger, log_format: LogFormat, process: str = "") -> None:
-    """Let a logger write to stderr and nowhere else. `process` is named in each line where it is not empty."""
+    """Let a logger write to stderr and nowhere else. `process` is named in each line where it is
+    not empty.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(process) if log_format == "json" else TextLines(process))
     logger.handlers[:] = [handler]
@@ -20,14 +22,21 @@ def escaped(text: str) -> str:
     """On one line, and without what a terminal would obey: no line feeds, no ANSI sequences."""
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode("ascii")
+        for each in text
+    )
 
 
 class TextLines(logging.Formatter):
-    """`time level logger message`. Lines of tracebacks are indented, so that none looks like an entry."""
+    """`time level logger message`. Lines of tracebacks are indented, so that none looks like an
+    entry.
+    """
 
     def __init__(self, process: str = "") -> None:
-        super().__init__(f"%(asctime)s %(levelname)s {process + ' ' if process else ''}%(name)s %(message)s")
+        super().__init__(
+            f"%(asctime)s %(levelname)s {process + ' ' if process else ''}%(name)s %(message)s"
+        )
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         """The line without the traceback."""
@@ -35,7 +44,9 @@ class TextLines(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
         """Indented and escaped."""
-        return "\n".join("    " + escaped(line) for line in super().formatException(ei).splitlines())
+        return "\n".join(
+            "    " + escaped(line) for line in super().formatException(ei).splitlines()
+        )
 
 
 class JsonLines(logging.Formatter):
@@ -61,7 +72,9 @@ class JsonLines(logging.Formatter):
 
 
 class Rarely:
-    """For lines that somebody else could cause without end: lets one through now and then, and counts the others."""
+    """For lines that somebody else could cause without end: lets one through now and then, and
+    counts the others.
+    """
 
     def __init__(self, seconds: float = 10.0) -> None:
         self._seconds = seconds

@@ -1,4 +1,6 @@
-"""`serve` runs the server until it is told to stop; `running_server` runs one for the length of a `with` block."""
+"""`serve` runs the server until it is told to stop; `running_server` runs one for the length of a
+`with` block.
+"""
 
 import atexit
 import itertools
@@ -19,7 +21,14 @@ from nano_inference.models.shares import require_shares
 from nano_inference.serving.app import Routes, build_app
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.dialects import pipeline_rl, prime_rl, sglang, shared, vllm, vllm_generate
+from nano_inference.serving.dialects import (
+    pipeline_rl,
+    prime_rl,
+    sglang,
+    shared,
+    vllm,
+    vllm_generate,
+)
 from nano_inference.serving.dialects.sglang_generate import SGLangGenerate
 from nano_inference.serving.edge.logs import set_up_logs
 from nano_inference.serving.edge.runner import Runner
@@ -41,8 +50,17 @@ PROTOCOLS: dict[str, Protocol_] = {
 }
 ROUTES: Sequence[Routes] = (model_routes, anthropic.routes, fleet.routes)
 # With `ServerConfig.rl`.
-RL_PROTOCOLS: dict[str, Protocol_] = {"/generate": SGLangGenerate(), "/inference/v1/generate": vllm_generate.Generate()}
-RL_ROUTES: Sequence[Routes] = (shared.routes, vllm.routes, sglang.routes, prime_rl.routes, pipeline_rl.routes)
+RL_PROTOCOLS: dict[str, Protocol_] = {
+    "/generate": SGLangGenerate(),
+    "/inference/v1/generate": vllm_generate.Generate(),
+}
+RL_ROUTES: Sequence[Routes] = (
+    shared.routes,
+    vllm.routes,
+    sglang.routes,
+    prime_rl.routes,
+    pipeline_rl.routes,
+)
 
 
 def serve(engine: EngineConfig | EngineClient, config: ServerConfig) -> None:
@@ -71,7 +89,10 @@ def raise_if_lost(server: Server) -> None:
 
 @contextmanager
 def running_server(
-    engine: EngineConfig | EngineClient, config: ServerConfig | None = None, *, timeout: float = 300.0
+    engine: EngineConfig | EngineClient,
+    config: ServerConfig | None = None,
+    *,
+    timeout: float = 300.0,
 ) -> Iterator[str]:
     """A server on a thread of this process; yields its URL. For tests, notebooks and examples.
 
@@ -102,17 +123,23 @@ def running_server(
 
 
 def engine_client(engine: EngineConfig, config: ServerConfig) -> EngineClient:
-    """A client of an engine that is not started yet, in this process or in one of its own. Raises `ConfigError`."""
+    """A client of an engine that is not started yet, in this process or in one of its own. Raises
+    `ConfigError`.
+    """
     require_shares(engine)
     if config.replicas > 1 or _meeting(engine, config):
         return _fleet_client(engine, config)
     if config.in_process:
         return InProcessClient(engine, config.max_backlog)
-    return ProcessClient(engine, config.max_backlog, restart=config.restart_engine, log_format=config.log_format)
+    return ProcessClient(
+        engine, config.max_backlog, restart=config.restart_engine, log_format=config.log_format
+    )
 
 
 def _fleet_client(engine: EngineConfig, config: ServerConfig) -> FleetClient:
-    """Replicas of one engine. They share this machine's cores, unless the engine's configuration says how many."""
+    """Replicas of one engine. They share this machine's cores, unless the engine's configuration
+    says how many.
+    """
     if engine.num_threads is None:
         cores = psutil.cpu_count(logical=False) or 1
         engine = replace(engine, num_threads=max(1, cores // config.replicas))
@@ -123,9 +150,14 @@ def _fleet_client(engine: EngineConfig, config: ServerConfig) -> FleetClient:
     def make(number: int) -> EngineClient:
         if config.in_process:
             return InProcessClient(engine, config.max_backlog)
-        # Engines in lockstep are made all at once; those that are made after these have died meet elsewhere.
+        # Engines in lockstep are made all at once; those that are made after these have died meet
+        # elsewhere.
         meeting = f"{folder}/{next(made) // config.replicas}" if folder else ""
-        options: dict[str, Any] = {"log_format": config.log_format, "number": number, "meeting": meeting}
+        options: dict[str, Any] = {
+            "log_format": config.log_format,
+            "number": number,
+            "meeting": meeting,
+        }
         return ProcessClient(engine, config.max_backlog, **options)
 
     return FleetClient(
@@ -147,11 +179,15 @@ def _meeting(engine: EngineConfig, config: ServerConfig) -> str:
         return ""
     if config.replicas != engine.expert_parallel:
         raise ConfigError(
-            f"expert_parallel={engine.expert_parallel} with tensor_parallel=1 is as many engines in lockstep: "
+            f"expert_parallel={engine.expert_parallel} with tensor_parallel=1 is as many engines "
+            "in lockstep: "
             f"replicas={engine.expert_parallel}, not {config.replicas}."
         )
     if config.in_process:
-        raise ConfigError("in_process=True is not possible for engines in lockstep: each needs a process of its own.")
+        raise ConfigError(
+            "in_process=True is not possible for engines in lockstep: each needs a process of its "
+            "own."
+        )
     folder = tempfile.mkdtemp(prefix="nano-inference-lockstep-")  # mode 0700
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -1,4 +1,6 @@
-"""What the API process and the engine process tell each other: msgspec structs, as msgpack on the wire."""
+"""What the API process and the engine process tell each other: msgspec structs, as msgpack on the
+wire.
+"""
 
 from typing import Any
 
@@ -10,12 +12,14 @@ from nano_inference.serving.log_lines import LogFormat
 from nano_inference.types import Delta, EngineStats, Memory, SamplingParams, TrainingSample
 
 # A log line: bytes, problem, how many others there were since the last such line.
-NOT_UNDERSTOOD = "a message of %d bytes was not understood: %.500r; %d more since the last such line"
+NOT_UNDERSTOOD = (
+    "a message of %d bytes was not understood: %.500r; %d more since the last such line"
+)
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """The first line that the engine process reads, as JSON. What follows on stdin is nothing, until its end: the API
-    process has ended then.
+    """The first line that the engine process reads, as JSON. What follows on stdin is nothing,
+    until its end: the API process has ended then.
 
     Attributes:
         config: the engine to build.
@@ -24,8 +28,8 @@ class Begin(msgspec.Struct, frozen=True):
         log_level: of the engine process.
         log_format: its log lines, `"text"` or `"json"`.
         parent: process id of the API process.
-        number: of the engine among several. Where the configuration leaves the device open and there are several cards,
-            each engine takes the next one.
+        number: of the engine among several. Where the configuration leaves the device open and
+            there are several cards, each engine takes the next one.
         meeting: path of a file in which engines in lockstep meet; empty: it is alone.
     """
 
@@ -54,7 +58,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
         pid: its process.
         block_size: tokens of a block of its KV cache.
         max_request_entries: as in its configuration.
-        sampling_defaults: what the model's generation_config.json recommends, as fields of `SamplingParams`.
+        sampling_defaults: what the model's generation_config.json recommends, as fields of
+            `SamplingParams`.
     """
 
     model_path: str
@@ -71,13 +76,14 @@ class EngineInfo(msgspec.Struct, frozen=True):
     sampling_defaults: dict[str, float] = {}
 
 
-# -- to the engine ------------------------------------------------------------------------------------------------
+# -- to the engine ---------------------------------------------------------------------------------
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
     """A request, as `InferenceEngine.submit` takes it. `request_id` is the API process's own.
 
-    `tell`: without `stream`, its tokens are told now and then all the same, so that another engine can go on with them.
+    `tell`: without `stream`, its tokens are told now and then all the same, so that another engine
+    can go on with them.
     """
 
     request_id: int
@@ -94,8 +100,8 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
-    """Go on with samples of one request that another engine began; see `engine.continuation.go_on`. Told is what is
-    new, and in the end the whole samples. All else is as in `Generate`.
+    """Go on with samples of one request that another engine began; see `engine.continuation.go_on`.
+    Told is what is new, and in the end the whole samples. All else is as in `Generate`.
     """
 
     request_id: int
@@ -108,7 +114,9 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """End requests. Nothing more of them is wanted, or, `answered`, their samples with what they have."""
+    """End requests. Nothing more of them is wanted, or, `answered`, their samples with what they
+    have.
+    """
 
     request_ids: list[int]
     answered: bool = False
@@ -129,11 +137,13 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
 ToEngine = Generate | Resume | Abort | Call | Stop
 
 
-# -- from the engine ----------------------------------------------------------------------------------------------
+# -- from the engine -------------------------------------------------------------------------------
 
 
 class CannotStart(msgspec.Struct, tag=True, frozen=True):
-    """The engine cannot be built, for an error of this class (a name in `nano_inference.errors`)."""
+    """The engine cannot be built, for an error of this class (a name in
+    `nano_inference.errors`).
+    """
 
     error: str
     message: str
@@ -181,7 +191,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """Now and then, also in the middle of a long step: the engine's process lives, and so far has its loop come.
+    """Now and then, also in the middle of a long step: the engine's process lives, and so far has
+    its loop come.
 
     Attributes:
         stats: may be a second old.
@@ -205,4 +216,8 @@ FromEngine = CannotStart | Ready | Outputs | Refused | Returned | Failed | Heart
 
 
 # What calls return, where it is more than numbers, strings, lists and dicts of them.
-RESULTS: dict[str, Any] = {"stats": EngineStats, "pause": list[TrainingSample], "sleeping": tuple[Memory, ...]}
+RESULTS: dict[str, Any] = {
+    "stats": EngineStats,
+    "pause": list[TrainingSample],
+    "sleeping": tuple[Memory, ...],
+}

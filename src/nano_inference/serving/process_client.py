@@ -1,4 +1,6 @@
-"""`ProcessClient`: an engine in a process of its own, and a new one in its place if that is wanted."""
+"""`ProcessClient`: an engine in a process of its own, and a new one in its place if that is
+wanted.
+"""
 
 import asyncio
 import logging
@@ -21,9 +23,11 @@ class ProcessClient(EngineClient):
     Args:
         config: of the engine.
         max_backlog: tokens that a stream may hold, a sample, for somebody who does not read.
-        restart: start a new engine when the old one has died. What the old one was doing fails all the same.
+        restart: start a new engine when the old one has died. What the old one was doing fails all
+            the same.
         log_format: of the engine process's log lines; their level is that of this process.
-        number: of the engine among several; where the configuration names no device, each takes the next one.
+        number: of the engine among several; where the configuration names no device, each takes the
+            next one.
         meeting: see `Begin`.
     """
 
@@ -49,7 +53,8 @@ class ProcessClient(EngineClient):
     async def start(self) -> None:
         """Start the process and wait until its engine is ready.
 
-        Raises what kept the engine from being built, and `EngineDead` if its process ended without a word.
+        Raises what kept the engine from being built, and `EngineDead` if its process ended without
+        a word.
         """
         self._started = asyncio.get_running_loop().create_future()
         try:
@@ -60,7 +65,9 @@ class ProcessClient(EngineClient):
             raise
 
     async def close(self) -> None:
-        """Let the engine end, or end it, within seconds. Its process, sockets and folder are gone then."""
+        """Let the engine end, or end it, within seconds. Its process, sockets and folder are gone
+        then.
+        """
         is_ready = self._info is not None and not self.restarting
         self._restart = self.restarting = False
         if self._again is not None:
@@ -69,7 +76,8 @@ class ProcessClient(EngineClient):
         self._settle(EngineDead(STOPPING))
         child, self._child = self._child, None
         if child is not None:
-            await child.close(STOP_PATIENCE if is_ready else 0.0)  # one that is being built does not listen yet
+            # one that is being built does not listen yet
+            await child.close(STOP_PATIENCE if is_ready else 0.0)
 
     def kill(self) -> None:
         """End its process at once."""
@@ -81,7 +89,9 @@ class ProcessClient(EngineClient):
         self._child.send(message)
 
     def _launch(self) -> None:
-        self._child = EngineChild(self._config, self._hear, self._bury, self._log_format, self._number, self._meeting)
+        self._child = EngineChild(
+            self._config, self._hear, self._bury, self._log_format, self._number, self._meeting
+        )
 
     def _hear(self, message: FromEngine) -> None:
         self._receive(message)

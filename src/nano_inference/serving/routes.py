@@ -10,7 +10,12 @@ from nano_inference.serving.edge.exchange import read_request
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import bad_request
 from nano_inference.serving.protocols import chats
-from nano_inference.serving.protocols.fields import TokenIds, need_tokenizer, require_model, require_possible_length
+from nano_inference.serving.protocols.fields import (
+    TokenIds,
+    need_tokenizer,
+    require_model,
+    require_possible_length,
+)
 from nano_inference.serving.protocols.interface import Served
 from nano_inference.serving.protocols.openai_chat import chat_prompt
 from nano_inference.serving.protocols.openai_requests import ChatTemplateFields, Message
@@ -49,9 +54,13 @@ def tokenize(body: bytes, served: Served) -> dict[str, Any]:
     else:
         assert request.prompt is not None
         require_possible_length(request.prompt, served, "prompt")
-        token_ids = tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+        token_ids = tokenizer.encode(
+            request.prompt, add_special_tokens=request.add_special_tokens is not False
+        )
     strings = (
-        list(map(served.token_texts.text, token_ids)) if request.return_token_strs and served.token_texts else None
+        list(map(served.token_texts.text, token_ids))
+        if request.return_token_strs and served.token_texts
+        else None
     )
     return {
         "count": len(token_ids),
@@ -68,7 +77,9 @@ def detokenize(body: bytes, served: Served) -> dict[str, Any]:
     tokenizer = need_tokenizer(served)
     if max(request.tokens, default=0) >= served.engine.vocab_size:
         raise bad_request(
-            f"tokens holds {max(request.tokens)}; token ids are in [0, {served.engine.vocab_size}).", "tokens"
+            f"tokens holds {max(request.tokens)}; token ids are in [0, "
+            f"{served.engine.vocab_size}).",
+            "tokens",
         )
     return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}
 
@@ -107,7 +118,9 @@ def model_routes(server: Server) -> APIRouter:
         make = anthropic_model_row if "anthropic-version" in request.headers else model_row
         return make(server.require_served(), name, server.started)
 
-    @router.get("/v1/models", openapi_extra=operation(None, MODELS, summary="The models that are served"))
+    @router.get(
+        "/v1/models", openapi_extra=operation(None, MODELS, summary="The models that are served")
+    )
     async def models(request: Request) -> Response:
         served = server.require_served()
         rows = [row(request, name) for name in (served.name, *served.other_names)]
@@ -116,16 +129,24 @@ def model_routes(server: Server) -> APIRouter:
             return json_reply(200, {"data": rows, "has_more": False, **ends})
         return json_reply(200, {"object": "list", "data": rows})
 
-    @router.get("/v1/models/{name:path}", openapi_extra=operation(None, MODEL, summary="One of them"))
+    @router.get(
+        "/v1/models/{name:path}", openapi_extra=operation(None, MODEL, summary="One of them")
+    )
     async def model(name: str, request: Request) -> Response:
         require_model(name, server.require_served())
         return json_reply(200, row(request, name))
 
-    @router.post("/tokenize", openapi_extra=operation(TokenizeRequest, TOKENS, summary="Token ids of a text or a chat"))
+    @router.post(
+        "/tokenize",
+        openapi_extra=operation(TokenizeRequest, TOKENS, summary="Token ids of a text or a chat"),
+    )
     async def tokens(request: Request) -> Response:
         return json_reply(200, await read_request(request, server, tokenize))
 
-    @router.post("/detokenize", openapi_extra=operation(DetokenizeRequest, TEXT, summary="The text of token ids"))
+    @router.post(
+        "/detokenize",
+        openapi_extra=operation(DetokenizeRequest, TEXT, summary="The text of token ids"),
+    )
     async def text(request: Request) -> Response:
         return json_reply(200, await read_request(request, server, detokenize))
 

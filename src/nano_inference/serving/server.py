@@ -25,7 +25,8 @@ from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("nano_inference.serving")
 
-LINGER = 10.0  # seconds that a server without an engine answers 503, so that it is seen to be down, before it ends
+# seconds that a server without an engine answers 503, so that it is seen to be down, before it ends
+LINGER = 10.0
 _GLANCE = 0.2  # seconds between two looks at the engine
 
 
@@ -68,7 +69,9 @@ class Server:
         self.lifecycle = Lifecycle(self.client, self.config.restart_engine)
         config = self.config
         self.bodies = Bodies(config.max_pending_bytes, "max_pending_bytes", config.body_timeout)
-        self.weight_bodies = Bodies(config.rl_max_body_bytes, "rl_max_body_bytes", config.body_timeout)
+        self.weight_bodies = Bodies(
+            config.rl_max_body_bytes, "rl_max_body_bytes", config.body_timeout
+        )
         self.metrics = Metrics(self.client)
         self.control = Control(self.client, self.config)
         self.admission = Admission(config, self.client, lambda: self.control.newest_version)
@@ -91,19 +94,27 @@ class Server:
         if self.lifecycle.is_draining:
             return
         self.lifecycle.is_draining = True
-        log.info("draining: %d request(s) get %g seconds to end.", len(self.exchanges), self.config.drain_timeout)
+        log.info(
+            "draining: %d request(s) get %g seconds to end.",
+            len(self.exchanges),
+            self.config.drain_timeout,
+        )
         asyncio.get_running_loop().call_later(self.config.drain_timeout, self.end_all)
 
     def end_all(self) -> None:
         """Abort all that runs; clients are told, and trainers."""
-        problem = ApiError(503, "the server is shutting down.", code="draining", headers=retry_after(1.0))
+        problem = ApiError(
+            503, "the server is shutting down.", code="draining", headers=retry_after(1.0)
+        )
         for exchange in list(self.exchanges):
             exchange.end(problem)
         self.client.end_calls(problem)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """From before the engine's start to its end. The engine is built meanwhile, and `/health` answered."""
+        """From before the engine's start to its end. The engine is built meanwhile, and `/health`
+        answered.
+        """
         life = asyncio.create_task(self._live())
         try:
             yield
@@ -116,7 +127,9 @@ class Server:
     async def _live(self) -> None:
         try:
             await self.client.start()
-            self.served = await asyncio.to_thread(serve_what, self.config, self.client, self.control)
+            self.served = await asyncio.to_thread(
+                serve_what, self.config, self.client, self.control
+            )
         except Exception as problem:
             log.error("the engine could not be built: %s", problem)
             self.lost, self.lifecycle.failure = problem, str(problem)
@@ -137,7 +150,9 @@ class Server:
         if self.lifecycle.is_draining:
             return
         self.lost = self.client.why_dead
-        log.error("there is no engine any more; the server ends in %g seconds: %s", self.linger, self.lost)
+        log.error(
+            "there is no engine any more; the server ends in %g seconds: %s", self.linger, self.lost
+        )
         await asyncio.sleep(self.linger)
         if self.stop is not None:
             self.stop()
@@ -163,5 +178,7 @@ def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> 
 
 
 def _tokenizer(folder: str | None) -> Tokenizer | None:
-    """None where there is none: token ids are served then. Raises `ModelLoadError` for one that cannot be read."""
+    """None where there is none: token ids are served then. Raises `ModelLoadError` for one that
+    cannot be read.
+    """
     return None if folder is None else load_tokenizer(Path(folder))

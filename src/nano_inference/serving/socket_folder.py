@@ -1,4 +1,6 @@
-"""The folder of an engine's two sockets: ours alone, and gone in the end, also where nobody was left to remove it."""
+"""The folder of an engine's two sockets: ours alone, and gone in the end, also where nobody was
+left to remove it.
+"""
 
 import os
 import shutil
@@ -25,7 +27,9 @@ def private_folder() -> Path:
 
 
 def remove_abandoned() -> None:
-    """Remove folders of processes that were all killed at once: each other end is seen, and nobody's end is not."""
+    """Remove folders of processes that were all killed at once: each other end is seen, and
+    nobody's end is not.
+    """
     for place in {tempfile.gettempdir(), "/tmp"}:
         with suppress(OSError):
             for folder in list(Path(place).glob(f"{PREFIX}*")):
@@ -34,16 +38,22 @@ def remove_abandoned() -> None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether it is one of ours in which nobody listens. A process id would say less: it may be of another container,
-    or used again.
+    """Whether it is one of ours in which nobody listens. A process id would say less: it may be of
+    another container, or used again.
     """
     try:
         found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or stat.S_IMODE(found.st_mode) != 0o700 or found.st_uid != os.getuid():
+        if (
+            not stat.S_ISDIR(found.st_mode)
+            or stat.S_IMODE(found.st_mode) != 0o700
+            or found.st_uid != os.getuid()
+        ):
             return False
         if time.time() - found.st_mtime < OLD:
             return False
-        return all(each.name in ("api", "engine") and not _listens(each) for each in folder.iterdir())
+        return all(
+            each.name in ("api", "engine") and not _listens(each) for each in folder.iterdir()
+        )
     except OSError:  # it has just gone
         return False
 

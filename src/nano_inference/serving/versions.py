@@ -1,4 +1,6 @@
-"""`VersionNames`: a weight version is a rising integer in the engine, and whatever its trainer calls it on the wire."""
+"""`VersionNames`: a weight version is a rising integer in the engine, and whatever its trainer
+calls it on the wire.
+"""
 
 from nano_inference.serving.errors import bad_request
 from nano_inference.serving.protocols.reading import shown
@@ -8,7 +10,8 @@ MAX_DIGITS = 15
 
 
 class VersionNames:
-    """Names of versions, chosen before an update begins, so that the first token of it already has one.
+    """Names of versions, chosen before an update begins, so that the first token of it already has
+    one.
 
     Args:
         newest: the engine's version that serves, or the newest that it was told of.
@@ -23,7 +26,9 @@ class VersionNames:
         return self._names.get(version, str(version))
 
     def number(self, name: str) -> int | None:
-        """The newest version of this name; None: there was none yet, and a number is nobody's name."""
+        """The newest version of this name; None: there was none yet, and a number is nobody's
+        name.
+        """
         for version, each in reversed(self._names.items()):
             if each == name:
                 return version
@@ -31,7 +36,9 @@ class VersionNames:
         return number if number is not None and number not in self._names else None
 
     def choose(self, name: str | None) -> int:
-        """The integer of the next version: the name's own if it is larger than all before. Raises `ApiError`."""
+        """The integer of the next version: the name's own if it is larger than all before. Raises
+        `ApiError`.
+        """
         own = None if name is None else _own_number(checked_name(name))
         self._newest = own if own is not None and own > self._newest else self._newest + 1
         if name is not None:
@@ -65,7 +72,8 @@ def checked_name(name: str, field: str = "weight_version") -> str:
     """A name that a version may have, as a field of a request says it. Raises `ApiError`."""
     if not name or len(name) > MAX_NAME or not name.isprintable():
         raise bad_request(
-            f"{field} must be a printable string of 1 to {MAX_NAME} characters, not {shown(name)}.", field
+            f"{field} must be a printable string of 1 to {MAX_NAME} characters, not {shown(name)}.",
+            field,
         )
     return name
 

@@ -1,4 +1,6 @@
-"""`WeightCalls`: the calls of one weight update after the other, in order, each before its deadline."""
+"""`WeightCalls`: the calls of one weight update after the other, in order, each before its
+deadline.
+"""
 
 import asyncio
 import itertools
@@ -18,18 +20,27 @@ MARGIN = 10.0  # seconds that the engine gets to say itself that a deadline is p
 LATE = 504
 SILENT = "engine_silent"
 KEEPS_DEADLINE = frozenset(
-    ("join_group", "receive_broadcast", "receive_stream", "receive_file", "receive_folder", "finish_update")
+    (
+        "join_group",
+        "receive_broadcast",
+        "receive_stream",
+        "receive_file",
+        "receive_folder",
+        "finish_update",
+    )
 )
 
 
 class WeightCalls:
-    """What the API process knows of the engine's weights. It forgets all of it when another engine is started.
+    """What the API process knows of the engine's weights. It forgets all of it when another engine
+    is started.
 
     Attributes:
         version: what the open session's version will be called, as far as anybody has said.
         snapshot: checksums that somebody asked to remember.
         folder: of which the open session has taken weights.
-        served_folder: that the weights which serve came from, in the last update that took any of a folder.
+        served_folder: that the weights which serve came from, in the last update that took any of a
+            folder.
     """
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
@@ -62,19 +73,27 @@ class WeightCalls:
         return self._versions
 
     def notice_restart(self) -> None:
-        """A new engine has the weights that it was built with, and knows nothing of groups, sessions and names."""
+        """A new engine has the weights that it was built with, and knows nothing of groups,
+        sessions and names.
+        """
         if self._restarts != self._client.num_restarts:
             self._restarts = self._client.num_restarts
-            self._versions = self._session = self.version = self.snapshot = self.served_folder = None
+            self._versions = self._session = self.version = self.snapshot = self.served_folder = (
+                None
+            )
 
     async def call(self, name: str, seconds: float = SOON, **arguments: Any) -> Any:
-        """Call the engine; it is told the seconds where it keeps the deadline itself. Raises `ApiError`."""
+        """Call the engine; it is told the seconds where it keeps the deadline itself. Raises
+        `ApiError`.
+        """
         if name in KEEPS_DEADLINE:
             arguments["seconds"] = seconds
         try:
             return await self._client.call(name, timeout=seconds + MARGIN, **arguments)
         except TimeoutError:
-            raise ApiError(LATE, f"the engine did not answer within {seconds:g} s.", code=SILENT) from None
+            raise ApiError(
+                LATE, f"the engine did not answer within {seconds:g} s.", code=SILENT
+            ) from None
         except NanoInferenceError as problem:
             raise api_error_of(problem) from problem
 
@@ -82,18 +101,23 @@ class WeightCalls:
         """A deadline as it was asked for, or the server's."""
         seconds = self._config.rl_timeout if timeout is None else timeout
         if not 0 < seconds < float("inf"):
-            raise bad_request(f"timeout={seconds!r} must be a positive number of seconds.", "timeout")
+            raise bad_request(
+                f"timeout={seconds!r} must be a positive number of seconds.", "timeout"
+            )
         return seconds
 
-    # -- sessions -----------------------------------------------------------------------------------------------------
+    # -- sessions ----------------------------------------------------------------------------------
 
     async def begin(self, version: str | None, **options: bool) -> None:
-        """Open a session, when what is left of an earlier one is gone. It ends when nothing is heard of it for long."""
+        """Open a session, when what is left of an earlier one is gone. It ends when nothing is
+        heard of it for long.
+        """
         number = next(self._numbers)
         async with self._beginning, self._or_cancel(number):
             if self._cancelling:
                 await asyncio.wait(self._cancelling, timeout=SOON)
-            # It knows whether this one is still open. Another one may be: of a call whose cancelling was lost.
+            # It knows whether this one is still open. Another one may be: of a call whose
+            # cancelling was lost.
             newest = await self.call("begin_update", session=number, known=self.session, **options)
             self.names.see(newest)
             self._session, self.version, self.folder = number, version, None
@@ -101,17 +125,22 @@ class WeightCalls:
 
     @asynccontextmanager
     async def next(self, timeout: float | None = None) -> AsyncIterator[tuple[int, float]]:
-        """The next call of the session, alone in it: its number (0 where none is open) and the seconds that are left.
+        """The next call of the session, alone in it: its number (0 where none is open) and the
+        seconds that are left.
 
-        The engine itself refuses what comes outside of a session: it also ends the group of such a broadcast.
+        The engine itself refuses what comes outside of a session: it also ends the group of such a
+        broadcast.
         """
         seconds = self.seconds(timeout)
         until = time.monotonic() + seconds
         try:
-            async with asyncio.timeout(seconds):  # wait_for would forget a cancellation that comes with the turn
+            # wait_for would forget a cancellation that comes with the turn
+            async with asyncio.timeout(seconds):
                 await self._turn.acquire()
         except TimeoutError:
-            raise ApiError(LATE, f"another call of the weight update did not end within {seconds:g} s.") from None
+            raise ApiError(
+                LATE, f"another call of the weight update did not end within {seconds:g} s."
+            ) from None
         try:
             session = self.session
             self._expire_later(None)
@@ -130,7 +159,8 @@ class WeightCalls:
         """Close the session; returns the version's name when it serves. Within `next`."""
         names = self.names
         before = names.newest
-        number = names.choose(name if name is not None else self.version)  # its first tokens come before the answer
+        # its first tokens come before the answer
+        number = names.choose(name if name is not None else self.version)
         try:
             await self.call("finish_update", seconds, session=session, version=number, **options)
         except ApiError as problem:
@@ -147,20 +177,24 @@ class WeightCalls:
         return session is not None and await self._cancel(session, reason)
 
     async def fail(self, problem: BaseException) -> None:
-        """Forget the session, if one is open, for what went wrong around its calls. It waits unless its caller is
-        about to leave.
+        """Forget the session, if one is open, for what went wrong around its calls. It waits unless
+        its caller is about to leave.
         """
         if (session := self.session) is not None:
             await self._failed(session, problem)
 
     def _expire_later(self, session: int | None) -> None:
-        """Forget the session unless a call of it comes within the server's deadline; None: never."""
+        """Forget the session unless a call of it comes within the server's deadline; None:
+        never.
+        """
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
         if session is not None:
             seconds = self._config.rl_timeout
-            self._expiry = asyncio.get_running_loop().call_later(seconds, self._expire, session, seconds)
+            self._expiry = asyncio.get_running_loop().call_later(
+                seconds, self._expire, session, seconds
+            )
 
     def _expire(self, session: int, seconds: float) -> None:
         if self._session == session:
@@ -177,7 +211,9 @@ class WeightCalls:
 
     @asynccontextmanager
     async def _or_cancel(self, session: int | None) -> AsyncIterator[None]:
-        """What fails inside ends the session, also where nobody knows how far the engine has come."""
+        """What fails inside ends the session, also where nobody knows how far the engine has
+        come.
+        """
         try:
             yield
         except BaseException as problem:
@@ -186,13 +222,17 @@ class WeightCalls:
             raise
 
     async def _failed(self, session: int, problem: BaseException) -> None:
-        task = self._forget(session, problem.message if isinstance(problem, ApiError) else "its caller left.")
+        task = self._forget(
+            session, problem.message if isinstance(problem, ApiError) else "its caller left."
+        )
         if isinstance(problem, Exception):
             await asyncio.wait([task])
 
     async def _cancel(self, session: int, reason: str) -> bool:
         text = f"the weight update was cancelled: {reason}"
         try:
-            return await self._client.call("cancel_update", timeout=SOON, session=session, reason=text)
+            return await self._client.call(
+                "cancel_update", timeout=SOON, session=session, reason=text
+            )
         except Exception:  # the engine is gone, and the session with it
             return False

@@ -1,4 +1,6 @@
-"""`WeightLink`: what the engine's process holds of a trainer between two calls: groups by name, the open session."""
+"""`WeightLink`: what the engine's process holds of a trainer between two calls: groups by name, the
+open session.
+"""
 
 import logging
 import socket
@@ -42,7 +44,9 @@ class _Place:
         self._address = address
 
     def is_held(self) -> bool:
-        """Whether there is a living trainer. Whoever asked for a group that has none yet may be gone."""
+        """Whether there is a living trainer. Whoever asked for a group that has none yet may be
+        gone.
+        """
         if self.joined is not None:
             return self.joined.trainer_lives()
         try:
@@ -71,8 +75,9 @@ class _Session:
 class WeightLink:
     """Calls come on threads of their own and may wait, each until its deadline.
 
-    Whatever goes wrong in a session closes it, with the old version serving. What goes wrong around a broadcast, a call
-    at the wrong time too, also ends the group: the trainer may have sent what nobody took.
+    Whatever goes wrong in a session closes it, with the old version serving. What goes wrong around
+    a broadcast, a call at the wrong time too, also ends the group: the trainer may have sent what
+    nobody took.
     """
 
     def __init__(self, engine: InferenceEngine) -> None:
@@ -83,7 +88,7 @@ class WeightLink:
         self._groups: dict[str, _Place] = {}
         self._session: _Session | None = None
 
-    # -- groups -------------------------------------------------------------------------------------------------------
+    # -- groups ------------------------------------------------------------------------------------
 
     def join_group(
         self,
@@ -101,15 +106,22 @@ class WeightLink:
         deadline = Deadline(seconds)
         device = self._engine.model.device
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-        options: dict[str, Any] = {"device": device if backend == "nccl" else torch.device("cpu"), "backend": backend}
+        options: dict[str, Any] = {
+            "device": device if backend == "nccl" else torch.device("cpu"),
+            "backend": backend,
+        }
         options["name"] = group if named else None
         place = self._reserve(group, _Place((host, port), deadline))
         try:
-            place.joined = joined = join_trainer((host, port), rank, world_size, deadline, **options)
+            place.joined = joined = join_trainer(
+                (host, port), rank, world_size, deadline, **options
+            )
         except BaseException:
             if self._leave(group, place):
                 raise
-            raise WeightUpdateConflict(f"the group {group!r} was left while it was joined.") from None
+            raise WeightUpdateConflict(
+                f"the group {group!r} was left while it was joined."
+            ) from None
         if self._groups.get(group) is not place:
             joined.close()
             raise WeightUpdateConflict(f"the group {group!r} was left while it was joined.")
@@ -125,20 +137,30 @@ class WeightLink:
         return place is not None and place.joined is not None and place.joined.trainer_lives()
 
     def close(self) -> None:
-        """Leave all groups; whoever is about to join one leaves it then. For the end of the engine."""
+        """Leave all groups; whoever is about to join one leaves it then. For the end of the
+        engine.
+        """
         for group, place in list(self._groups.items()):
             self._leave(group, place)
 
     def _reserve(self, group: str, place: _Place) -> _Place:
-        """Give a group its place, where no living trainer has it. An update that a dead one has left is forgotten."""
+        """Give a group its place, where no living trainer has it. An update that a dead one has
+        left is forgotten.
+        """
         with self._lock:
             old, session = self._groups.get(group), self._session
             if old is not None and old.is_held():
-                raise WeightUpdateConflict(f"there is a group {group!r} and its trainer lives; leave it first.")
+                raise WeightUpdateConflict(
+                    f"there is a group {group!r} and its trainer lives; leave it first."
+                )
             if session is not None and not session.update.done():
                 if any(place.is_held() for place in self._groups.values()):
-                    raise WeightUpdateConflict("a weight update is open; finish it before a group is joined.")
-                lost = WeightUpdateConflict("the trainer of the weight update is gone, and another one has come.")
+                    raise WeightUpdateConflict(
+                        "a weight update is open; finish it before a group is joined."
+                    )
+                lost = WeightUpdateConflict(
+                    "the trainer of the weight update is gone, and another one has come."
+                )
                 self._manager.withdraw(session.update, lost)
             self._groups[group] = place
         if old is not None:
@@ -154,23 +176,32 @@ class WeightLink:
         place.close()
         return True
 
-    # -- a session ----------------------------------------------------------------------------------------------------
+    # -- a session ---------------------------------------------------------------------------------
 
     def begin_update(
-        self, session: int, known: int | None = None, complete: bool = False, check_finite: bool = False
+        self,
+        session: int,
+        known: int | None = None,
+        complete: bool = False,
+        check_finite: bool = False,
     ) -> int:
         """See `Control.begin_update`; returns the newest version that there is.
 
-        `session` is the caller's number of it, named by all calls that follow. `known` is the one that the caller takes
-        for open: any other one is what is left of calls that were given up, and is forgotten.
+        `session` is the caller's number of it, named by all calls that follow. `known` is the one
+        that the caller takes for open: any other one is what is left of calls that were given up,
+        and is forgotten.
         """
         self._require_awake()
         with self._lock:
             old = self._session
             if old is not None and not old.update.done():
                 if old.number == known:
-                    raise WeightUpdateConflict("a weight update is open already; finish it, or cancel it, first.")
-                self._manager.withdraw(old.update, WeightUpdateConflict("another weight update has begun."))
+                    raise WeightUpdateConflict(
+                        "a weight update is open already; finish it, or cancel it, first."
+                    )
+                self._manager.withdraw(
+                    old.update, WeightUpdateConflict("another weight update has begun.")
+                )
             update = self._manager.begin(complete=complete, check_finite=check_finite)
             self._session = _Session(session, update)
             return self._manager.newest
@@ -191,7 +222,9 @@ class WeightLink:
                 pieces = wire.pieces(tensors, self._manager.shapes, current.names)
                 if not pieces:
                     raise WeightUpdateError("there is nothing to receive: no tensor is named.")
-                return TrainerBroadcasts(joined, pieces, packed_bytes=packed_bytes, memory=self._memory)
+                return TrainerBroadcasts(
+                    joined, pieces, packed_bytes=packed_bytes, memory=self._memory
+                )
 
             self._receive(current, transport, seconds)
 
@@ -206,16 +239,22 @@ class WeightLink:
         current = self._require(session)
         with self._step(current):
             if current.file is None:
-                current.file = SafetensorsBytes(size, self._manager.shapes, current.names, self._memory)
+                current.file = SafetensorsBytes(
+                    size, self._manager.shapes, current.names, self._memory
+                )
             current.file.add(content)
             whole, current.file = current.file, None if current.file.is_whole else current.file
             if whole.is_whole:
                 receive_into(self._manager, whole, current.update, Deadline(seconds))
 
-    def receive_bucket(self, session: int, read: Callable[[Shapes], Mapping[str, torch.Tensor]]) -> None:
-        """Take a bucket that is on this machine; `read` makes its tensors, which nobody else writes to.
+    def receive_bucket(
+        self, session: int, read: Callable[[Shapes], Mapping[str, torch.Tensor]]
+    ) -> None:
+        """Take a bucket that is on this machine; `read` makes its tensors, which nobody else writes
+        to.
 
-        `read` checks what it reads against the names and shapes that it is given, and raises `WeightUpdateError`.
+        `read` checks what it reads against the names and shapes that it is given, and raises
+        `WeightUpdateError`.
         """
         current = self._require(session)
         with self._step(current):
@@ -226,9 +265,12 @@ class WeightLink:
         current = self._require(session)
         return self._receive(current, lambda: WeightFiles(Path(path)), seconds)
 
-    def prepare_update(self, session: int, version: int, kv_policy: KvPolicy, seconds: float) -> None:
-        """Check all that `finish_update` would, and wait until it need not wait for anything: several engines that are
-        all prepared take the new version at the same time. What fails here closes the session.
+    def prepare_update(
+        self, session: int, version: int, kv_policy: KvPolicy, seconds: float
+    ) -> None:
+        """Check all that `finish_update` would, and wait until it need not wait for anything:
+        several engines that are all prepared take the new version at the same time. What fails here
+        closes the session.
         """
         current = self._require(session)
         deadline = Deadline(seconds)
@@ -236,7 +278,10 @@ class WeightLink:
             require_policy(self._engine.shared.loop, kv_policy)
             self._manager.check(version=version, of=current.update)
             while kv_policy == "finish_old" and self._would_wait(kv_policy):
-                deadline.check(f"requests that finish on old weights did not end, which version {version} waits for")
+                deadline.check(
+                    f"requests that finish on old weights did not end, which version {version} "
+                    "waits for"
+                )
                 time.sleep(LOOK)
 
     def finish_update(self, session: int, version: int, kv_policy: KvPolicy, seconds: float) -> int:
@@ -253,28 +298,33 @@ class WeightLink:
                     self._require_awake()
                     deadline.check(f"weight version {version} was not applied")
                 except WeightUpdateError as problem:
-                    if self._manager.withdraw(current.update, problem):  # else it came in time after all
+                    # else it came in time after all
+                    if self._manager.withdraw(current.update, problem):
                         raise
             return current.update.result(0)
 
     def cancel_update(self, session: int, reason: str) -> bool:
-        """Close the session, also while another call receives; whether anything was there to be forgotten."""
+        """Close the session, also while another call receives; whether anything was there to be
+        forgotten.
+        """
         with self._lock:
             current = self._session
         if current is None or current.number != session:
             return False
         return self._manager.withdraw(current.update, WeightUpdateConflict(reason))
 
-    # -- checks -------------------------------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------
 
     def save_weights(self, path: str, version: int) -> int:
-        """Write all that serves into a new folder, which `receive_folder` reads; returns the version. For an engine
-        that joins others; nothing may change the weights meanwhile.
+        """Write all that serves into a new folder, which `receive_folder` reads; returns the
+        version. For an engine that joins others; nothing may change the weights meanwhile.
         """
         self._require_awake()
         with self._manager.lock:
             if self._manager.version != version:
-                raise WeightUpdateConflict(f"weight version {self._manager.version} serves, and not {version}.")
+                raise WeightUpdateConflict(
+                    f"weight version {self._manager.version} serves, and not {version}."
+                )
             write_folder(path, self._manager.state_dict(), version=version)
         return version
 
@@ -284,7 +334,9 @@ class WeightLink:
         rows = self._manager.tensor(tensor)[:count]
         if rows.numel() > MOST_NUMBERS:
             fewer = max(1, count * MOST_NUMBERS // rows.numel())
-            raise WeightUpdateError(f"{len(rows)} rows of {tensor!r} are {rows.numel()} numbers; ask for {fewer} rows.")
+            raise WeightUpdateError(
+                f"{len(rows)} rows of {tensor!r} are {rows.numel()} numbers; ask for {fewer} rows."
+            )
         return rows.to("cpu", torch.float32).tolist()
 
     def describe(self) -> dict[str, Any]:
@@ -304,7 +356,7 @@ class WeightLink:
             "numerics": engine.numerics.fingerprint,
         }
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _require(self, session: int) -> _Session:
         with self._lock:
@@ -312,13 +364,15 @@ class WeightLink:
         if current is None or current.number != session:
             raise WeightUpdateConflict("no weight update is open; begin one first.")
         if current.update.done():
-            raise current.update.error or WeightUpdateConflict("this weight update is finished; begin another one.")
+            raise current.update.error or WeightUpdateConflict(
+                "this weight update is finished; begin another one."
+            )
         return current
 
     @contextmanager
     def _group(self, group: str) -> Iterator[TrainerGroup]:
-        """A group to receive in. Whatever fails, a call at the wrong time too, ends it: the trainer may have sent what
-        nobody took, and that would be taken for what it sends next.
+        """A group to receive in. Whatever fails, a call at the wrong time too, ends it: the trainer
+        may have sent what nobody took, and that would be taken for what it sends next.
         """
         place = self._groups.get(group)
         if place is None or place.joined is None:
@@ -329,7 +383,9 @@ class WeightLink:
             self._leave(group, place)
             raise
 
-    def _receive(self, current: _Session, transport: Callable[[], WeightTransport], seconds: float) -> int | None:
+    def _receive(
+        self, current: _Session, transport: Callable[[], WeightTransport], seconds: float
+    ) -> int | None:
         deadline = Deadline(seconds)
         with self._step(current):
             return receive_into(self._manager, transport(), current.update, deadline)
@@ -338,7 +394,9 @@ class WeightLink:
     def _step(self, current: _Session) -> Iterator[None]:
         """A call of a session, alone in it. What fails closes the session."""
         if not current.busy.acquire(blocking=False):
-            raise WeightUpdateConflict("another call of this weight update is under way; wait for its answer.")
+            raise WeightUpdateConflict(
+                "another call of this weight update is under way; wait for its answer."
+            )
         try:
             self._require_awake()
             yield
@@ -346,7 +404,9 @@ class WeightLink:
             error = problem
             if not isinstance(error, WeightUpdateError):
                 log.exception("weights could not be received")
-                error = WeightUpdateError("the weights could not be received; the engine's log says why.")
+                error = WeightUpdateError(
+                    "the weights could not be received; the engine's log says why."
+                )
             self._manager.withdraw(current.update, error)
             raise error from problem
         finally:
@@ -362,10 +422,13 @@ class WeightLink:
             return shared.loop.would_wait(kv_policy)
 
     def _require_possible(self, kv_policy: KvPolicy) -> None:
-        """Else the update would wait until somebody resumes, which the trainer does when the update is done."""
+        """Else the update would wait until somebody resumes, which the trainer does when the update
+        is done.
+        """
         shared = self._engine.shared
         with shared.lock:
             if shared.loop.paused and shared.loop.would_wait(kv_policy):
                 raise WeightUpdateConflict(
-                    f"an update with kv_policy={kv_policy!r} would wait for requests that are paused; resume first."
+                    f"an update with kv_policy={kv_policy!r} would wait for requests that are "
+                    "paused; resume first."
                 )

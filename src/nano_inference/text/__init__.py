@@ -1,1 +1,3 @@
-"""Text on both sides of the engine: tokenizer, chat templates, text of a sample and stop strings."""
+"""Text on both sides of the engine: tokenizer, chat templates, text of a sample and stop
+strings.
+"""

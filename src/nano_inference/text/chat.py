@@ -1,4 +1,6 @@
-"""Chat templates: a conversation to the text, or the token ids, that an instruction-tuned model was trained on."""
+"""Chat templates: a conversation to the text, or the token ids, that an instruction-tuned model was
+trained on.
+"""
 
 import contextlib
 import re
@@ -29,22 +31,26 @@ def render_chat(
 
     Args:
         template: Jinja source.
-        messages: `{"role": ..., "content": ...}` of strings, numbers, lists and mappings, as OpenAI's protocol has
-            them; what the template does not understand of that is rewritten (`messages.prepare`).
+        messages: `{"role": ..., "content": ...}` of strings, numbers, lists and mappings, as
+            OpenAI's protocol has them; what the template does not understand of that is rewritten
+            (`messages.prepare`).
         special_tokens: `bos_token`, `eos_token` … -> text, visible to the template by these names.
         tools: `{"type": "function", "function": {"name", "description", "parameters"}}` each.
         add_generation_prompt: end with the opening of the assistant's turn.
-        continue_final_message: end within the last message, right behind its content, for the model to go on.
+        continue_final_message: end within the last message, right behind its content, for the model
+            to go on.
         template_kwargs: further variables of the template, as `enable_thinking`.
         documents: texts beside the conversation, for templates that render some.
 
     Raises:
-        InvalidRequest: there is no message, the template is broken, refuses the messages, leaves the sandbox or takes
-            more than its time or size (`template_budget`), a message holds something else than plain data, or a
-            template variable may not be set.
+        InvalidRequest: there is no message, the template is broken, refuses the messages, leaves
+            the sandbox or takes more than its time or size (`template_budget`), a message holds
+            something else than plain data, or a template variable may not be set.
     """
     variables = _variables(template, messages, tools, documents, template_kwargs, special_tokens)
-    return _render(template, variables, special_tokens, add_generation_prompt, continue_final_message)
+    return _render(
+        template, variables, special_tokens, add_generation_prompt, continue_final_message
+    )
 
 
 def encode_chat(
@@ -57,10 +63,11 @@ def encode_chat(
     template_kwargs: Mapping[str, object] | None = None,
     documents: Documents | None = None,
 ) -> list[int]:
-    """Token ids of the conversation, by default up to and including the opening of the assistant's turn.
+    """Token ids of the conversation, by default up to and including the opening of the assistant's
+    turn.
 
-    Special tokens come from the template alone: the tokenizer adds none, and one that is written out in a message, in
-    a tool's description or in `template_kwargs` is encoded as the text it is.
+    Special tokens come from the template alone: the tokenizer adds none, and one that is written
+    out in a message, in a tool's description or in `template_kwargs` is encoded as the text it is.
 
     Args:
         tokenizer: with a chat template.
@@ -76,18 +83,22 @@ def encode_chat(
     """
     template, special_tokens = tokenizer.chat_template, tokenizer.special_tokens
     if template is None:
-        raise InvalidRequest("the model's tokenizer has no chat template; pass plain text or token ids instead")
+        raise InvalidRequest(
+            "the model's tokenizer has no chat template; pass plain text or token ids instead"
+        )
     variables = _variables(template, messages, tools, documents, template_kwargs, special_tokens)
     variables, marked = control_tokens.mark(tokenizer, variables)
-    text = _render(template, variables, special_tokens, add_generation_prompt, continue_final_message)
+    text = _render(
+        template, variables, special_tokens, add_generation_prompt, continue_final_message
+    )
     return control_tokens.encode_marked(tokenizer, text) if marked else tokenizer.encode(text)
 
 
 def warm_up(tokenizer: Tokenizer) -> None:
     """Do now what would make one of the first chats wait: seconds, for a large vocabulary.
 
-    The template is compiled and asked what it renders, and the tokenizer for control tokens in a caller's text is made.
-    A template that fails does so later, with the request that it fails on.
+    The template is compiled and asked what it renders, and the tokenizer for control tokens in a
+    caller's text is made. A template that fails does so later, with the request that it fails on.
     """
     if tokenizer.chat_template is None:
         return
@@ -109,7 +120,9 @@ def _variables(
     if not messages:
         raise InvalidRequest("the conversation is empty; give at least one message")
     if documents and "documents" not in template:
-        raise InvalidRequest("the model's chat template renders no documents; put their text into a message")
+        raise InvalidRequest(
+            "the model's chat template renders no documents; put their text into a message"
+        )
     return {
         **checked_kwargs(kwargs or {}, special_tokens),
         "messages": prepare(template, messages, special_tokens),
@@ -127,7 +140,8 @@ def _render(
 ) -> str:
     if continue_final_message and add_generation_prompt:
         raise InvalidRequest(
-            "add_generation_prompt opens a new turn, so continue_final_message cannot continue the last one; unset one"
+            "add_generation_prompt opens a new turn, so continue_final_message cannot continue "
+            "the last one; unset one"
         )
     end = control_tokens.secret_digits()
     if continue_final_message:
@@ -141,8 +155,11 @@ def _render(
                 **special_tokens,
             },
         )
-    except Exception as error:  # whatever a template's code raises is the template's or the messages' fault
-        raise InvalidRequest(f"the chat template failed on these messages: {_reason(error)}") from error
+    except Exception as error:
+        # whatever a template's code raises is the template's or the messages' fault
+        raise InvalidRequest(
+            f"the chat template failed on these messages: {_reason(error)}"
+        ) from error
     return _cut(text, end) if continue_final_message else text
 
 
@@ -161,8 +178,11 @@ def _append(message: dict[str, Any], text: str) -> None:
 def _cut(text: str, end: str) -> str:
     at = text.rfind(end)
     if at < 0:
-        raise InvalidRequest("the chat template leaves the last message out, so it cannot be continued")
-    # A template that trims contents has trimmed the space behind the mark; then it would have trimmed the content too.
+        raise InvalidRequest(
+            "the chat template leaves the last message out, so it cannot be continued"
+        )
+    # A template that trims contents has trimmed the space behind the mark; then it would have
+    # trimmed the content too.
     return text[:at] if text.startswith(f"{end} ", at) else text[:at].rstrip()
 
 

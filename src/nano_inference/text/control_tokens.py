@@ -1,10 +1,11 @@
 """Control tokens come from the chat template alone: what a caller writes out stays text.
 
-Before rendering, a mark that no caller can guess goes into every place of the caller's strings where a control token
-is written out, behind its first character. What the rendered text then holds of control tokens is the template's own.
-These are replaced by secret names of theirs, the marks are taken out, and the text is encoded by a tokenizer that
-knows control tokens by their secret names only. So the caller's text is tokenised as it would be if the control tokens
-did not exist. Without a mark, and that is nearly always, all this is skipped.
+Before rendering, a mark that no caller can guess goes into every place of the caller's strings
+where a control token is written out, behind its first character. What the rendered text then holds
+of control tokens is the template's own. These are replaced by secret names of theirs, the marks are
+taken out, and the text is encoded by a tokenizer that knows control tokens by their secret names
+only. So the caller's text is tokenised as it would be if the control tokens did not exist. Without
+a mark, and that is nearly always, all this is skipped.
 """
 
 import json
@@ -21,7 +22,8 @@ from tokenizers import AddedToken, models, normalizers
 from nano_inference.errors import InvalidRequest
 from nano_inference.text.tokenizer import LONG, Tokenizer, encode_ids
 
-# Digits pass unchanged through what templates do to text: JSON, upper and lower case, trimming, splitting at spaces.
+# Digits pass unchanged through what templates do to text: JSON, upper and lower case, trimming,
+# splitting at spaces.
 _DIGITS = 40
 
 
@@ -41,12 +43,15 @@ class _Finder:
 
     exact: tokenizers.Tokenizer  # finds all added tokens, as the tokenizer does
     any_case: tokenizers.Tokenizer  # finds control tokens
-    begins: frozenset[str]  # of control tokens: two characters or more, in lower case, not all of it
+    # of control tokens: two characters or more, in lower case, not all of it
+    begins: frozenset[str]
     ends: frozenset[str]
     longest: int
 
     def places(self, text: str) -> set[int]:
-        """Where a mark has to go, so that neither `text` nor anything that it is joined to has a control token."""
+        """Where a mark has to go, so that neither `text` nor anything that it is joined to has a
+        control token.
+        """
         # In any case, as a template may change it.
         found = {begin + 1 for begin, _ in _spans(self.any_case, text)}
         for size in range(2, min(self.longest, len(text)) + 1):
@@ -84,11 +89,17 @@ def _finder(tokenizer: Tokenizer) -> _Finder:
 def _control_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:
     # A token of one character has no inside for a mark; no model has such a control token.
     added = tokenizer.backend.get_added_tokens_decoder()
-    return {token_id: token for token_id, token in added.items() if token.special and len(token.content) > 1}
+    return {
+        token_id: token
+        for token_id, token in added.items()
+        if token.special and len(token.content) > 1
+    }
 
 
 def mark(tokenizer: Tokenizer, value: Any) -> tuple[Any, bool]:
-    """A copy of plain data with marks in all its strings, also in keys, and whether there is any."""
+    """A copy of plain data with marks in all its strings, also in keys, and whether there is
+    any.
+    """
     finder = _finder(tokenizer)
     marked = False
 
@@ -107,8 +118,12 @@ def mark(tokenizer: Tokenizer, value: Any) -> tuple[Any, bool]:
             if len(ends) == 1:
                 return text
             marked = True
-            text = text[: ends[0]] + "".join(_MARK + text[begin:end] for begin, end in pairwise(ends))
-        raise InvalidRequest("a message repeats control tokens in a way that cannot be encoded; leave them out")
+            text = text[: ends[0]] + "".join(
+                _MARK + text[begin:end] for begin, end in pairwise(ends)
+            )
+        raise InvalidRequest(
+            "a message repeats control tokens in a way that cannot be encoded; leave them out"
+        )
 
     return walk(value), marked
 
@@ -130,11 +145,13 @@ def encode_marked(tokenizer: Tokenizer, text: str) -> list[int]:
     unmarked = named.replace(_MARK, "")
     if _MARK[:_CUT] in unmarked or _MARK[-_CUT:] in unmarked:
         raise InvalidRequest(
-            "the chat template cuts a message where it writes out a control token; leave that token out of the message"
+            "the chat template cuts a message where it writes out a control token; leave that "
+            "token out of the message"
         )
     ids = secret.encode(unmarked)
     if not secret.control_ids.isdisjoint(ids):
-        # The model of the vocabulary itself knows a control token's text. Then it is encoded in two pieces.
+        # The model of the vocabulary itself knows a control token's text. Then it is encoded in two
+        # pieces.
         ids = secret.encode(named)
     return [secret.ids.get(token_id, token_id) for token_id in ids if token_id != secret.mark_id]
 
@@ -157,7 +174,9 @@ def _secret_tokenizer(tokenizer: Tokenizer) -> _SecretTokenizer:
     spec = json.loads(tokenizer.backend.to_str())
     added = tokenizer.backend.get_added_tokens_decoder()
     backend = tokenizers.Tokenizer.from_str(
-        json.dumps(spec | {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None})
+        json.dumps(
+            spec | {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+        )
     )
     names = {token.content: f"{_NAMES}{number:08}" for number, token in enumerate(control.values())}
     ids: dict[int, int] = {}
@@ -177,7 +196,8 @@ def _secret_tokenizer(tokenizer: Tokenizer) -> _SecretTokenizer:
         )
         ids[_id(backend, name)] = token_id
     backend.add_special_tokens([AddedToken(_MARK, normalized=False)])
-    unknown = tokenizer.backend.token_to_id(spec["model"].get("unk_token") or "")  # any text may become it
+    # any text may become it
+    unknown = tokenizer.backend.token_to_id(spec["model"].get("unk_token") or "")
     control_ids = frozenset(control) - ids.keys() - {unknown}
     return _SecretTokenizer(backend, names, ids, control_ids, _id(backend, _MARK))
 

@@ -1,10 +1,11 @@
-"""Token ids to text as they come: what was said never changes, and all of it together is the text of all the ids.
+"""Token ids to text as they come: what was said never changes, and all of it together is the text
+of all the ids.
 
-The text of a token depends on its neighbours: a character's bytes may lie in several tokens, the first token may lose
-its space, one bad byte turns the bytes around it into U+FFFD. Decoding a window of the last tokens therefore guesses.
-Here the tokenizer's own decoder is taken apart into its steps, and each step runs incrementally with a state of a few
-bytes. A step that this module does not know, or that needs the whole text, holds everything back until the end: late,
-but right.
+The text of a token depends on its neighbours: a character's bytes may lie in several tokens, the
+first token may lose its space, one bad byte turns the bytes around it into U+FFFD. Decoding a
+window of the last tokens therefore guesses. Here the tokenizer's own decoder is taken apart into
+its steps, and each step runs incrementally with a state of a few bytes. A step that this module
+does not know, or that needs the whole text, holds everything back until the end: late, but right.
 """
 
 import codecs
@@ -27,10 +28,11 @@ REPLACEMENT = "\ufffd"
 class Detokenizer:
     """The text of one sequence of token ids, in pieces.
 
-    All that `push` returned and then `finish`, joined, is `tokenizer.decode(ids, skip_special_tokens)` of all ids, for
-    any ids in any portions. `push` never returns text that a later token could change: the bytes of an incomplete
-    character wait, and so does a run of byte tokens (`<0xE2>` …) of a SentencePiece vocabulary, of which one bad byte
-    makes U+FFFD of every byte. Ids without a token have no text.
+    All that `push` returned and then `finish`, joined, is `tokenizer.decode(ids,
+    skip_special_tokens)` of all ids, for any ids in any portions. `push` never returns text that a
+    later token could change: the bytes of an incomplete character wait, and so does a run of byte
+    tokens (`<0xE2>` …) of a SentencePiece vocabulary, of which one bad byte makes U+FFFD of every
+    byte. Ids without a token have no text.
 
     Args:
         tokenizer: its decoder says how tokens become text. Tokens added to it later are not seen.
@@ -46,13 +48,19 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next ids. Returns the text that is final now and was not returned yet."""
-        tokens = [token for token in map(self._token, token_ids) if token is not None and token not in self._skipped]
+        tokens = [
+            token
+            for token in map(self._token, token_ids)
+            if token is not None and token not in self._skipped
+        ]
         for step in self._steps:
             tokens = step.push(tokens)
         return "".join(tokens)
 
     def finish(self) -> str:
-        """The sequence ends: the text that was held back, incomplete characters as U+FFFD. Push nothing afterwards."""
+        """The sequence ends: the text that was held back, incomplete characters as U+FFFD. Push
+        nothing afterwards.
+        """
         tokens: list[str] = []
         for step in self._steps:
             tokens = step.push(tokens) + step.finish()
@@ -104,8 +112,8 @@ class _Plan:
 def _plan(tokenizer: Tokenizer) -> _Plan:
     backend = tokenizer.backend
     added = backend.get_added_tokens_decoder()
-    # Newer releases of the library decode an added token to its normalised text, which `id_to_token` does not give. A
-    # tokenizer of these tokens alone, without a decoder, does.
+    # Newer releases of the library decode an added token to its normalised text, which
+    # `id_to_token` does not give. A tokenizer of these tokens alone, without a decoder, does.
     words = tokenizers.Tokenizer(models.BPE())
     if backend.normalizer is not None:
         words.normalizer = backend.normalizer
@@ -113,7 +121,9 @@ def _plan(tokenizer: Tokenizer) -> _Plan:
     new_ids = {token_id: words.token_to_id(token.content) for token_id, token in added.items()}
     return _Plan(
         added={
-            token_id: added[token_id].content if new_id is None else words.decode([new_id], skip_special_tokens=False)
+            token_id: added[token_id].content
+            if new_id is None
+            else words.decode([new_id], skip_special_tokens=False)
             for token_id, new_id in new_ids.items()
         },
         special=frozenset(token.content for token in added.values() if token.special),
@@ -130,7 +140,9 @@ def _steps(decoder: decoders.Decoder | None) -> tuple[_Step, ...]:
     for index, spec in enumerate(specs):
         step = _text_step(spec) if fused else _token_step(spec)
         if step is None:
-            steps.append(_AtTheEnd(_from_spec({"type": "Sequence", "decoders": specs[index:]}), fused))
+            steps.append(
+                _AtTheEnd(_from_spec({"type": "Sequence", "decoders": specs[index:]}), fused)
+            )
             break
         steps.append(step)
         fused = fused or spec["type"] in ("ByteLevel", "Fuse")
@@ -176,7 +188,9 @@ def _token_step(spec: Mapping[str, Any]) -> _Step | None:
 
 
 def _text_step(spec: Mapping[str, Any]) -> _Step | None:
-    """The step of a decoder that sees the whole text as one token. None: needs all of it, or is not known here."""
+    """The step of a decoder that sees the whole text as one token. None: needs all of it, or is not
+    known here.
+    """
     match spec["type"]:
         case "Fuse":
             return _EachToken(first=str, later=str)
@@ -213,10 +227,14 @@ class _EachToken:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Byte-level tokens write a byte as a character: Latin-1's visible ones as they are, others from U+0100 on."""
+    """Byte-level tokens write a byte as a character: Latin-1's visible ones as they are, others
+    from U+0100 on.
+    """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in visible} | {
+        chr(0x100 + i): byte for i, byte in enumerate(others)
+    }
 
 
 _BYTE_OF_CHARACTER = _byte_of_character()
@@ -238,7 +256,8 @@ class _ByteLevel:
         return [self.pending.decode("utf-8", "replace")]
 
 
-_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f+][0-9A-Fa-f])>")  # the library's parser of numbers takes a plus sign
+# the library's parser of numbers takes a plus sign
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f+][0-9A-Fa-f])>")
 
 
 @dataclass(slots=True)
@@ -260,7 +279,13 @@ class _ByteFallback:
         return done
 
     def finish(self) -> list[str]:
-        done = [REPLACEMENT] * len(self.run) if self.pending else [self.run.decode()] if self.run else []
+        done = (
+            [REPLACEMENT] * len(self.run)
+            if self.pending
+            else [self.run.decode()]
+            if self.run
+            else []
+        )
         self.run, self.pending, self.invalid = bytearray(), b"", False
         return done
 
@@ -284,7 +309,9 @@ class _ByteFallback:
 
 @dataclass(slots=True)
 class _WordEnds:
-    """A suffix marks the end of a word: a space, but nothing in the last token, which therefore waits."""
+    """A suffix marks the end of a word: a space, but nothing in the last token, which therefore
+    waits.
+    """
 
     suffix: str
     held: list[str] = field(default_factory=list)  # one token at most
@@ -300,7 +327,9 @@ class _WordEnds:
 
 @dataclass(slots=True)
 class _Strip:
-    """Up to `start` times the character `content` goes at the start of the text, up to `stop` times at its end."""
+    """Up to `start` times the character `content` goes at the start of the text, up to `stop` times
+    at its end.
+    """
 
     content: str
     start: int
@@ -320,7 +349,9 @@ class _Strip:
         return []
 
     def whole(self, text: str) -> str:
-        """A text of its own. The library panics where nothing is left to strip at the end; here that is nothing."""
+        """A text of its own. The library panics where nothing is left to strip at the end; here
+        that is nothing.
+        """
         return copy.copy(self).push([text])[0]
 
 

@@ -1,7 +1,8 @@
-"""Conversations as chat templates expect them: plain data, in the shapes that the template at hand understands.
+"""Conversations as chat templates expect them: plain data, in the shapes that the template at hand
+understands.
 
-Clients send what their protocol allows. Templates differ in which of it they render, and say so nowhere, so each is
-asked once: a probe in every shape, and a look at what comes out.
+Clients send what their protocol allows. Templates differ in which of it they render, and say so
+nowhere, so each is asked once: a probe in every shape, and a look at what comes out.
 """
 
 import secrets
@@ -20,18 +21,35 @@ Messages = Sequence[Mapping[str, object]]
 # A template may not be told these: they are arguments of whoever renders it.
 _RESERVED = frozenset(
     {
-        *("messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"),
-        *("tokenize", "tokenizer", "chat_template", "template", "truncation", "padding", "max_length"),
+        *(
+            "messages",
+            "conversation",
+            "tools",
+            "documents",
+            "add_generation_prompt",
+            "continue_final_message",
+        ),
+        *(
+            "tokenize",
+            "tokenizer",
+            "chat_template",
+            "template",
+            "truncation",
+            "padding",
+            "max_length",
+        ),
         *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
         *("self", "context", "environment", "loop", "caller", "varargs", "kwargs"),
     }
 )
-_ROLES = frozenset(("developer", "system", "user", "assistant", "tool"))  # which any template is sent
+# which any template is sent
+_ROLES = frozenset(("developer", "system", "user", "assistant", "tool"))
 _REASONING = ("reasoning_content", "reasoning")  # one thing by two names
 
 
 def plain(value: object) -> Any:
-    """A copy out of plain types only: the sandbox cannot know which methods of any other object do harm.
+    """A copy out of plain types only: the sandbox cannot know which methods of any other object do
+    harm.
 
     Raises:
         InvalidRequest: it holds something else, text that is no Unicode, or itself.
@@ -54,7 +72,8 @@ def _plain(value: object) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     raise InvalidRequest(
-        f"a chat message holds a {type(value).__name__}; strings, numbers, lists and mappings can be rendered"
+        f"a chat message holds a {type(value).__name__}; strings, numbers, lists and mappings can "
+        "be rendered"
     )
 
 
@@ -62,35 +81,49 @@ def _text(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise InvalidRequest("a chat message holds half of a surrogate pair, which is no character") from None
+        raise InvalidRequest(
+            "a chat message holds half of a surrogate pair, which is no character"
+        ) from None
     return str.__str__(value)  # str() of an enumeration's member would be its name
 
 
-def checked_kwargs(kwargs: Mapping[str, object], special_tokens: Mapping[str, str]) -> dict[str, Any]:
+def checked_kwargs(
+    kwargs: Mapping[str, object], special_tokens: Mapping[str, str]
+) -> dict[str, Any]:
     """Variables for the template that a caller may set.
 
     Raises:
         InvalidRequest: a name is taken or is no variable's, or a value is not plain data.
     """
     for name in kwargs:
-        taken = name in _RESERVED or name in special_tokens or name.endswith("_token") or name in sandbox.global_names()
+        taken = (
+            name in _RESERVED
+            or name in special_tokens
+            or name.endswith("_token")
+            or name in sandbox.global_names()
+        )
         if taken or name.startswith("_") or not name.isidentifier():
             raise InvalidRequest(
-                f"the chat template's variable {name[:100]!r} cannot be set by a request; leave it out"
+                f"the chat template's variable {name[:100]!r} cannot be set by a request; leave "
+                "it out"
             )
     return plain(kwargs)
 
 
-def prepare(template: str, messages: Messages, special_tokens: Mapping[str, str]) -> list[dict[str, Any]]:
+def prepare(
+    template: str, messages: Messages, special_tokens: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """The conversation as plain data, in the shapes that this template renders.
 
-    Text parts become one string, or a string becomes a text part; arguments of tool calls become an object, or
-    JSON text; the absence of content becomes what the template can stand; calls and answers that it does not render
-    become text (`tool_history`); a tool's answer gets the tool's name; a developer is the system where the template
-    knows no other; reasoning goes by both of its names.
+    Text parts become one string, or a string becomes a text part; arguments of tool calls become an
+    object, or JSON text; the absence of content becomes what the template can stand; calls and
+    answers that it does not render become text (`tool_history`); a tool's answer gets the tool's
+    name; a developer is the system where the template knows no other; reasoning goes by both of its
+    names.
 
     Raises:
-        InvalidRequest: a message is not plain data, or has a role of its own that the template does not render.
+        InvalidRequest: a message is not plain data, or has a role of its own that the template does
+            not render.
     """
     known = tuple(sorted(special_tokens.items()))
     shapes = _shapes(template, known)
@@ -102,7 +135,11 @@ def prepare(template: str, messages: Messages, special_tokens: Mapping[str, str]
             message["role"] = "system"
         for call in calls_of(message):
             names[str(call.get("id"))] = call["function"].get("name")
-        if message.get("role") == "tool" and "name" not in message and str(message.get("tool_call_id")) in names:
+        if (
+            message.get("role") == "tool"
+            and "name" not in message
+            and str(message.get("tool_call_id")) in names
+        ):
             message["name"] = names[str(message["tool_call_id"])]
         for name, other in (_REASONING, _REASONING[::-1]):
             if name in message:
@@ -112,16 +149,23 @@ def prepare(template: str, messages: Messages, special_tokens: Mapping[str, str]
 
 
 def _check_role(role: object, template: str, special_tokens: tuple[tuple[str, str], ...]) -> None:
-    if isinstance(role, str) and role not in _ROLES and not _renders_role(role, template, special_tokens):
+    if (
+        isinstance(role, str)
+        and role not in _ROLES
+        and not _renders_role(role, template, special_tokens)
+    ):
         raise InvalidRequest(
-            f"the chat template does not render messages of the role {role[:64]!r}; use {', '.join(sorted(_ROLES))}"
+            f"the chat template does not render messages of the role {role[:64]!r}; use "
+            f"{', '.join(sorted(_ROLES))}"
         )
 
 
 def _without_nulls(message: Any) -> dict[str, Any]:
     """Clients write out what is not there. Templates ask whether a key is there."""
     if not isinstance(message, dict):
-        raise InvalidRequest(f"a chat message is a {type(message).__name__}; give a mapping with role and content")
+        raise InvalidRequest(
+            f"a chat message is a {type(message).__name__}; give a mapping with role and content"
+        )
     kept = {key: item for key, item in message.items() if item is not None or key == "content"}
     if kept.get("tool_calls") == []:
         del kept["tool_calls"]
@@ -154,12 +198,17 @@ def _shape_content(message: dict[str, Any], shapes: _Shapes) -> None:
     elif isinstance(content, list) and content and all(_is_text_part(part) for part in content):
         text = "".join(part["text"] for part in content)
         keep = shapes.list_content and not (shapes.string_content and message.get("role") != "user")
-        # One part in any case: what is written in two pieces shall not become a control token when they are joined.
+        # One part in any case: what is written in two pieces shall not become a control token when
+        # they are joined.
         message["content"] = [{**content[0], "text": text}] if keep else text
 
 
 def _is_text_part(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+    return (
+        isinstance(part, dict)
+        and part.get("type", "text") == "text"
+        and isinstance(part.get("text"), str)
+    )
 
 
 @lru_cache(maxsize=16)
@@ -168,7 +217,9 @@ def _shapes(template: str, special_tokens: tuple[tuple[str, str], ...]) -> _Shap
     try:
         string_content, list_content = _content_shapes(word, probe)
         contents = _Shapes(string_content, list_content)
-        calls = tool_history.ask(word, lambda messages, tools=None: probe(_shaped(messages, contents), tools))
+        calls = tool_history.ask(
+            word, lambda messages, tools=None: probe(_shaped(messages, contents), tools)
+        )
     except OverBudget:  # it will be so with real messages too
         return _Shapes()
     return _Shapes(string_content, list_content, calls)
@@ -181,7 +232,12 @@ def _new_word() -> str:
 def _probe_of(template: str, special_tokens: tuple[tuple[str, str], ...]) -> Render:
     def probe(messages: Messages, tools: object = None) -> str:
         """What the template makes of it, or nothing."""
-        variables = {"tools": tools, "documents": None, "add_generation_prompt": False, **dict(special_tokens)}
+        variables = {
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": False,
+            **dict(special_tokens),
+        }
         try:
             return sandbox.render(template, {**variables, "messages": messages}, max_seconds=1)
         except OverBudget:
@@ -194,7 +250,9 @@ def _probe_of(template: str, special_tokens: tuple[tuple[str, str], ...]) -> Ren
 
 @lru_cache(maxsize=64)
 def _renders_role(role: str, template: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
-    """Whether what a message of that role says is there, or the template says itself that it is not."""
+    """Whether what a message of that role says is there, or the template says itself that it is
+    not.
+    """
     word, probe = _new_word(), _probe_of(template, special_tokens)
     shapes = _shapes(template, special_tokens)
     own, other = {"role": role, "content": word}, {"role": "user", "content": "x"}
@@ -213,4 +271,5 @@ def _content_shapes(word: str, probe: Render) -> tuple[bool, bool]:
     if word in whole:
         return True, parts == whole
     list_content = word in parts and f"'{word}" not in parts
-    return not list_content, list_content  # where neither works it asks for more than a user's message
+    # where neither works it asks for more than a user's message
+    return not list_content, list_content

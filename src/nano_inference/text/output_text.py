@@ -1,4 +1,6 @@
-"""The text of one sample as it grows: it ends before the first stop string, and nothing is shown too early."""
+"""The text of one sample as it grows: it ends before the first stop string, and nothing is shown
+too early.
+"""
 
 import copy
 from typing import Self
@@ -11,13 +13,15 @@ from nano_inference.text.tokenizer import Tokenizer
 class OutputText:
     """Text of the tokens appended so far, searched for stop strings.
 
-    Between `append`s the text has two parts: one that may be shown, and a suffix that is held back because it begins a
-    stop string. A match can begin nowhere else than in that suffix or in new text, so neither the search nor the hold
-    ever looks further back than the longest stop string. All that `take` returned and then `finish`, joined, is the
-    text of all tokens, or what stands in it before the stop string.
+    Between `append`s the text has two parts: one that may be shown, and a suffix that is held back
+    because it begins a stop string. A match can begin nowhere else than in that suffix or in new
+    text, so neither the search nor the hold ever looks further back than the longest stop string.
+    All that `take` returned and then `finish`, joined, is the text of all tokens, or what stands in
+    it before the stop string.
 
-    Text counts once it is final (`Detokenizer`): a stop string whose last character still waits for its bytes, or
-    stands in a run of byte tokens that goes on, is complete with the token that ends the wait.
+    Text counts once it is final (`Detokenizer`): a stop string whose last character still waits for
+    its bytes, or stands in a run of byte tokens that goes on, is complete with the token that ends
+    the wait.
 
     Args:
         tokenizer: of the tokens.
@@ -28,9 +32,13 @@ class OutputText:
         InvalidRequest: a stop string is empty.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), skip_special_tokens: bool = True
+    ) -> None:
         if "" in stop:
-            raise InvalidRequest(f"stop={stop!r} holds an empty string, which would end every sample; leave it out.")
+            raise InvalidRequest(
+                f"stop={stop!r} holds an empty string, which would end every sample; leave it out."
+            )
         self._stop = stop
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
         self._shown: list[str] = []  # all text that may be shown, in pieces
@@ -44,11 +52,13 @@ class OutputText:
 
         Args:
             token_id: any id; one without a token has no text.
-            may_stop: False: nothing matches at this token, and what is complete with it never matches later.
+            may_stop: False: nothing matches at this token, and what is complete with it never
+                matches later.
 
         Returns:
-            The stop string that this token completes, or None. Of several the one that begins first in the text, of
-            those the longest. The text ends before it: tokens appended afterwards do not count.
+            The stop string that this token completes, or None. Of several the one that begins first
+            in the text, of those the longest. The text ends before it: tokens appended afterwards
+            do not count.
         """
         if self._matched is not None or self._finished:
             return None
@@ -67,7 +77,9 @@ class OutputText:
         return None
 
     def take(self) -> str:
-        """The text that may be shown and was not returned yet: no stop string can reach into it any more."""
+        """The text that may be shown and was not returned yet: no stop string can reach into it any
+        more.
+        """
         text = "".join(self._shown[self._num_taken :])
         self._num_taken = len(self._shown)
         return text
@@ -98,8 +110,14 @@ class OutputText:
     def _find(self, text: str) -> tuple[int, str] | None:
         """Where a stop string begins that ends in the new text, and which."""
         # What ends in the held part was complete before this token, when it might not stop.
-        found = [(text.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stop]
-        return min((hit for hit in found if hit[0] >= 0), key=lambda hit: (hit[0], -len(hit[1])), default=None)
+        found = [
+            (text.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stop
+        ]
+        return min(
+            (hit for hit in found if hit[0] >= 0),
+            key=lambda hit: (hit[0], -len(hit[1])),
+            default=None,
+        )
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,8 +1,9 @@
 """The environment that chat templates run in.
 
-A template comes with a checkpoint and renders what clients send, so neither is trusted. It sees plain data in Jinja's
-immutable sandbox, and everything it does is counted: time by a look at the clock in each loop's turn and each call,
-memory by asking before a string or a list is made. There is no thread or signal that would end it from outside.
+A template comes with a checkpoint and renders what clients send, so neither is trusted. It sees
+plain data in Jinja's immutable sandbox, and everything it does is counted: time by a look at the
+clock in each loop's turn and each call, memory by asking before a string or a list is made. There
+is no thread or signal that would end it from outside.
 """
 
 import re
@@ -63,13 +64,17 @@ def _compile(template: str) -> jinja2.Template:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training. Here it renders as what it holds."""
+    """`{% generation %}` marks the assistant's words for training. Here it renders as what it
+    holds.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+        return nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        ).set_lineno(line)
 
 
 class _CountedCode(CodeGenerator):
@@ -81,7 +86,9 @@ class _CountedCode(CodeGenerator):
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802 - jinja2 calls it so
         if node.test is not None:  # runs for each item, also where none reaches the body
-            tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [nodes.ContextReference()], [], None, None)
+            tick = nodes.Call(
+                nodes.EnvironmentAttribute("tick"), [nodes.ContextReference()], [], None, None
+            )
             node.test = nodes.And(tick, node.test)
         super().visit_For(node, frame)
 
@@ -183,7 +190,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             if name == "join":
                 args = tuple(list(argument) for argument in args)
             if estimate := _GROWING.get(name):
-                named = {key: value for key, value in kwargs.items() if not key.startswith("_")}  # jinja2's own
+                # jinja2's own
+                named = {key: value for key, value in kwargs.items() if not key.startswith("_")}
                 context.spend(estimate(owner, *args, **named))
         for argument in args:
             if isinstance(argument, tuple) or function is dict or name in _COMPARING:
@@ -223,7 +231,9 @@ _GROWING: Mapping[str, Callable[..., int]] = {
 
 
 def _size_of_result(operator: str, left: Any, right: Any) -> int:
-    """The length of a string or list that `+` or `*` would make; 0 where it makes something else."""
+    """The length of a string or list that `+` or `*` would make; 0 where it makes something
+    else.
+    """
     if operator == "+":
         return _length(left) + _length(right)
     if isinstance(right, int):

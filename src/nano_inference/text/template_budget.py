@@ -1,4 +1,6 @@
-"""What one rendering of a chat template may cost. What could run or grow without end asks here first."""
+"""What one rendering of a chat template may cost. What could run or grow without end asks here
+first.
+"""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +43,11 @@ class Budget(Context):
     def derived(self, locals: dict[str, Any] | None = None) -> "Budget":
         """A context of an inner scope, which draws on the same budget."""
         context = cast(Budget, super().derived(locals))
-        context._seconds, context._deadline, context._left = self._seconds, self._deadline, self._left
+        context._seconds, context._deadline, context._left = (
+            self._seconds,
+            self._deadline,
+            self._left,
+        )
         return context
 
     def tick(self) -> bool:
@@ -65,7 +71,9 @@ class Budget(Context):
         return value
 
     def bounded(self, value: _Value) -> _Value:
-        """`value`, which is to be compared or printed: small also as a tree, where lists hold the same list twice."""
+        """`value`, which is to be compared or printed: small also as a tree, where lists hold the
+        same list twice.
+        """
         if isinstance(value, list | tuple | dict):
             self.tick()
             text_size(value)

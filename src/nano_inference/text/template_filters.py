@@ -20,7 +20,19 @@ _MAX_WIDTH = 100_000  # as many items as `range` may have
 
 def install(environment: Environment) -> None:
     """Give the environment these filters and tests."""
-    own = (_batch, _center, _format, _indent, _join, _replace, _round, _slice, _string, _sum, _tojson)
+    own = (
+        _batch,
+        _center,
+        _format,
+        _indent,
+        _join,
+        _replace,
+        _round,
+        _slice,
+        _string,
+        _sum,
+        _tojson,
+    )
     named = {function.__name__[1:]: function for function in own}
     for name, function in FILTERS.items():
         if name not in _LEFT_OUT:
@@ -32,7 +44,8 @@ def install(environment: Environment) -> None:
 
 
 def _guarded(function: Callable[..., Any], free: bool) -> Callable[..., Any]:
-    # Bound arguments keep a template's own loops honest: many filters and tests loop over what they are given.
+    # Bound arguments keep a template's own loops honest: many filters and tests loop over what they
+    # are given.
     @pass_context
     def guarded(context: Budget, value: object, *args: object, **kwargs: object) -> object:
         context.tick()
@@ -55,13 +68,17 @@ _COMPARING = frozenset(
 
 
 @pass_context
-def _batch(context: Budget, value: Iterable[object], linecount: int, fill_with: object = None) -> object:
+def _batch(
+    context: Budget, value: Iterable[object], linecount: int, fill_with: object = None
+) -> object:
     _check_width(linecount)
     return context.call(FILTERS["batch"], value, linecount, fill_with)
 
 
 @pass_context
-def _slice(context: Budget, value: Iterable[object], slices: int, fill_with: object = None) -> object:
+def _slice(
+    context: Budget, value: Iterable[object], slices: int, fill_with: object = None
+) -> object:
     _check_width(slices)
     return context.call(FILTERS["slice"], value, slices, fill_with)
 
@@ -83,16 +100,24 @@ def _format(context: Budget, value: object, *args: object, **kwargs: object) -> 
 
 
 @pass_context
-def _indent(context: Budget, s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+def _indent(
+    context: Budget, s: str, width: int | str = 4, first: bool = False, blank: bool = False
+) -> str:
     s = context.text(s)
-    context.spend(len(s) + (len(s.splitlines()) + 1) * (len(width) if isinstance(width, str) else width))
+    context.spend(
+        len(s) + (len(s.splitlines()) + 1) * (len(width) if isinstance(width, str) else width)
+    )
     return do_indent(s, width, first, blank)
 
 
 @pass_context
-def _join(context: Budget, value: Iterable[object], d: object = "", attribute: str | int | None = None) -> str:
+def _join(
+    context: Budget, value: Iterable[object], d: object = "", attribute: str | int | None = None
+) -> str:
     if attribute is not None:
-        value = context.environment.call_filter("map", value, kwargs={"attribute": attribute}, context=context)
+        value = context.environment.call_filter(
+            "map", value, kwargs={"attribute": attribute}, context=context
+        )
     return context.joined(value, context.text(d))
 
 
@@ -117,12 +142,17 @@ def _string(context: Budget, value: object) -> str:
 
 
 @pass_context
-def _sum(context: Budget, iterable: Iterable[Any], attribute: str | int | None = None, start: float = 0) -> float:
+def _sum(
+    context: Budget, iterable: Iterable[Any], attribute: str | int | None = None, start: float = 0
+) -> float:
     if attribute is not None:
-        iterable = context.environment.call_filter("map", iterable, kwargs={"attribute": attribute}, context=context)
+        iterable = context.environment.call_filter(
+            "map", iterable, kwargs={"attribute": attribute}, context=context
+        )
     numbers = [start, *iterable]
     for number in numbers:
-        if not isinstance(number, int | float):  # adding up lists takes time that grows with their square
+        # adding up lists takes time that grows with their square
+        if not isinstance(number, int | float):
             raise SecurityError(f"it adds up a {type(number).__name__}")
         check_integer(number)
     return sum(numbers)
@@ -139,7 +169,9 @@ def _tojson(
 ) -> str:
     # Jinja's own filter escapes HTML, which a model was not trained on.
     context.bounded(value)
-    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
     if indent is None and separators is None:
         return context.charge(encoder.encode(value))
     if isinstance(indent, int):

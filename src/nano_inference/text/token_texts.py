@@ -26,23 +26,32 @@ class TokenTexts:
         self._decoder = backend.decoder
         self._byte_level = "ByteLevel" in kinds
         self._byte_fallback = "ByteFallback" in kinds
-        self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
+        self._added = {
+            token_id: token.content
+            for token_id, token in backend.get_added_tokens_decoder().items()
+        }
         self._special = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
         )
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
         self.longest = max(map(len, backend.get_vocab()), default=1) if self._byte_level else None
 
     def bytes_of(self, token_id: int) -> bytes:
-        """UTF-8, or a part of it. Special tokens say their name; ids without a token say nothing."""
+        """UTF-8, or a part of it. Special tokens say their name; ids without a token say
+        nothing.
+        """
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._find(token_id)
         return known
 
     def text(self, token_id: int) -> str:
-        """Its text; where its bytes are not text, `bytes:` and the bytes as escapes, which no two such tokens share."""
+        """Its text; where its bytes are not text, `bytes:` and the bytes as escapes, which no two
+        such tokens share.
+        """
         known = self._texts.get(token_id)
         if known is None:
             data = self.bytes_of(token_id)
@@ -76,12 +85,18 @@ class Offsets:
     Args:
         texts: of the tokens.
         start: characters before the first.
-        shown: the text that the tokens were made of. Special tokens that it writes out take room; without it none do.
+        shown: the text that the tokens were made of. Special tokens that it writes out take room;
+            without it none do.
         special_tokens: all of them do.
     """
 
     def __init__(
-        self, texts: TokenTexts, start: int = 0, shown: str | None = None, *, special_tokens: bool = False
+        self,
+        texts: TokenTexts,
+        start: int = 0,
+        shown: str | None = None,
+        *,
+        special_tokens: bool = False,
     ) -> None:
         self._texts = texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -100,7 +115,9 @@ class Offsets:
 
     def _writes_out(self, token_id: int) -> bool:
         shown = self._shown
-        return self._special_tokens or (shown is not None and shown.startswith(self._texts.text(token_id), self._here))
+        return self._special_tokens or (
+            shown is not None and shown.startswith(self._texts.text(token_id), self._here)
+        )
 
 
 def _in_the_middle(decoder: decoders.Decoder | None, token: str) -> str:

@@ -1,4 +1,6 @@
-"""The tokenizer of a Hugging Face folder, through the `tokenizers` library alone: transformers is slow to import."""
+"""The tokenizer of a Hugging Face folder, through the `tokenizers` library alone: transformers is
+slow to import.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,8 +12,8 @@ import tokenizers
 
 from nano_inference.errors import ModelLoadError
 
-# Characters. `encode` holds the interpreter's lock, seconds for a text of megabytes. `encode_batch` does not, but costs
-# a short text more.
+# Characters. `encode` holds the interpreter's lock, seconds for a text of megabytes. `encode_batch`
+# does not, but costs a short text more.
 LONG = 4096
 
 
@@ -21,7 +23,8 @@ class Tokenizer:
 
     Attributes:
         backend: the tokenizer of the `tokenizers` library.
-        vocab_size: number of token ids, added tokens included. A model's embedding may have more rows.
+        vocab_size: number of token ids, added tokens included. A model's embedding may have more
+            rows.
         eos_token_id: the id of `special_tokens["eos_token"]`, or None where the folder names none.
         special_tokens: `bos_token`, `eos_token` … -> the token's text, as chat templates see them.
         chat_template: Jinja source, or None where the folder has none.
@@ -42,7 +45,9 @@ class Tokenizer:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
 
-def encode_ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+def encode_ids(
+    backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False
+) -> list[int]:
     """Token ids of `text`. Other threads run while a long one is encoded."""
     if len(text) <= LONG:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -50,10 +55,12 @@ def encode_ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: 
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load `tokenizer.json`, `tokenizer_config.json` and, where there is one, `chat_template.jinja` of `folder`.
+    """Load `tokenizer.json`, `tokenizer_config.json` and, where there is one, `chat_template.jinja`
+    of `folder`.
 
     Raises:
-        ModelLoadError: a file is missing or malformed, or the named end-of-sequence token is not in the vocabulary.
+        ModelLoadError: a file is missing or malformed, or the named end-of-sequence token is not in
+            the vocabulary.
     """
     backend = _load_backend(folder / "tokenizer.json")
     config = _load_config(folder / "tokenizer_config.json")
@@ -61,7 +68,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     eos_token = special_tokens.get("eos_token")
     eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
     if eos_token is not None and eos_token_id is None:
-        raise ModelLoadError(f"the eos_token {eos_token!r} of {folder} is not in the tokenizer's vocabulary")
+        raise ModelLoadError(
+            f"the eos_token {eos_token!r} of {folder} is not in the tokenizer's vocabulary"
+        )
     return Tokenizer(
         backend=backend,
         vocab_size=backend.get_vocab_size(with_added_tokens=True),
@@ -78,7 +87,8 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for a malformed file
         raise ModelLoadError(f"the tokenizer file {path} cannot be read: {error}") from error
-    # A file may carry the truncation and padding of its training; the engine wants every token and no more.
+    # A file may carry the truncation and padding of its training; the engine wants every token and
+    # no more.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -92,12 +102,16 @@ def _load_config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ModelLoadError(f"the tokenizer file {path} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ModelLoadError(f"the tokenizer file {path} holds a {type(config).__name__}, not an object")
+        raise ModelLoadError(
+            f"the tokenizer file {path} holds a {type(config).__name__}, not an object"
+        )
     return config
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`{"eos_token": "</s>", ...}`. A token is stored as its text or as an object with its text in `content`."""
+    """`{"eos_token": "</s>", ...}`. A token is stored as its text or as an object with its text in
+    `content`.
+    """
     tokens = {}
     for key, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -107,7 +121,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    # The file wins, as in transformers, which writes the template there and no longer into the configuration.
+    # The file wins, as in transformers, which writes the template there and no longer into the
+    # configuration.
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
 """Tool calls and their answers in a conversation, in the form that the template at hand renders.
 
-Many templates render both. Some take one call a message, some no ids but those of nine letters, and many know no tools
-at all: there a call becomes text of the assistant's, and an answer text of the user's, between the tags that most
-models know. Nothing is dropped.
+Many templates render both. Some take one call a message, some no ids but those of nine letters, and
+many know no tools at all: there a call becomes text of the assistant's, and an answer text of the
+user's, between the tags that most models know. Nothing is dropped.
 """
 
 import copy
@@ -37,7 +37,8 @@ class CallShape:
 
 
 NATIVE = CallShape()  # the first that a template is asked for
-_AS_TEXT = CallShape(calls="text", answers="user")  # which every template renders that renders a chat
+# which every template renders that renders a chat
+_AS_TEXT = CallShape(calls="text", answers="user")
 
 
 class Render(Protocol):
@@ -53,7 +54,9 @@ def calls_of(message: Message) -> list[Message]:
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return []
-    return [call for call in calls if isinstance(call, dict) and isinstance(call.get("function"), dict)]
+    return [
+        call for call in calls if isinstance(call, dict) and isinstance(call.get("function"), dict)
+    ]
 
 
 def object_of(arguments: object) -> object:
@@ -68,7 +71,7 @@ def object_of(arguments: object) -> object:
     return decoded if isinstance(decoded, dict) else arguments
 
 
-# -- asking a template ------------------------------------------------------------------------------------------------
+# -- asking a template -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,10 @@ def ask(word: str, render: Render) -> CallShape:
     before = render(opening, tools)
 
     def conversation(shape: CallShape, content: str | None) -> list[Message]:
-        return [*copy.deepcopy(opening), *reshaped([_asking(words, content), *map(_answering, words)], shape)]
+        return [
+            *copy.deepcopy(opening),
+            *reshaped([_asking(words, content), *map(_answering, words)], shape),
+        ]
 
     def works(shape: CallShape) -> bool:
         text = render(conversation(shape, None), tools)
@@ -116,19 +122,31 @@ def ask(word: str, render: Render) -> CallShape:
 
 def _tool(name: str, key: str) -> Message:
     parameters = {"type": "object", "properties": {key: {"type": "string", "description": key}}}
-    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": name, "parameters": parameters},
+    }
 
 
 def _asking(words: Sequence[_Words], content: object) -> Message:
     calls = [
-        {"id": f"call_{each.name}", "type": "function", "function": _function(each.name, {each.key: each.value})}
+        {
+            "id": f"call_{each.name}",
+            "type": "function",
+            "function": _function(each.name, {each.key: each.value}),
+        }
         for each in words
     ]
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
 def _answering(words: _Words) -> Message:
-    return {"role": "tool", "content": words.answer, "tool_call_id": f"call_{words.name}", "name": words.name}
+    return {
+        "role": "tool",
+        "content": words.answer,
+        "tool_call_id": f"call_{words.name}",
+        "name": words.name,
+    }
 
 
 def _function(name: str, arguments: Message) -> Message:
@@ -136,9 +154,13 @@ def _function(name: str, arguments: Message) -> Message:
 
 
 def _well_rendered(text: str, before: str, words: _Words) -> bool:
-    """All of a call and its answer is there, and arguments are neither Python's nor JSON within JSON."""
+    """All of a call and its answer is there, and arguments are neither Python's nor JSON within
+    JSON.
+    """
     there = all(text.count(each) > before.count(each) for each in words.all)
-    return there and not any(text.count(f"{quote}{words.key}") > before.count(f"{quote}{words.key}") for quote in _ODD)
+    return there and not any(
+        text.count(f"{quote}{words.key}") > before.count(f"{quote}{words.key}") for quote in _ODD
+    )
 
 
 _ODD = ("'", '\\"')
@@ -149,7 +171,7 @@ def _nothings(text: str) -> int:
     return len(re.findall(r"\b(?:None|null)\b", text))
 
 
-# -- rewriting a conversation -----------------------------------------------------------------------------------------
+# -- rewriting a conversation ----------------------------------------------------------------------
 
 
 def reshaped(conversation: Iterable[Message], shape: CallShape) -> list[Message]:
@@ -195,14 +217,20 @@ def _json_of(call: object) -> str:
 
 
 def _answers_of_users(messages: Iterable[Message]) -> list[Message]:
-    """Answers as text of the user, in one message with what else is said, as turns may have to alternate."""
+    """Answers as text of the user, in one message with what else is said, as turns may have to
+    alternate.
+    """
     told: list[Message] = []
     answers = False  # whether the last of them holds some
     for message in messages:
         is_answer = message.get("role") == "tool"
         if is_answer:
             message = {"role": "user", "content": _tagged(message.get("content"))}
-        if told and message.get("role") == told[-1].get("role") == "user" and (answers or is_answer):
+        if (
+            told
+            and message.get("role") == told[-1].get("role") == "user"
+            and (answers or is_answer)
+        ):
             told[-1]["content"] = _joined(told[-1].get("content"), message.get("content"))
             answers = True
         else:
@@ -249,7 +277,10 @@ def _one_call_each(messages: Sequence[Message]) -> Iterator[Message]:
             answers.setdefault(str(messages[place].get("tool_call_id")), []).append(messages[place])
             place += 1
         for number, call in enumerate(calls):
-            yield {**(message if not number else {"role": "assistant", "content": None}), "tool_calls": [call]}
+            yield {
+                **(message if not number else {"role": "assistant", "content": None}),
+                "tool_calls": [call],
+            }
             yield from answers.pop(str(call.get("id")) if isinstance(call, dict) else "", ())
         yield from (each for others in answers.values() for each in others)
 

@@ -1,4 +1,5 @@
-"""A checkpoint engine for verl: the trainer's side writes a file, the replica's side waits for it and reads it.
+"""A checkpoint engine for verl: the trainer's side writes a file, the replica's side waits for it
+and reads it.
 
 verl brings NCCL, NIXL and the like, which want GPUs, and imports others by `custom_backend_module`.
 """
@@ -23,7 +24,9 @@ class Handed(CheckpointEngine):
         return {}
 
     @classmethod
-    def build_topology(cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]) -> tuple:
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]
+    ) -> tuple:
         return {"size": [actor_wg_world_size] * actor_wg_world_size}, {
             "size": [rollout_world_size] * rollout_world_size
         }
@@ -32,7 +35,9 @@ class Handed(CheckpointEngine):
 
     def finalize(self) -> None: ...
 
-    async def send_weights(self, weights: Iterator[tuple[str, Tensor]], global_steps: int | None = None) -> None:
+    async def send_weights(
+        self, weights: Iterator[tuple[str, Tensor]], global_steps: int | None = None
+    ) -> None:
         draft = self.path / "draft"
         save_file(dict(weights), draft)
         draft.rename(self.path / str(global_steps))

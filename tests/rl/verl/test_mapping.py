@@ -8,11 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.rl.verl.mapping import GlobalSteps, RequestDefaults, refused_output, token_output, wanted
+from nano_inference.rl.verl.mapping import (
+    GlobalSteps,
+    RequestDefaults,
+    refused_output,
+    token_output,
+    wanted,
+)
 from nano_inference.types import FinishReason, SamplingParams, TrainingSample, VersionSpan
 
 DEFAULTS = RequestDefaults(prompt_length=20, response_length=30, max_model_len=100)
-AGENT_LOOP = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+AGENT_LOOP = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": -1,
+    "repetition_penalty": 1.0,
+    "logprobs": True,
+}
 SAMPLE = TrainingSample(
     prompt_tokens=(5, 6, 7),
     completion_tokens=(8, 9, 10),
@@ -38,7 +50,9 @@ def test_what_the_agent_loop_sends() -> None:
     told=st.one_of(st.none(), st.integers(-5, 200)), name=st.sampled_from(["max_tokens", "max_new_tokens"]),
     prompt=st.integers(1, 99),
 )  # fmt: skip
-def test_max_tokens_is_what_was_asked_as_far_as_the_context_goes(told: int | None, name: str, prompt: int) -> None:
+def test_max_tokens_is_what_was_asked_as_far_as_the_context_goes(
+    told: int | None, name: str, prompt: int
+) -> None:
     params = wanted({} if told is None else {name: told}, prompt, DEFAULTS).params
     left = min(30, 50 - prompt) if told is None else told
     assert params.max_tokens == max(1, min(left, 100 - prompt))
@@ -49,10 +63,17 @@ def test_max_tokens_goes_before_max_new_tokens() -> None:
 
 
 def test_a_rollout_says_what_its_requests_do_not() -> None:
-    defaults = replace(DEFAULTS, repetition_penalty=1.2, ignore_eos=True, seed=43, raw_logprobs=True)
+    defaults = replace(
+        DEFAULTS, repetition_penalty=1.2, ignore_eos=True, seed=43, raw_logprobs=True
+    )
     params = wanted({"logprobs": True}, 1, defaults, priority=3).params
     assert params == SamplingParams(
-        max_tokens=30, repetition_penalty=1.2, ignore_eos=True, seed=43, raw_logprobs=True, priority=3
+        max_tokens=30,
+        repetition_penalty=1.2,
+        ignore_eos=True,
+        seed=43,
+        raw_logprobs=True,
+        priority=3,
     )
     own = {"repetition_penalty": 1.0, "ignore_eos": False, "seed": 7, "logprobs": False}
     assert wanted(own, 1, defaults).params == SamplingParams(max_tokens=30, seed=7)
@@ -95,11 +116,18 @@ def test_a_sample_as_a_token_output() -> None:
         "token_ids": [8, 9, 10],
         "log_probs": [-0.1, -0.2, -0.3],
         "stop_reason": "completed",
-        "extra_fields": {"global_steps": 11, "min_global_steps": 10, "max_global_steps": 11, "num_cached_tokens": 2},
+        "extra_fields": {
+            "global_steps": 11,
+            "min_global_steps": 10,
+            "max_global_steps": 11,
+            "num_cached_tokens": 2,
+        },
     }
 
 
-@pytest.mark.parametrize(("reason", "told"), [("stop", "completed"), ("length", "completed"), ("abort", "aborted")])
+@pytest.mark.parametrize(
+    ("reason", "told"), [("stop", "completed"), ("length", "completed"), ("abort", "aborted")]
+)
 def test_stop_reasons(reason: FinishReason, told: str) -> None:
     sample = replace(SAMPLE, finish_reason=reason)
     assert token_output(sample, wanted({}, 3, DEFAULTS), GlobalSteps())["stop_reason"] == told
@@ -108,14 +136,22 @@ def test_stop_reasons(reason: FinishReason, told: str) -> None:
 def test_log_probs_only_where_asked_for_and_raw_where_the_rollout_says() -> None:
     raw = replace(DEFAULTS, raw_logprobs=True)
     assert token_output(SAMPLE, wanted({}, 3, DEFAULTS), GlobalSteps())["log_probs"] is None
-    assert token_output(SAMPLE, wanted({"logprobs": True}, 3, raw), GlobalSteps())["log_probs"] == [-1.0, -2.0, -3.0]
+    assert token_output(SAMPLE, wanted({"logprobs": True}, 3, raw), GlobalSteps())["log_probs"] == [
+        -1.0,
+        -2.0,
+        -3.0,
+    ]
 
 
 def test_an_abort_before_the_first_token() -> None:
-    sample = replace(SAMPLE, completion_tokens=(), logprobs=(), weight_versions=(), finish_reason="abort")
+    sample = replace(
+        SAMPLE, completion_tokens=(), logprobs=(), weight_versions=(), finish_reason="abort"
+    )
     output = token_output(sample, wanted({"logprobs": True}, 3, DEFAULTS), steps_of(v2=11))
     assert (output["token_ids"], output["log_probs"], output["stop_reason"]) == ([], [], "aborted")
-    assert output["extra_fields"]["min_global_steps"] == output["extra_fields"]["global_steps"] == 11
+    assert (
+        output["extra_fields"]["min_global_steps"] == output["extra_fields"]["global_steps"] == 11
+    )
 
 
 def test_a_request_that_was_turned_away() -> None:

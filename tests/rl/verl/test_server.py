@@ -1,4 +1,6 @@
-"""`RolloutServer` on a tiny model, without Ray and verl: requests, aborts, updates with requests in flight, memory."""
+"""`RolloutServer` on a tiny model, without Ray and verl: requests, aborts, updates with requests in
+flight, memory.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -25,7 +27,14 @@ from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama
 
 PATIENCE = 60.0  # seconds; a hang fails instead of hanging
 PROMPT = [5, 6, 7, 8, 9]
-LONG = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True, "seed": 3, "ignore_eos": True}
+LONG = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "logprobs": True,
+    "seed": 3,
+    "ignore_eos": True,
+}
 NEW = llama_weights(llama_config(), seed=9)
 DEFAULTS = RequestDefaults(prompt_length=100, response_length=500, max_model_len=512)
 
@@ -40,7 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def engine(folder: Path) -> Iterator[InferenceEngine]:
     threads = torch.get_num_threads()
-    config = EngineConfig(str(folder), num_threads=1, kv_cache_memory=2**23, block_size=4, max_model_len=512, seed=0)
+    config = EngineConfig(
+        str(folder), num_threads=1, kv_cache_memory=2**23, block_size=4, max_model_len=512, seed=0
+    )
     with InferenceEngine(config) as engine:
         yield engine
     torch.set_num_threads(threads)
@@ -70,7 +81,9 @@ async def begun(server: RolloutServer, num_steps: int = 5) -> None:
         await asyncio.sleep(0.001)
 
 
-async def send(server: RolloutServer, weights: Weights, step: int | None, max_bytes: int = 50_000) -> int:
+async def send(
+    server: RolloutServer, weights: Weights, step: int | None, max_bytes: int = 50_000
+) -> int:
     number = await server.begin_update(step)
     async for parcel in parcels(iter(weights.items()), max_bytes):
         await server.receive(number, *parcel)
@@ -106,8 +119,12 @@ def test_a_sample_is_the_engines_to_the_bit(play: Callable[..., None], folder: P
 
 def test_prompt_logprobs_as_the_distillation_wants_them(play: Callable[..., None]) -> None:
     async def scene(server: RolloutServer) -> None:
-        own = (await server.generate(PROMPT, {"max_tokens": 1, "prompt_logprobs": 0}, "a"))["extra_fields"]
-        best = (await server.generate(PROMPT, {"max_tokens": 1, "prompt_logprobs": 300}, "b"))["extra_fields"]
+        own = (await server.generate(PROMPT, {"max_tokens": 1, "prompt_logprobs": 0}, "a"))[
+            "extra_fields"
+        ]
+        best = (await server.generate(PROMPT, {"max_tokens": 1, "prompt_logprobs": 300}, "b"))[
+            "extra_fields"
+        ]
         assert own["prompt_ids"] == [[token_id] for token_id in [*PROMPT[1:], 0]]
         assert len(own["prompt_logprobs"]) == len(best["prompt_logprobs"]) == len(PROMPT)
         for (token_id,), (logprob,), ids, logprobs in zip(
@@ -123,7 +140,9 @@ def test_prompt_logprobs_as_the_distillation_wants_them(play: Callable[..., None
     play(scene)
 
 
-def test_an_abort_keeps_what_was_sampled_and_going_on_makes_the_whole(play: Callable[..., None], folder: Path) -> None:
+def test_an_abort_keeps_what_was_sampled_and_going_on_makes_the_whole(
+    play: Callable[..., None], folder: Path
+) -> None:
     expected = alone(folder, 480)
 
     async def scene(server: RolloutServer) -> None:
@@ -153,12 +172,17 @@ def test_an_abort_keeps_what_was_sampled_and_going_on_makes_the_whole(play: Call
 def test_a_server_that_leaves_turns_requests_away(play: Callable[..., None]) -> None:
     async def scene(server: RolloutServer) -> None:
         await server.set_global_steps(4)
-        assert await server.abort_all_requests(reject_request=True) == {"aborted_count": 0, "request_ids": []}
+        assert await server.abort_all_requests(reject_request=True) == {
+            "aborted_count": 0,
+            "request_ids": [],
+        }
         output = await server.generate(PROMPT, LONG, "a")
         assert (output["token_ids"], output["stop_reason"]) == ([], "aborted")
         assert output["extra_fields"] == {"global_steps": 4}
         await server.resume_generation()
-        assert (await server.generate(PROMPT, LONG | {"max_tokens": 2}, "b"))["stop_reason"] == "completed"
+        assert (await server.generate(PROMPT, LONG | {"max_tokens": 2}, "b"))[
+            "stop_reason"
+        ] == "completed"
 
     play(scene)
 
@@ -178,7 +202,9 @@ def test_one_request_is_aborted_by_its_name(play: Callable[..., None]) -> None:
     play(scene)
 
 
-def test_new_weights_serve_requests_that_are_under_way(play: Callable[..., None], folder: Path) -> None:
+def test_new_weights_serve_requests_that_are_under_way(
+    play: Callable[..., None], folder: Path
+) -> None:
     expected = alone(folder, 1, NEW)
 
     async def scene(server: RolloutServer) -> None:
@@ -198,11 +224,17 @@ def test_new_weights_serve_requests_that_are_under_way(play: Callable[..., None]
     play(scene)
 
 
-def test_what_fails_leaves_the_old_weights_and_the_next_update_works(play: Callable[..., None]) -> None:
+def test_what_fails_leaves_the_old_weights_and_the_next_update_works(
+    play: Callable[..., None],
+) -> None:
     async def scene(server: RolloutServer) -> None:
         before = await server.collective_rpc("weights_checksum")
         name = "model.norm.weight"
-        for wrong in ({"no.such": NEW[name]}, {name: NEW[name][:-1]}, {name: NEW[name].to(torch.int32)}):
+        for wrong in (
+            {"no.such": NEW[name]},
+            {name: NEW[name][:-1]},
+            {name: NEW[name].to(torch.int32)},
+        ):
             with pytest.raises(WeightUpdateError):
                 await send(server, {**dict(list(NEW.items())[:3]), **wrong}, 5)
         number = await server.begin_update(5)
@@ -276,7 +308,9 @@ def test_memory_stays_where_verl_says_so(play: Callable[..., None]) -> None:
             await call()
             assert server._engine.sleeping() == ()
         await server.wake_up()
-        assert (await server.generate(PROMPT, LONG | {"max_tokens": 2}, "a"))["stop_reason"] == "completed"
+        assert (await server.generate(PROMPT, LONG | {"max_tokens": 2}, "a"))[
+            "stop_reason"
+        ] == "completed"
 
     play(scene, gives_memory_back=False)
 
@@ -306,7 +340,9 @@ def test_parcels_hold_every_tensor_once_whatever_becomes_of_it_afterwards() -> N
         assert len(many) > 1 or max_bytes > 10**6
         arrived = [opened(parcel, shapes) for parcel in many]
         assert [name for each in arrived for name in each] == list(NEW)
-        assert all(torch.equal(tensor, NEW[name]) for each in arrived for name, tensor in each.items())
+        assert all(
+            torch.equal(tensor, NEW[name]) for each in arrived for name, tensor in each.items()
+        )
         many[0].content.setflags(write=False)
         first = opened(many[0], shapes)
         next(iter(first.values())).zero_()  # memory of its own

@@ -59,7 +59,10 @@ def test_options_that_both_have() -> None:
 
 def test_options_of_the_engine_alone() -> None:
     told = rollout(
-        engine_kwargs={"vllm": {"x": 1}, "nano": {"num_threads": 2, "kv_cache_memory": None, "dtype": "auto"}}
+        engine_kwargs={
+            "vllm": {"x": 1},
+            "nano": {"num_threads": 2, "kv_cache_memory": None, "dtype": "auto"},
+        }
     )
     config = engine_config(told, "some/model", 0)
     assert (config.num_threads, config.kv_cache_memory, config.dtype) == (2, None, "auto")
@@ -87,7 +90,9 @@ def test_what_the_engine_cannot_do_is_refused_by_name(changes: dict[str, Any]) -
 
 def test_what_requests_are_when_they_do_not_say() -> None:
     assert request_defaults(rollout(), 700, 1) == RequestDefaults(512, 256, 700)
-    told = rollout(full_determinism=True, logprobs_mode="raw_logprobs", ignore_eos=True, repetition_penalty=1.1)
+    told = rollout(
+        full_determinism=True, logprobs_mode="raw_logprobs", ignore_eos=True, repetition_penalty=1.1
+    )
     assert request_defaults(told, 700, 1) == RequestDefaults(512, 256, 700, 1.1, True, 43, True)
 
 

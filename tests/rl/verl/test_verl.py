@@ -27,7 +27,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         save_file(llama_weights(llama_config(), seed=step), folder / f"step{step}.safetensors")
     (folder / "handed").mkdir()
     told = [PYTHON, SCRIPT, folder / "model", folder, folder / "handed"]
-    # Ray's sockets have long names below this folder, and no name of a socket may be longer than 107 letters.
+    # Ray's sockets have long names below this folder, and no name of a socket may be longer than
+    # 107 letters.
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as short:
         environment = os.environ | {"RAY_TMPDIR": short}
         ran = subprocess.run(told, capture_output=True, text=True, timeout=900, env=environment)
@@ -38,18 +39,25 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def alone(folder: Path, seed: int, prompt: list[int], max_tokens: int) -> TrainingSample:
     """The same request, on weights of a seed, in this process."""
     tiny_llama(folder, seed=seed)
-    with InferenceEngine(EngineConfig(str(folder), dtype="float32", num_threads=1, kv_cache_memory=2**23)) as engine:
+    with InferenceEngine(
+        EngineConfig(str(folder), dtype="float32", num_threads=1, kv_cache_memory=2**23)
+    ) as engine:
         params = SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True)
         return engine.generate([prompt], params)[0]
 
 
 def same(output: dict[str, Any], sample: TrainingSample) -> bool:
-    return (output["token_ids"], output["log_probs"]) == (list(sample.completion_tokens), list(sample.logprobs))
+    return (output["token_ids"], output["log_probs"]) == (
+        list(sample.completion_tokens),
+        list(sample.logprobs),
+    )
 
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it"),
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it"
+    ),
 ]
 
 

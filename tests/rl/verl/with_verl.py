@@ -1,8 +1,9 @@
-"""What verl makes of a replica: its own manager, balancer, clients and weight update, on a Ray of one machine.
+"""What verl makes of a replica: its own manager, balancer, clients and weight update, on a Ray of
+one machine.
 
-Run by the interpreter of an environment that has verl and Ray: it wants an older transformers than the other tests.
-Arguments: a model folder, one with `step4.safetensors` and so on, and one to hand weights over. Prints one line of
-JSON.
+Run by the interpreter of an environment that has verl and Ray: it wants an older transformers than
+the other tests. Arguments: a model folder, one with `step4.safetensors` and so on, and one to hand
+weights over. Prints one line of JSON.
 """
 # pyright: reportMissingImports=false
 
@@ -28,7 +29,13 @@ from verl.workers.rollout.replica import get_rollout_replica_class
 FOLDER, STEPS, HANDED = sys.argv[1:]
 PATIENCE = 120.0  # seconds for anything at all
 PROMPT = [5, 6, 7, 8, 9]
-PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+PARAMS = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "repetition_penalty": 1.0,
+    "logprobs": True,
+}
 SEEDED = PARAMS | {"seed": 3, "ignore_eos": True}
 OVERRIDES = [
     "actor_rollout_ref.rollout.name=nano",
@@ -86,8 +93,12 @@ async def sampled(server: Any, least: int) -> None:
 
 async def whole(client: Any, seen: dict[str, Any]) -> None:
     """A request by itself, and one by verl's defaults."""
-    seen["whole"] = told(await client.generate("a", prompt_ids=PROMPT, sampling_params=SEEDED | {"max_tokens": 300}))
-    seen["plain"] = told(await client.generate("b", prompt_ids=PROMPT, sampling_params=dict(PARAMS)))
+    seen["whole"] = told(
+        await client.generate("a", prompt_ids=PROMPT, sampling_params=SEEDED | {"max_tokens": 300})
+    )
+    seen["plain"] = told(
+        await client.generate("b", prompt_ids=PROMPT, sampling_params=dict(PARAMS))
+    )
     try:
         await client.generate("c", prompt_ids=PROMPT, sampling_params=PARAMS | {"bad_words": ["x"]})
     except ray.exceptions.RayTaskError as problem:
@@ -107,11 +118,15 @@ async def interrupted(manager: LLMServerManager, seen: dict[str, Any]) -> None:
     await replica.resume_generation()
     seen["interrupted"] = told(await running)
 
-    running = asyncio.create_task(manager.get_client().generate("e", prompt_ids=PROMPT, sampling_params=params))
+    running = asyncio.create_task(
+        manager.get_client().generate("e", prompt_ids=PROMPT, sampling_params=params)
+    )
     await sampled(replica.server_handle, 20)
     await replica.abort_all_requests(reject_request=True)
     seen["partial"] = told(await running)
-    seen["rejected"] = told(await manager.get_client().generate("f", prompt_ids=PROMPT, sampling_params=params))
+    seen["rejected"] = told(
+        await manager.get_client().generate("f", prompt_ids=PROMPT, sampling_params=params)
+    )
     await replica.resume_generation()
 
 
@@ -131,10 +146,13 @@ async def updated(manager: LLMServerManager, seen: dict[str, Any]) -> None:
     seen["across"] = told(await running)
 
     server = replica.server_handle
-    running = asyncio.create_task(manager.get_client().generate("h", prompt_ids=PROMPT, sampling_params=params))
+    running = asyncio.create_task(
+        manager.get_client().generate("h", prompt_ids=PROMPT, sampling_params=params)
+    )
     await sampled(server, 20)
     ray.get(trainer.update_weights(global_steps=6), timeout=PATIENCE)
-    await replica.workers[0].update_weights.remote(global_steps=6)  # its checkpoint engine, then the adapter
+    # its checkpoint engine, then the adapter
+    await replica.workers[0].update_weights.remote(global_steps=6)
     seen["under_way"] = not running.done()
     seen["under"] = told(await running)
     seen["after"] = told(await client.generate("i", prompt_ids=PROMPT, sampling_params=params))
@@ -145,15 +163,23 @@ async def updated(manager: LLMServerManager, seen: dict[str, Any]) -> None:
         await replica.workers[0].update_weights.remote(global_steps=7)
     except ray.exceptions.RayTaskError as problem:
         seen["broken"] = type(problem.cause).__name__
-    seen["still"] = told(await client.generate("j", prompt_ids=PROMPT, sampling_params=params)) == seen["after"]
+    seen["still"] = (
+        told(await client.generate("j", prompt_ids=PROMPT, sampling_params=params)) == seen["after"]
+    )
 
 
 async def slept(config: Any, seen: dict[str, Any]) -> None:
     """A replica that shares its device: it sleeps with a request under way, and goes on."""
     rollout = config.actor_rollout_ref.rollout
-    replica = get_rollout_replica_class("nano")(1, rollout, config.actor_rollout_ref.model, gpus_per_node=1)
+    replica = get_rollout_replica_class("nano")(
+        1, rollout, config.actor_rollout_ref.model, gpus_per_node=1
+    )
     await replica.init_colocated(RayResourcePool([1], use_gpu=True, max_colocate_count=1))
-    request = {"prompt_ids": PROMPT, "sampling_params": SEEDED | {"max_tokens": 300}, "request_id": "k"}
+    request = {
+        "prompt_ids": PROMPT,
+        "sampling_params": SEEDED | {"max_tokens": 300},
+        "request_id": "k",
+    }
     running = replica.server_handle.generate.remote(**request)
     await sampled(replica.server_handle, 20)
     await replica.sleep()
@@ -166,7 +192,9 @@ async def slept(config: Any, seen: dict[str, Any]) -> None:
 async def refused(config: Any) -> str:
     """Why a replica of two processes does not start."""
     rollout = OmegaConf.merge(config.actor_rollout_ref.rollout, {"tensor_model_parallel_size": 2})
-    replica = get_rollout_replica_class("nano")(9, rollout, config.actor_rollout_ref.model, gpus_per_node=2)
+    replica = get_rollout_replica_class("nano")(
+        9, rollout, config.actor_rollout_ref.model, gpus_per_node=2
+    )
     try:
         await replica.launch_servers()
     except ValueError as problem:
@@ -183,7 +211,11 @@ async def main() -> dict[str, Any]:
     try:
         manager = await asyncio.wait_for(LLMServerManager.create(config), PATIENCE)
         seen["addresses"] = manager.get_addresses()
-        for scene in (whole(manager.get_client(), seen), interrupted(manager, seen), updated(manager, seen)):
+        for scene in (
+            whole(manager.get_client(), seen),
+            interrupted(manager, seen),
+            updated(manager, seen),
+        ):
             await asyncio.wait_for(scene, PATIENCE)
         await asyncio.wait_for(slept(config, seen), PATIENCE)
     finally:

@@ -1,4 +1,6 @@
-"""What LiteLLM makes of a server. Run by its own interpreter: it wants an older openai than the other tests."""
+"""What LiteLLM makes of a server. Run by its own interpreter: it wants an older openai than the
+other tests.
+"""
 # pyright: reportMissingImports=false
 
 import asyncio
@@ -13,7 +15,11 @@ KEY = "sk-test"
 OPENAI = {"model": "openai/smollm2-135m", "api_base": f"{URL}/v1", "api_key": KEY}
 ANTHROPIC = {"model": "anthropic/smollm2-135m", "api_base": URL, "api_key": KEY}
 TEXT = {"model": "text-completion-openai/smollm2-135m", "api_base": f"{URL}/v1", "api_key": KEY}
-ASK = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0, "max_tokens": 12}
+ASK = {
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "temperature": 0,
+    "max_tokens": 12,
+}
 
 
 def whole(route: dict) -> dict:
@@ -28,11 +34,15 @@ def whole(route: dict) -> dict:
 
 
 def streamed(route: dict) -> dict:
-    chunks = list(litellm.completion(**route, **ASK, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        litellm.completion(**route, **ASK, stream=True, stream_options={"include_usage": True})
+    )
     usage = next(chunk.usage for chunk in chunks if getattr(chunk, "usage", None))
     return {
         "text": "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices),
-        "finish": [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason][-1],
+        "finish": [
+            c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason
+        ][-1],
         "prompt": usage.prompt_tokens,
         "completion": usage.completion_tokens,
     }
@@ -52,7 +62,9 @@ def refused(route: dict, **changes: object) -> str:
 
 
 def text() -> str:
-    reply = litellm.text_completion(**TEXT, prompt="The capital of France is", temperature=0, max_tokens=4)
+    reply = litellm.text_completion(
+        **TEXT, prompt="The capital of France is", temperature=0, max_tokens=4
+    )
     return reply.choices[0].text
 
 

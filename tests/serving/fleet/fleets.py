@@ -29,7 +29,8 @@ Scripts = Script | Callable[[Generate, int], Script]
 
 
 class Engine(ScriptedClient):
-    """A scripted engine that can also go on with what another one began, that can be held, and that has weights.
+    """A scripted engine that can also go on with what another one began, that can be held, and that
+    has weights.
 
     Attributes:
         resumed: requests that it went on with.
@@ -59,14 +60,24 @@ class Engine(ScriptedClient):
         self.is_built = asyncio.Event()
         self.is_built.set()
         self.about: dict[str, object] = {}
-        self.returns |= dict.fromkeys(("join_group", "leave_group", "receive_broadcast", "prepare_update"), None)
-        self.returns |= dict.fromkeys(("begin_update", "flush_cache", "receive_folder"), 0) | {"cancel_update": True}
+        self.returns |= dict.fromkeys(
+            ("join_group", "leave_group", "receive_broadcast", "prepare_update"), None
+        )
+        self.returns |= dict.fromkeys(("begin_update", "flush_cache", "receive_folder"), 0) | {
+            "cancel_update": True
+        }
         self.returns |= {
             "describe_blocks": {"block_size": 4, "block_bytes": 64},
             "count_blocks": 0,
             "export_blocks": None,
         }
-        self.returns |= {"has_group": True, "sleeping": [], "save_weights": 0, "sleep": None, "wake": None}
+        self.returns |= {
+            "has_group": True,
+            "sleeping": [],
+            "save_weights": 0,
+            "sleep": None,
+            "wake": None,
+        }
 
     async def start(self) -> None:
         await self.is_built.wait()
@@ -95,9 +106,13 @@ class Engine(ScriptedClient):
             case Resume(request_id, samples):
                 self.resumed.append(message)
                 if self.refuses:
-                    asyncio.get_running_loop().call_soon(self._receive, Refused(request_id, "InvalidRequest", "no"))
+                    asyncio.get_running_loop().call_soon(
+                        self._receive, Refused(request_id, "InvalidRequest", "no")
+                    )
                     return
-                self._running[request_id] = [self._spawn(self._resume(message, sample)) for sample in samples]
+                self._running[request_id] = [
+                    self._spawn(self._resume(message, sample)) for sample in samples
+                ]
             case Call(call_id, name, arguments):
                 self.calls.append(message)
                 self._spawn(self._answer_call(call_id, name, arguments))
@@ -122,7 +137,11 @@ class Engine(ScriptedClient):
                 self.paused = False
             case _:
                 pass
-        special = {"get_weight_version": self.version, "finish_update": self.version, "pause_within": True}
+        special = {
+            "get_weight_version": self.version,
+            "finish_update": self.version,
+            "pause_within": True,
+        }
         value = special.get(name, self.returns.get(name))
         return self._receive(Returned(call_id, value))
 
@@ -139,8 +158,14 @@ class Engine(ScriptedClient):
     async def _resume(self, message: Resume, partial: TrainingSample) -> None:
         params = partial.sampling_params
         assert params is not None
-        request = Generate(message.request_id, list(partial.prompt_tokens), params, stream=message.stream)
-        script = self.script if isinstance(self.script, Script) else self.script(request, partial.sample_index)
+        request = Generate(
+            message.request_id, list(partial.prompt_tokens), params, stream=message.stream
+        )
+        script = (
+            self.script
+            if isinstance(self.script, Script)
+            else self.script(request, partial.sample_index)
+        )
         sample = _Sample(request, partial.sample_index, script, self.tokenizer)
         known = len(partial.completion_tokens)
         assert tuple(sample.token_ids[:known]) == partial.completion_tokens
@@ -178,8 +203,14 @@ class Made:
 
 
 @asynccontextmanager
-async def fleet(count: int = 2, script: Scripts | None = None, **options: Any) -> AsyncIterator[Made]:
-    made = Made(count, script if script is not None else Script(list(range(100, 130)), delay=0.001), **options)
+async def fleet(
+    count: int = 2, script: Scripts | None = None, **options: Any
+) -> AsyncIterator[Made]:
+    made = Made(
+        count,
+        script if script is not None else Script(list(range(100, 130)), delay=0.001),
+        **options,
+    )
     await made.client.start()
     try:
         yield made
@@ -193,7 +224,9 @@ def play(test: Any) -> None:
 
 def told(deltas: list[Delta]) -> tuple[list[int], str]:
     """Tokens and text of a stream of one sample."""
-    return [each for delta in deltas for each in delta.token_ids], "".join(delta.text or "" for delta in deltas)
+    return [each for delta in deltas for each in delta.token_ids], "".join(
+        delta.text or "" for delta in deltas
+    )
 
 
 def plain(sample: TrainingSample) -> TrainingSample:

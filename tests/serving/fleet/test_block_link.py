@@ -62,7 +62,9 @@ def test_blocks_go_from_core_to_core_and_the_directory_hears_of_it(pair: tuple[C
     about = source.call("describe_blocks")
     here = 0
     while here < holder.num_blocks:
-        data = source.call("export_blocks", names=pack_names(names), first=here, max_bytes=3 * about["block_bytes"])
+        data = source.call(
+            "export_blocks", names=pack_names(names), first=here, max_bytes=3 * about["block_bytes"]
+        )
         assert isinstance(data, bytes)
         here = target.call("import_blocks", data=data)
     assert target.call("describe_blocks") == about | {"exported": 0, "imported": 7}

@@ -22,7 +22,9 @@ def piece(first: int = 1, salt: str | None = None, dtype: str = "bfloat16") -> B
     form = BlockFormat("cpu/1", 4, dtype, SHAPES)
     data = torch.arange((3 - first) * form.block_bytes, dtype=torch.int64).to(torch.uint8)
     names = names_of(tokens, 4, 7, salt)
-    return BlockPiece(form, Namespace("policy", 7, salt), names, tokens, first, data.view(3 - first, -1))
+    return BlockPiece(
+        form, Namespace("policy", 7, salt), names, tokens, first, data.view(3 - first, -1)
+    )
 
 
 @pytest.mark.parametrize("salt", [None, "", "salz"])

@@ -1,4 +1,6 @@
-"""Replicas that die at the worst moment: the last one, one that is brought up, one that was told to end a request."""
+"""Replicas that die at the worst moment: the last one, one that is brought up, one that was told to
+end a request.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -21,7 +23,9 @@ SLOW = Script(list(range(100, 130)), delay=0.01)
 
 async def update(made: Made, version: int, session: int = 1) -> None:
     await made.client.call("begin_update", session=session, known=None)
-    await made.client.call("finish_update", session=session, version=version, kv_policy="keep", seconds=5.0)
+    await made.client.call(
+        "finish_update", session=session, version=version, kv_policy="keep", seconds=5.0
+    )
 
 
 def held(name: str) -> tuple[asyncio.Event, Callable[[Engine], None]]:
@@ -45,7 +49,11 @@ def test_the_last_one_dies_while_a_new_one_is_brought_to_what_it_had(name: str) 
             await until(lambda: made.client.why_dead is None)
             await until(lambda: len(made.client.roster.living()) == 2)
             new = made.engines[2]
-            assert made.client.roster.version == new.version == await made.client.call("get_weight_version")
+            assert (
+                made.client.roster.version
+                == new.version
+                == await made.client.call("get_weight_version")
+            )
             assert not new.paused
             assert len(told([delta async for delta in deltas(made)])[0]) == 20
 
@@ -119,7 +127,9 @@ def test_one_that_dies_while_it_waits_for_its_turn_is_replaced_once() -> None:
                 made.engines[0].die()
                 await until(lambda: roster.replicas["0"].state == "syncing")
                 made.engines[2].die()
-                await until(lambda: len(made.engines) == 4 and roster.replicas["0"].state == "syncing")
+                await until(
+                    lambda: len(made.engines) == 4 and roster.replicas["0"].state == "syncing"
+                )
             await until(lambda: len(roster.living()) == 2)
             await asyncio.sleep(0.05)
             assert len(made.engines) == 4
@@ -134,7 +144,9 @@ def test_one_that_is_removed_while_it_is_brought_up_serves_nobody() -> None:
             roster = made.client.roster
             async with roster.lock:
                 adding = asyncio.create_task(made.client.add())
-                await until(lambda: "1" in roster.replicas and roster.replicas["1"].state == "syncing")
+                await until(
+                    lambda: "1" in roster.replicas and roster.replicas["1"].state == "syncing"
+                )
                 await made.client.remove("1")
             with pytest.raises(ApiError, match="'1' was removed before it served"):
                 await adding
@@ -198,23 +210,35 @@ def test_who_was_told_to_end_does_so_wherever_it_goes_on(is_repeated: bool) -> N
 
 def stats(**values: float) -> EngineStats:
     zeros: dict[str, Any] = {field.name: 0 for field in fields(EngineStats)}
-    return EngineStats(**zeros | {"step_microseconds": {}, "ranks_busy": (), "ranks_waiting": ()} | values)
+    return EngineStats(
+        **zeros | {"step_microseconds": {}, "ranks_busy": (), "ranks_waiting": ()} | values
+    )
 
 
 def test_counters_never_fall_and_gauges_are_of_those_that_live() -> None:
     async def test() -> None:
         async with fleet(3, restart=True) as made:
             for engine in made.engines:
-                engine.stats = stats(completion_tokens=100, num_steps=10, num_blocks=50, num_running=2)
+                engine.stats = stats(
+                    completion_tokens=100, num_steps=10, num_blocks=50, num_running=2
+                )
             made.engines[0].die()
             await until(lambda: len(made.client.roster.living()) == 3)
-            made.engines[3].stats = stats(completion_tokens=7, num_steps=1, num_blocks=50, num_running=1)
+            made.engines[3].stats = stats(
+                completion_tokens=7, num_steps=1, num_blocks=50, num_running=1
+            )
             made.client.changed()
             found = made.client.stats
             assert found is not None
-            assert (found.completion_tokens, found.num_steps, found.num_blocks, found.num_running) == (307, 31, 150, 5)
+            assert (
+                found.completion_tokens,
+                found.num_steps,
+                found.num_blocks,
+                found.num_running,
+            ) == (307, 31, 150, 5)
             await made.client.remove("1")
-            made.client.roster.replicas["2"].state = "syncing"  # it is left behind, and still counts
+            # it is left behind, and still counts
+            made.client.roster.replicas["2"].state = "syncing"
             made.client.changed()
             found = made.client.stats
             assert found is not None
@@ -252,7 +276,9 @@ def test_engines_in_lockstep_are_started_again_when_the_last_has_died_all_at_onc
     play(test())
 
 
-def test_a_start_that_fails_late_leaves_the_next_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_late_leaves_the_next_ones_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A client is closed before its start raises, which takes time."""
 
     async def test() -> None:
@@ -273,7 +299,10 @@ def test_a_start_that_fails_late_leaves_the_next_ones_alone(monkeypatch: pytest.
             await until(lambda: len(made.engines) == 6)
             is_closed.set()
             await asyncio.sleep(0.1)
-            assert [each.state for each in made.client.replica_statuses()] == ["starting", "starting"]
+            assert [each.state for each in made.client.replica_statuses()] == [
+                "starting",
+                "starting",
+            ]
             for engine in made.engines[4:]:
                 engine.is_built.set()
             await until(lambda: made.client.why_dead is None)

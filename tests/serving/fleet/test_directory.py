@@ -1,4 +1,6 @@
-"""The directory against a model of what each replica has, with reports that are lost, late and told twice."""
+"""The directory against a model of what each replica has, with reports that are lost, late and told
+twice.
+"""
 
 import hypothesis.strategies as st
 import pytest
@@ -77,7 +79,9 @@ class Machine(RuleBasedStateMachine):
         for name in self.has:
             self.arrive(list(self.has).index(name), twice=False)
             for _ in range(2):
-                if not self.directory.take(name, self.news[name].take(HIGH + each for each in self.has[name])):
+                if not self.directory.take(
+                    name, self.news[name].take(HIGH + each for each in self.has[name])
+                ):
                     self.news[name].forget()
             held = self._held(name, names)
             assert self.directory.count(name, [HIGH + each for each in names]) == held
@@ -98,7 +102,9 @@ class Machine(RuleBasedStateMachine):
         return list(self.has)[pick % len(self.has)]
 
     def _held(self, name: str, names: list[int]) -> int:
-        return next((place for place, each in enumerate(names) if each not in self.has[name]), len(names))
+        return next(
+            (place for place, each in enumerate(names) if each not in self.has[name]), len(names)
+        )
 
 
 TestDirectory = Machine.TestCase
@@ -149,7 +155,9 @@ def test_fetching_is_worth_it_where_it_is_faster() -> None:
     assert fetch.gain == pytest.approx(56 * 1.6e-3 - 0.01 - 56 * 0.5e-3, rel=1e-3)
     assert worth_fetching(directory, cost, names, "target", ["near"])[1:3] == (8, 60)  # pyright: ignore
     assert worth_fetching(directory, cost, names, "far") is None
-    assert worth_fetching(directory, cost, names[:9], "target") is None, "one block is not worth a round trip"
+    assert worth_fetching(directory, cost, names[:9], "target") is None, (
+        "one block is not worth a round trip"
+    )
     for _ in range(60):
         cost.prefilled(1000, 0.01)  # ten times as fast
     assert worth_fetching(directory, cost, names, "target") is None

@@ -1,4 +1,6 @@
-"""A fleet of scripted engines: what runs on a replica that is gone goes on with another one, as if nothing had been."""
+"""A fleet of scripted engines: what runs on a replica that is gone goes on with another one, as if
+nothing had been.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -59,7 +61,9 @@ def test_a_stream_goes_on_where_it_was(params: SamplingParams) -> None:
             first.die()
             deltas = await all_of(stream, deltas)
             assert told(deltas) == told(quiet)
-            assert [each for delta in deltas for each in delta.logprobs] == [logprob(i) for i in range(20)]
+            assert [each for delta in deltas for each in delta.logprobs] == [
+                logprob(i) for i in range(20)
+            ]
             last, expected = deltas[-1].finished, quiet[-1].finished
             assert last is not None
             assert expected is not None
@@ -94,7 +98,9 @@ def test_what_cannot_be_gone_on_with_is_repeated() -> None:
 def test_a_repetition_that_differs_ends_with_an_error() -> None:
     async def test() -> None:
         async with fleet() as made:
-            stream = made.client.submit([1, 2], replace(PARAMS, top_k=2, sampling_mask=True), stream=True)
+            stream = made.client.submit(
+                [1, 2], replace(PARAMS, top_k=2, sampling_mask=True), stream=True
+            )
             deltas = await stream.next()
             first = at(made)
             for engine in made.engines:
@@ -108,10 +114,14 @@ def test_a_repetition_that_differs_ends_with_an_error() -> None:
 
 
 def test_text_is_counted_down_with_the_tokens_that_come_again() -> None:
-    """Also where the repetition comes in other portions: its last old token and its first new one in one delta."""
+    """Also where the repetition comes in other portions: its last old token and its first new one
+    in one delta.
+    """
 
     async def test() -> None:
-        async with fleet(script=Script("One two three four five six seven eight nine ten.", delay=0.001)) as made:
+        async with fleet(
+            script=Script("One two three four five six seven eight nine ten.", delay=0.001)
+        ) as made:
             params = replace(PARAMS, top_k=5, sampling_mask=True, stop=("nothing like it",))
             quiet = await whole(made, params)
             assert len(told(quiet)[1]) > 20
@@ -136,7 +146,9 @@ def test_a_moved_sample_with_other_logprobs_ends_with_an_error(
 
     async def test() -> None:
         async with fleet() as made:
-            stream = made.client.submit([1, 2], replace(PARAMS, top_k=2, sampling_mask=is_masked), stream=True)
+            stream = made.client.submit(
+                [1, 2], replace(PARAMS, top_k=2, sampling_mask=is_masked), stream=True
+            )
             deltas = await stream.next()
             monkeypatch.setattr(scripted, "logprob", lambda place: logprob(place) - 1e-7)
             at(made).die()
@@ -152,7 +164,9 @@ def test_a_repetition_that_nobody_has_heard_of_may_differ() -> None:
 
     async def test() -> None:
         async with fleet(script=Script(list(range(100, 130)), delay=0.02)) as made:
-            stream = made.client.submit([1, 2], replace(PARAMS, top_k=2, sampling_mask=True), stream=False)
+            stream = made.client.submit(
+                [1, 2], replace(PARAMS, top_k=2, sampling_mask=True), stream=False
+            )
             await asyncio.sleep(0)
             engine = at(made)
             request = engine.requests[0]
@@ -204,11 +218,15 @@ def test_one_that_does_not_stream_goes_on_from_what_was_told() -> None:
             for index, ids in ((0, (100, 101)), (1, (100,))):
                 logprobs = tuple(map(logprob, range(len(ids))))
                 engine.tell(
-                    request.request_id, [Delta(request.request_id, index, ids, logprobs, None, weight_version=0)]
+                    request.request_id,
+                    [Delta(request.request_id, index, ids, logprobs, None, weight_version=0)],
                 )
             engine.die()
             other = next(each for each in made.engines if each is not engine)
-            assert [each.completion_tokens for each in other.resumed[0].samples] == [(100, 101), (100,)]
+            assert [each.completion_tokens for each in other.resumed[0].samples] == [
+                (100, 101),
+                (100,),
+            ]
             samples = await finished(stream)
             assert [len(sample.completion_tokens) for sample in samples] == [20, 20]
 
@@ -264,10 +282,13 @@ def test_when_all_are_dead_so_is_the_fleet() -> None:
 
 
 @pytest.mark.parametrize(
-    "about", [{"numerics": "other"}, {"model_path": "other"}, {"vocab_size": 7}, {"eos_token_ids": (5,)}]
+    "about",
+    [{"numerics": "other"}, {"model_path": "other"}, {"vocab_size": 7}, {"eos_token_ids": (5,)}],
 )
 def test_engines_that_are_not_alike_make_no_fleet(about: dict[str, object]) -> None:
-    """From the beginning, as one more, or in the place of a dead one: they would go on with each other's requests."""
+    """From the beginning, as one more, or in the place of a dead one: they would go on with each
+    other's requests.
+    """
     (name,) = about
     differ = f"the replicas differ in {name}"
 
@@ -295,7 +316,9 @@ def test_a_dead_replica_is_replaced_and_brought_to_the_serving_version() -> None
             made.client.roster.paused = True
             made.client.roster.version = 0
             await made.client.call("begin_update", session=1, known=None)
-            await made.client.call("finish_update", session=1, version=5, kv_policy="keep", seconds=5.0)
+            await made.client.call(
+                "finish_update", session=1, version=5, kv_policy="keep", seconds=5.0
+            )
             assert [engine.version for engine in made.engines] == [5, 5]
             made.engines[0].die()
             await until(lambda: len(made.client.roster.living()) == 2)
@@ -303,7 +326,11 @@ def test_a_dead_replica_is_replaced_and_brought_to_the_serving_version() -> None
             assert (new.version, new.paused) == (5, True)
             assert [call.name for call in made.engines[1].calls][-1] == "save_weights"
             order = [call.name for call in new.calls]
-            assert order.index("receive_folder") < order.index("finish_update") < order.index("pause_within")
+            assert (
+                order.index("receive_folder")
+                < order.index("finish_update")
+                < order.index("pause_within")
+            )
             statuses = made.client.replica_statuses()
             assert [(each.name, each.state, each.num_starts) for each in statuses] == [
                 ("0", "serving", 2),
@@ -318,7 +345,9 @@ def test_after_the_last_one_the_first_new_one_is_a_new_engine() -> None:
     async def test() -> None:
         async with fleet(restart=True) as made:
             await made.client.call("begin_update", session=1, known=None)
-            await made.client.call("finish_update", session=1, version=5, kv_policy="keep", seconds=5.0)
+            await made.client.call(
+                "finish_update", session=1, version=5, kv_policy="keep", seconds=5.0
+            )
             for engine in made.engines[:2]:
                 engine.die()
             with pytest.raises(ApiError, match="started again"):
@@ -337,7 +366,10 @@ def test_a_replica_that_hangs_is_killed_and_its_requests_go_on() -> None:
             streams = [made.client.submit([each], PARAMS, stream=True) for each in range(4)]
             assert [len(told(await all_of(stream))[0]) for stream in streams] == [20] * 4
             assert made.client.failovers.longest >= 0.3
-            assert [status.state for status in made.client.replica_statuses()] == ["dead", "serving"]
+            assert [status.state for status in made.client.replica_statuses()] == [
+                "dead",
+                "serving",
+            ]
 
     play(test())
 
@@ -349,9 +381,9 @@ def test_draining_moving_removing_and_adding_change_no_token() -> None:
             streams = [made.client.submit([1, 2], PARAMS, stream=True) for _ in range(6)]
             await asyncio.sleep(0.05)
             assert made.client.drain("0") == 3
-            assert {made.client.submit([9], PARAMS, stream=True) and at(made, -1) for _ in range(3)} == {
-                made.engines[1]
-            }
+            assert {
+                made.client.submit([9], PARAMS, stream=True) and at(made, -1) for _ in range(3)
+            } == {made.engines[1]}
             assert made.client.drain("0", move=True) == 0
             assert made.client.drain("0", draining=False) == 0
             name = await made.client.add()
@@ -376,13 +408,21 @@ def test_draining_moving_removing_and_adding_change_no_token() -> None:
 def test_requests_can_be_aborted_and_closed_wherever_they_are() -> None:
     async def test() -> None:
         async with fleet(script=Script(list(range(100, 130)), delay=0.02)) as made:
-            named = [made.client.submit([each], PARAMS, stream=True, name=f"n{each}") for each in range(4)]
+            named = [
+                made.client.submit([each], PARAMS, stream=True, name=f"n{each}")
+                for each in range(4)
+            ]
             closed = made.client.submit([1], PARAMS, stream=True)
             await asyncio.sleep(0.05)
             closed.close()
             assert await made.client.abort(["n0", "n3"]) == 2
             reasons = [(await all_of(stream))[-1].finished for stream in named]
-            assert [each and each.finish_reason for each in reasons] == ["abort", "length", "length", "abort"]
+            assert [each and each.finish_reason for each in reasons] == [
+                "abort",
+                "length",
+                "length",
+                "abort",
+            ]
             assert made.client.num_samples == 0
             assert all(made.client.router.score(name) == 0 for name in ("0", "1"))
 
@@ -400,7 +440,7 @@ def test_a_refusal_is_the_engines() -> None:
     play(test())
 
 
-# -- one control plane -------------------------------------------------------------------------------------------------
+# -- one control plane -----------------------------------------------------------------------------
 
 
 def test_an_update_is_checked_by_all_before_any_has_it() -> None:
@@ -409,9 +449,14 @@ def test_an_update_is_checked_by_all_before_any_has_it() -> None:
             made.engines[1].fails["prepare_update"] = WeightUpdateError("a tensor is missing")
             await made.client.call("begin_update", session=1, known=None)
             with pytest.raises(WeightUpdateError, match="missing"):
-                await made.client.call("finish_update", session=1, version=1, kv_policy="keep", seconds=5.0)
+                await made.client.call(
+                    "finish_update", session=1, version=1, kv_policy="keep", seconds=5.0
+                )
             assert [engine.version for engine in made.engines] == [0, 0]
-            assert not any(engine.said("finish_update") or engine.said("pause_within") for engine in made.engines)
+            assert not any(
+                engine.said("finish_update") or engine.said("pause_within")
+                for engine in made.engines
+            )
 
     play(test())
 
@@ -421,14 +466,23 @@ def test_all_stop_while_they_change_weights_and_go_on_together() -> None:
         async with fleet() as made:
             seen: list[list[bool]] = []
             for engine in made.engines:
-                engine.fails["finish_update"] = lambda: seen.append([each.paused for each in made.engines])
+                engine.fails["finish_update"] = lambda: seen.append(
+                    [each.paused for each in made.engines]
+                )
             await made.client.call("begin_update", session=1, known=None)
-            assert await made.client.call("finish_update", session=1, version=1, kv_policy="keep", seconds=5.0) == 1
+            assert (
+                await made.client.call(
+                    "finish_update", session=1, version=1, kv_policy="keep", seconds=5.0
+                )
+                == 1
+            )
             assert seen == [[True, True]] * 2
             assert [(engine.version, engine.paused) for engine in made.engines] == [(1, False)] * 2
             made.client.roster.paused = True  # it stays so
             await made.client.call("begin_update", session=2, known=None)
-            await made.client.call("finish_update", session=2, version=2, kv_policy="keep", seconds=5.0)
+            await made.client.call(
+                "finish_update", session=2, version=2, kv_policy="keep", seconds=5.0
+            )
             assert len(made.engines[0].said("end_pause")) == 1
 
     play(test())
@@ -443,7 +497,9 @@ def test_one_that_cannot_commit_gets_the_weights_from_another_before_it_serves_a
             failing = made.engines[1]
 
             failing.fails["finish_update"] = WeightUpdateError("it is too late")
-            await made.client.call("finish_update", session=1, version=3, kv_policy="keep", seconds=5.0)
+            await made.client.call(
+                "finish_update", session=1, version=3, kv_policy="keep", seconds=5.0
+            )
             assert list(made.client.roster.living()) == ["0"]
             failing.fails.clear()
             await until(lambda: len(made.client.roster.living()) == 2)
@@ -459,8 +515,12 @@ def test_a_replica_that_dies_in_an_update_leaves_and_the_others_go_on() -> None:
             async with fleet(3) as made:
                 made.engines[1].fails[name] = made.engines[1].die
                 await made.client.call("begin_update", session=1, known=None)
-                await made.client.call("receive_broadcast", session=1, group="g", tensors=[], seconds=5.0)
-                await made.client.call("finish_update", session=1, version=1, kv_policy="keep", seconds=5.0)
+                await made.client.call(
+                    "receive_broadcast", session=1, group="g", tensors=[], seconds=5.0
+                )
+                await made.client.call(
+                    "finish_update", session=1, version=1, kv_policy="keep", seconds=5.0
+                )
                 assert [engine.version for engine in (made.engines[0], made.engines[2])] == [1, 1]
                 assert list(made.client.roster.living()) == ["0", "2"]
 
@@ -474,7 +534,9 @@ def test_what_one_cannot_begin_or_receive_is_cancelled_on_all() -> None:
                 made.engines[2].fails[name] = WeightUpdateError("it has no room")
                 if name != "begin_update":
                     await made.client.call("begin_update", session=1, known=None)
-                arguments = {"tensors": [], "group": "g", "seconds": 5.0} if name != "begin_update" else {}
+                arguments = (
+                    {"tensors": [], "group": "g", "seconds": 5.0} if name != "begin_update" else {}
+                )
                 with pytest.raises(WeightUpdateError, match="no room"):
                     await made.client.call(name, session=1, **arguments)
                 assert all(engine.said("cancel_update") for engine in made.engines[:2])
@@ -487,7 +549,11 @@ def test_replicas_join_a_group_with_rising_ranks_or_not_at_all() -> None:
         async with fleet(3) as made:
             group = {"group": "g", "named": True, "host": "h", "port": 1, "seconds": 5.0}
             await made.client.call("join_group", rank=2, world_size=5, **group)
-            assert [engine.said("join_group")[0].arguments["rank"] for engine in made.engines] == [2, 3, 4]
+            assert [engine.said("join_group")[0].arguments["rank"] for engine in made.engines] == [
+                2,
+                3,
+                4,
+            ]
             with pytest.raises(InvalidRequest, match="at least 4"):
                 await made.client.call("join_group", rank=1, world_size=2, **group)
             made.engines[0].fails["join_group"] = WeightUpdateError("nobody is there")
@@ -509,8 +575,12 @@ def test_a_replica_that_is_not_in_the_trainers_group_gets_its_weights_from_one_t
             new.returns["has_group"] = False
             assert await made.client.call("has_group", group="g") is True
             await made.client.call("begin_update", session=1, known=None)
-            await made.client.call("receive_broadcast", session=1, group="g", tensors=[], seconds=5.0)
-            await made.client.call("finish_update", session=1, version=4, kv_policy="keep", seconds=5.0)
+            await made.client.call(
+                "receive_broadcast", session=1, group="g", tensors=[], seconds=5.0
+            )
+            await made.client.call(
+                "finish_update", session=1, version=4, kv_policy="keep", seconds=5.0
+            )
             assert not new.said("receive_broadcast")
             assert list(made.client.roster.living()) == ["0", "1"]
             await until(lambda: len(made.client.roster.living()) == 3)
@@ -527,7 +597,9 @@ def test_replicas_whose_weights_differ_are_an_error() -> None:
             made.engines[1].returns["weights_checksum"] = {"a": "1", "b": "2"}
             assert await made.client.call("weights_checksum") == {"a": "1", "b": "2"}
             made.engines[1].returns["weights_checksum"] = {"a": "1", "b": "3"}
-            with pytest.raises(NanoInferenceError, match="replicas 0 and 1 do not have the same weights: 'b'"):
+            with pytest.raises(
+                NanoInferenceError, match="replicas 0 and 1 do not have the same weights: 'b'"
+            ):
                 await made.client.call("weights_checksum")
             made.engines[1].version = 1
             with pytest.raises(NanoInferenceError, match="do not agree"):

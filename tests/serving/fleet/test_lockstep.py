@@ -1,4 +1,6 @@
-"""A fleet whose engines have their experts in common: processes, an update for all, and what ends them all."""
+"""A fleet whose engines have their experts in common: processes, an update for all, and what ends
+them all.
+"""
 
 import asyncio
 import time
@@ -21,7 +23,12 @@ PROMPTS = [list(range(3, 3 + length)) for length in (1, 20, 7, 40)]
 
 
 def config_of(folder: Path, **options: object) -> EngineConfig:
-    common: dict[str, object] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 2**20, "num_threads": 1}
+    common: dict[str, object] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "kv_cache_memory": 2**20,
+        "num_threads": 1,
+    }
     return EngineConfig(model_path=str(folder), **(common | options))  # pyright: ignore[reportArgumentType]
 
 
@@ -35,20 +42,30 @@ async def complete(client: EngineClient, prompt: list[int]) -> list[int]:
 
 @pytest.mark.slow
 def test_two_processes_share_experts(tmp_path: Path) -> None:
-    old, new = tiny_model(tmp_path / "old", "mixtral"), tiny_model(tmp_path / "new", "mixtral", seed=1)
+    old, new = (
+        tiny_model(tmp_path / "old", "mixtral"),
+        tiny_model(tmp_path / "new", "mixtral", seed=1),
+    )
     expected, checksums = [], []
     for folder in (old, new):
         with InferenceEngine(config_of(folder)) as engine:
-            expected.append([list(sample.completion_tokens) for sample in engine.generate(PROMPTS, PARAMS)])
+            expected.append(
+                [list(sample.completion_tokens) for sample in engine.generate(PROMPTS, PARAMS)]
+            )
             checksums.append(engine.weights_checksum())
 
     async def test() -> None:
-        client = engine_client(config_of(old, expert_parallel=2), ServerConfig(replicas=2, restart_engine=True))
+        client = engine_client(
+            config_of(old, expert_parallel=2), ServerConfig(replicas=2, restart_engine=True)
+        )
         assert isinstance(client, FleetClient)
         await client.start()
         try:
             assert [await complete(client, PROMPTS[1])] == expected[0][1:2]  # one has nothing to do
-            assert await asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS)) == expected[0]
+            assert (
+                await asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS))
+                == expected[0]
+            )
             assert await client.call("weights_checksum") == checksums[0]
             running = asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS))
             await client.call("sleep", timeout=60, memory=["kv_cache", "weights"])
@@ -62,7 +79,10 @@ def test_two_processes_share_experts(tmp_path: Path) -> None:
             await client.call("finish_update", timeout=20, **options)
             await running
             assert await client.call("weights_checksum") == checksums[1]
-            assert await asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS)) == expected[1]
+            assert (
+                await asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS))
+                == expected[1]
+            )
             for change in (client.add, lambda: client.remove("1")):
                 with pytest.raises(ApiError, match="in lockstep share their experts"):
                     await change()
@@ -73,7 +93,10 @@ def test_two_processes_share_experts(tmp_path: Path) -> None:
                 await complete(client, PROMPTS[0])
             assert time.monotonic() - began < 20
             await until(lambda: client.why_dead is None and len(client.roster.living()) == 2)
-            assert await asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS)) == expected[0]
+            assert (
+                await asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS))
+                == expected[0]
+            )
         finally:
             await client.close()
 
@@ -85,5 +108,7 @@ def test_what_a_fleet_in_lockstep_needs(tmp_path: Path) -> None:
     for options in ({}, {"replicas": 3}):
         with pytest.raises(ConfigError, match="replicas=2, not"):
             engine_client(engine, ServerConfig(**options))
-    with pytest.raises(ConfigError, match="in_process=True is not possible for engines in lockstep"):
+    with pytest.raises(
+        ConfigError, match="in_process=True is not possible for engines in lockstep"
+    ):
         engine_client(engine, ServerConfig(replicas=2, in_process=True))

@@ -1,4 +1,6 @@
-"""Prompts on one replica, the rest on another: the bits of one engine, whoever dies or leaves in between."""
+"""Prompts on one replica, the rest on another: the bits of one engine, whoever dies or leaves in
+between.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -28,7 +30,9 @@ PROMPTS = [[3 + (7 * place + each) % 280 for place in range(16 + each)] for each
 
 
 @asynccontextmanager
-async def split(model: Path, count: int = 2, prefill: int = 1, **options: Any) -> AsyncIterator[FleetClient]:
+async def split(
+    model: Path, count: int = 2, prefill: int = 1, **options: Any
+) -> AsyncIterator[FleetClient]:
     threads = torch.get_num_threads()
     client = FleetClient(
         lambda _: InProcessClient(replace(config_of(model), **options), 4096),
@@ -58,12 +62,19 @@ def kinds() -> list[tuple[list[int], SamplingParams, int, bool]]:
         {"min_tokens": 5, "ignore_eos": False},
     ]
     return [
-        (prompt, replace(params_of(each), **more[each % len(more)]), 3 if each % 4 == 0 else 1, each % 3 > 0)
+        (
+            prompt,
+            replace(params_of(each), **more[each % len(more)]),
+            3 if each % 4 == 0 else 1,
+            each % 3 > 0,
+        )
         for each, prompt in enumerate(PROMPTS)
     ]
 
 
-async def answers(client: EngineClient, wanted: list[int] | None = None) -> list[list[TrainingSample]]:
+async def answers(
+    client: EngineClient, wanted: list[int] | None = None
+) -> list[list[TrainingSample]]:
     streams = [
         client.submit(prompt, params, count, stream=stream)
         for place, (prompt, params, count, stream) in enumerate(kinds())
@@ -94,9 +105,13 @@ def test_the_bits_are_those_of_one_engine_and_prompts_are_computed_once(model: P
             long = sum(params.max_tokens > 1 for _, params, _, _ in kinds())
             assert client.prefill.num_prompts == long
             prompts, decodes = requests_of(client, 0), requests_of(client, 1)
-            assert prompts.blocks.num_exported == decodes.blocks.num_imported == client.transfers.num_blocks
-            # Of every prompt the last, partial block is computed again, and what is scored (prompt_logprobs); a request
-            # of one token is computed where it decodes.
+            assert (
+                prompts.blocks.num_exported
+                == decodes.blocks.num_imported
+                == client.transfers.num_blocks
+            )
+            # Of every prompt the last, partial block is computed again, and what is scored
+            # (prompt_logprobs); a request of one token is computed where it decodes.
             full = sum(len(prompt) // 4 for prompt in PROMPTS)
             assert client.transfers.num_blocks >= full - 12
             assert not client._flights
@@ -113,7 +128,9 @@ def test_the_bits_are_those_of_one_engine_and_prompts_are_computed_once(model: P
 
 
 def test_a_stop_string_that_the_first_token_completes_ends_the_sample_there() -> None:
-    """It is drawn on the replica that computes prompts, and the other one must not go on after it."""
+    """It is drawn on the replica that computes prompts, and the other one must not go on after
+    it.
+    """
     model, roomy = resolve_model("smollm2-135m"), {"kv_cache_memory": 2**24}
 
     async def test() -> None:
@@ -125,11 +142,17 @@ def test_a_stop_string_that_the_first_token_completes_ends_the_sample_there() ->
             (quiet,) = await finished(client.submit(prompt, params, stream=True))
             first = load_tokenizer(model).decode(quiet.completion_tokens[:1])
             stopping = replace(params, stop=(first,))
-            expected = [await finished(client.submit(prompt, stopping, count, stream=True)) for count in (1, 2)]
+            expected = [
+                await finished(client.submit(prompt, stopping, count, stream=True))
+                for count in (1, 2)
+            ]
             assert [each.completion_tokens for each in expected[0]] == [quiet.completion_tokens[:1]]
         async with split(model, **roomy) as client:
             for stream in (True, False):
-                got = [await finished(client.submit(prompt, stopping, count, stream=stream)) for count in (1, 2)]
+                got = [
+                    await finished(client.submit(prompt, stopping, count, stream=stream))
+                    for count in (1, 2)
+                ]
                 assert bits(got) == bits(expected)
 
     play(test())
@@ -168,7 +191,9 @@ def test_when_either_side_dies_the_other_goes_on(model: Path, victim: int) -> No
         async with split(model, 1, 0) as client:
             expected = await answers(client)
         async with split(model) as client:
-            streams = [client.submit(prompt, params, n, stream=s) for prompt, params, n, s in kinds()]
+            streams = [
+                client.submit(prompt, params, n, stream=s) for prompt, params, n, s in kinds()
+            ]
             await streams[1].next() if victim else await asyncio.sleep(0.01)
             client.roster.replicas[str(victim)].client.kill()
             got = [await finished(stream) for place, stream in enumerate(streams) if place != 1]
@@ -225,7 +250,9 @@ def test_a_request_that_is_aborted_on_its_way_lands_and_ends() -> None:
         await held.wait()
         assert await made.client.abort(["it"]) == 1
         (other,) = [engine for engine in made.engines if engine.resumed]
-        assert other._ended == {other.resumed[0].request_id}, "it was told to end where it has landed"
+        assert other._ended == {other.resumed[0].request_id}, (
+            "it was told to end where it has landed"
+        )
         await _all(stream)
 
     scripted(act)
@@ -283,7 +310,12 @@ def test_a_prefix_is_fetched_from_the_replica_that_has_it(model: Path) -> None:
             assert bits(second) == bits(expected)
             assert second[0][0].cached_tokens == (len(PROMPTS[1]) - 1) // 4 * 4
             await sharing.look()
-            assert sharing.directory.count("1" if holder.replica == "0" else "0", names_of(PROMPTS[1], 4, 0)) > 0
+            assert (
+                sharing.directory.count(
+                    "1" if holder.replica == "0" else "0", names_of(PROMPTS[1], 4, 0)
+                )
+                > 0
+            )
             sharing.cost.prefill_rate = 1e9  # and now it is not
             shared.drain(holder.replica, draining=False)
             await answers(shared, wanted=[1, 2])

@@ -1,4 +1,6 @@
-"""Real engines of a tiny model behind one client: killed, moved, updated, added, and never another bit."""
+"""Real engines of a tiny model behind one client: killed, moved, updated, added, and never another
+bit.
+"""
 
 import asyncio
 import json
@@ -35,7 +37,9 @@ from tests.serving.fleet.fleets import plain
 
 
 @asynccontextmanager
-async def fleet_of(kind: Any, config: EngineConfig, count: int = 2, **options: Any) -> AsyncIterator[FleetClient]:
+async def fleet_of(
+    kind: Any, config: EngineConfig, count: int = 2, **options: Any
+) -> AsyncIterator[FleetClient]:
     client = FleetClient(lambda _: kind(config, 4096), count, 4096, **options)
     await client.start()
     try:
@@ -65,7 +69,14 @@ def kinds_of_requests(tokens: int) -> list[tuple[list[int], SamplingParams, int,
             {"logit_bias": {5: 2.0}, "repetition_penalty": 1.1, "top_k": 0},
             {"temperature": 0.7, "cache_salt": "s"},
         ]
-        requests.append(([1, 2, 3, each], replace(params, **more[each % 8]), 2 if each % 5 == 0 else 1, each % 3 > 0))
+        requests.append(
+            (
+                [1, 2, 3, each],
+                replace(params, **more[each % 8]),
+                2 if each % 5 == 0 else 1,
+                each % 3 > 0,
+            )
+        )
     return requests
 
 
@@ -80,12 +91,18 @@ def bits(samples: list[TrainingSample]) -> str:
     return repr(list(map(plain, samples)))
 
 
-async def answers(streams: list[RequestStream], heard: dict[int, list[Delta]] | None = None) -> list[str]:
+async def answers(
+    streams: list[RequestStream], heard: dict[int, list[Delta]] | None = None
+) -> list[str]:
     heard = heard or {}
-    return [bits(await finished(stream, heard.get(place, []))) for place, stream in enumerate(streams)]
+    return [
+        bits(await finished(stream, heard.get(place, []))) for place, stream in enumerate(streams)
+    ]
 
 
-def test_32_streams_end_with_the_bits_of_a_quiet_run_when_a_replica_is_killed_in_the_middle(model: Path) -> None:
+def test_32_streams_end_with_the_bits_of_a_quiet_run_when_a_replica_is_killed_in_the_middle(
+    model: Path,
+) -> None:
     """kill -9."""
 
     async def test() -> None:
@@ -108,7 +125,9 @@ def test_32_streams_end_with_the_bits_of_a_quiet_run_when_a_replica_is_killed_in
     play(test())
 
 
-def test_a_new_replica_gets_the_weights_that_serve_and_the_pause_before_it_serves(model: Path) -> None:
+def test_a_new_replica_gets_the_weights_that_serve_and_the_pause_before_it_serves(
+    model: Path,
+) -> None:
     async def test() -> None:
         async with fleet_of(InProcessClient, config_of(model), 1) as client:
             old = await answers(asked(client, 10))
@@ -141,7 +160,8 @@ def test_a_new_replica_gets_the_weights_that_serve_and_the_pause_before_it_serve
 def new_weights(model: Path) -> Path:
     torch.manual_seed(1)
     weights = {
-        name: each + 0.05 * torch.randn_like(each) for name, each in load_file(model / "model.safetensors").items()
+        name: each + 0.05 * torch.randn_like(each)
+        for name, each in load_file(model / "model.safetensors").items()
     }
     return write_folder(model / "new", weights, version=7)
 
@@ -170,17 +190,22 @@ def test_moves_between_replicas_change_no_bit(model: Path) -> None:
 def test_a_wanted_few_and_a_pause_survive_a_move(model: Path) -> None:
     async def test() -> None:
         async with fleet_of(InProcessClient, config_of(model)) as client:
-            stream = client.submit([1, 2], params_of(0, 300), 4, stream=True, num_wanted=2, max_staleness=1)
+            stream = client.submit(
+                [1, 2], params_of(0, 300), 4, stream=True, num_wanted=2, max_staleness=1
+            )
             deltas = await stream.next()
             await client.call("pause_within", mode="keep", seconds=5.0)
             (flight,) = client._flights.values()
-            name = next(name for name, each in client.roster.living().items() if each is flight.client)
+            name = next(
+                name for name, each in client.roster.living().items() if each is flight.client
+            )
             client.drain(name, move=True)
             await asyncio.sleep(0.2)
             assert stream.samples_left == 4
             await client.call("end_pause")
             reasons = sorted(sample.finish_reason for sample in await finished(stream, deltas))
-            assert reasons in (["abort", "abort", "length", "length"], ["length"] * 4)  # all may end in one step
+            # all may end in one step
+            assert reasons in (["abort", "abort", "length", "length"], ["length"] * 4)
 
     play(test())
 
@@ -191,9 +216,14 @@ def test_requests_that_finish_on_old_weights_do_so_wherever_they_are(model: Path
     async def test() -> None:
         async with fleet_of(InProcessClient, config_of(model)) as client:
             control = Control(client, ServerConfig(rl=True))
-            quiet = [bits(await finished(client.submit([1, 2], params_of(each, 400), stream=True))) for each in (0, 1)]
+            quiet = [
+                bits(await finished(client.submit([1, 2], params_of(each, 400), stream=True)))
+                for each in (0, 1)
+            ]
             for has_kept in (True, False):
-                streams = [client.submit([1, 2], params_of(each, 400), stream=True) for each in (0, 1)]
+                streams = [
+                    client.submit([1, 2], params_of(each, 400), stream=True) for each in (0, 1)
+                ]
                 heard = [await stream.next() for stream in streams]
                 flights = list(client._flights.values())
                 assert flights[0].client is not flights[1].client
@@ -203,7 +233,11 @@ def test_requests_that_finish_on_old_weights_do_so_wherever_they_are(model: Path
                 await control.begin_update()
                 await control.receive_folder(str(new_weights(model) if has_kept else model))
                 await control.finish_update(kv_policy="finish_old")
-                name = next(name for name, each in client.roster.living().items() if each is flights[0].client)
+                name = next(
+                    name
+                    for name, each in client.roster.living().items()
+                    if each is flights[0].client
+                )
                 client.drain(name, move=True)
                 client.drain(name, draining=False)
                 (sample,) = await finished(streams[0], heard[0])
@@ -219,22 +253,31 @@ def test_requests_that_finish_on_old_weights_do_so_wherever_they_are(model: Path
 
 
 def test_what_a_move_amid_mixed_weights_leaves_can_be_replayed_to_the_bit(tmp_path: Path) -> None:
-    """A sample says which weights computed what it attended to, also where a replica that is gone has drawn it."""
+    """A sample says which weights computed what it attended to, also where a replica that is gone
+    has drawn it.
+    """
     model = tiny_llama(tmp_path, max_position=2048)
     new = new_weights(model)
 
     async def test() -> list[TrainingSample]:
         async with fleet_of(InProcessClient, config_of(model)) as client:
             control = Control(client, ServerConfig(rl=True))
-            streams = [client.submit([1, 2, 3, each], params_of(each, 800), 2, stream=each > 0) for each in range(3)]
+            streams = [
+                client.submit([1, 2, 3, each], params_of(each, 800), 2, stream=each > 0)
+                for each in range(3)
+            ]
 
             async def more(tokens: int) -> None:  # of each sample
                 flights = list(client._flights.values())
-                wanted = [len(known.token_ids) + tokens for flight in flights for known in flight.samples]
+                wanted = [
+                    len(known.token_ids) + tokens for flight in flights for known in flight.samples
+                ]
                 await until(
                     lambda: all(
                         len(known.token_ids) >= least
-                        for known, least in zip((k for f in flights for k in f.samples), wanted, strict=True)
+                        for known, least in zip(
+                            (k for f in flights for k in f.samples), wanted, strict=True
+                        )
                     )
                 )
 
@@ -261,7 +304,9 @@ def test_what_a_move_amid_mixed_weights_leaves_can_be_replayed_to_the_bit(tmp_pa
         replayer = Replayer(engine, {0: str(model), 7: str(new), 8: str(model)})
         for sample in samples:
             assert [span.version for span in sample.weight_versions] == [0, 7, 8]
-            assert any(len(context.versions) == 3 for context in sample.kv_versions), "weights were mixed"
+            assert any(len(context.versions) == 3 for context in sample.kv_versions), (
+                "weights were mixed"
+            )
             assert len(sample.kv_versions[-1].versions) == 1, "it was computed again"
             assert not differences(sample, replayer.replay(sample))
 
@@ -273,7 +318,11 @@ def test_the_server_shows_its_replicas_and_lets_an_administrator_change_them(mod
 
     def ask(path: str, body: Any = None, key: str = "boss") -> Any:
         data = None if body is None else json.dumps(body).encode()
-        headers = {"authorization": f"Bearer {key}", "content-type": "application/json", "x-session-id": "me"}
+        headers = {
+            "authorization": f"Bearer {key}",
+            "content-type": "application/json",
+            "x-session-id": "me",
+        }
         request = urllib.request.Request(url + path, data, headers)
         with urllib.request.urlopen(request, timeout=60) as reply:
             return reply.read()
@@ -293,7 +342,11 @@ def test_the_server_shows_its_replicas_and_lets_an_administrator_change_them(mod
         assert 'replica_state{model_name="' in metrics
         assert 'replica="2",state="serving"} 1.0' in metrics
         assert "failover_pause_seconds_count" in metrics
-        for path, wrong in (("/fleet/drain", {"replica": "9"}), ("/fleet/drain", {"other": 1}), ("/fleet/remove", {})):
+        for path, wrong in (
+            ("/fleet/drain", {"replica": "9"}),
+            ("/fleet/drain", {"other": 1}),
+            ("/fleet/remove", {}),
+        ):
             with pytest.raises(urllib.error.HTTPError, match=r"40[04]"):
                 ask(path, wrong)
         with pytest.raises(urllib.error.HTTPError, match=r"40[13]"):
@@ -304,19 +357,27 @@ def test_the_server_shows_its_replicas_and_lets_an_administrator_change_them(mod
 def test_smollm2_streams_survive_their_replica() -> None:
     """With text and stop strings, of a real tokenizer."""
     config = EngineConfig("smollm2-135m", num_threads=1, kv_cache_memory=2**28)
-    params = [SamplingParams(max_tokens=60, seed=each, stop=(" the", "\n\n")[: each % 3]) for each in range(16)]
+    params = [
+        SamplingParams(max_tokens=60, seed=each, stop=(" the", "\n\n")[: each % 3])
+        for each in range(16)
+    ]
 
     async def test() -> None:
         async with fleet_of(ProcessClient, config) as client:
 
             def go() -> list[RequestStream]:
-                return [client.submit([504, 3575, each], params[each], stream=True) for each in range(16)]
+                return [
+                    client.submit([504, 3575, each], params[each], stream=True)
+                    for each in range(16)
+                ]
 
             quiet = [await text_and_bits(stream) for stream in go()]
             streams = go()
             heard = [await stream.next() for stream in streams]
             os.kill(client.roster.replicas["1"].client.info.pid, signal.SIGKILL)
-            assert [await text_and_bits(*each) for each in zip(streams, heard, strict=True)] == quiet
+            assert [
+                await text_and_bits(*each) for each in zip(streams, heard, strict=True)
+            ] == quiet
             assert client.failovers.moved
 
     play(test())

@@ -33,7 +33,10 @@ class Lives:
 
     def place(self) -> None:
         it, names = self.it, self.it.replicas
-        prompt, count = [self.draw(st.integers(0, 1))] * self.draw(st.integers(0, 14)), self.draw(st.integers(1, 3))
+        prompt, count = (
+            [self.draw(st.integers(0, 1))] * self.draw(st.integers(0, 14)),
+            self.draw(st.integers(1, 3)),
+        )
         session = self.one_of([None, "a", "b"])
         without = self.draw(st.sets(st.sampled_from(names))) if names else set[str]()
         able = set(names) - self.draining - without
@@ -91,7 +94,12 @@ class Lives:
 def test_whatever_happens_the_counts_are_those_of_the_requests(data: st.DataObject) -> None:
     lives = Lives(data)
     for _ in range(data.draw(st.integers(1, 30))):
-        getattr(lives, lives.one_of(["place", "place", "place", "started", "finished", "add", "remove", "drain"]))()
+        getattr(
+            lives,
+            lives.one_of(
+                ["place", "place", "place", "started", "finished", "add", "remove", "drain"]
+            ),
+        )()
         lives.check()
 
 
@@ -115,7 +123,9 @@ def test_equals_take_turns_also_when_each_request_has_ended_before_the_next() ->
         it.started(ticket)
         it.finished(ticket)
     assert chosen == ["0", "1", "2"] * 3
-    holders = [it.place([7] * PIECE, without=without) for without in (("1", "2"), ("0", "2"), ("0", "1"))]
+    holders = [
+        it.place([7] * PIECE, without=without) for without in (("1", "2"), ("0", "2"), ("0", "1"))
+    ]
     for ticket in holders:  # the same among those that hold a prefix
         it.finished(ticket)
     chosen.clear()
@@ -194,7 +204,9 @@ def test_long_prompts_cost_little_more_than_short_ones() -> None:
     assert ends == [PIECE * count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)]
     for place, end in enumerate(ends):
         other = [*prompt[: end - PIECE], *[-1] * PIECE, *prompt[end:]]
-        same = [a == b for a, b in zip(it._keys(prompt, None, 0), it._keys(other, None, 0), strict=True)]
+        same = [
+            a == b for a, b in zip(it._keys(prompt, None, 0), it._keys(other, None, 0), strict=True)
+        ]
         assert same == [True] * place + [False] * (len(ends) - place)
 
 
@@ -204,7 +216,9 @@ def test_a_slow_replica_gets_less() -> None:
     live = [it.place([number]) for number in range(16)]
     for step in range(400):
         for name, each in (("fast", 1), ("slow", 4)):
-            ended = next((ticket for ticket in live if ticket.replica == name and step % each == 0), None)
+            ended = next(
+                (ticket for ticket in live if ticket.replica == name and step % each == 0), None
+            )
             if ended is not None:
                 it.finished(ended)
                 live.remove(ended)

@@ -1,4 +1,6 @@
-"""A request that kills the engines it runs on kills three, and nobody else's request ends with it."""
+"""A request that kills the engines it runs on kills three, and nobody else's request ends with
+it.
+"""
 
 import asyncio
 
@@ -35,10 +37,14 @@ def test_what_kills_each_engine_kills_three(tokens: int, is_masked: bool) -> Non
 
     async def test() -> None:
         async with fleet(5, says) as made:
-            innocents = [made.client.submit([each], PARAMS, stream=each % 2 > 0) for each in range(15)]
+            innocents = [
+                made.client.submit([each], PARAMS, stream=each % 2 > 0) for each in range(15)
+            ]
             params = SamplingParams(max_tokens=20, seed=1, top_k=5, sampling_mask=is_masked)
             killer = made.client.submit(KILLER, params, stream=True)
-            with pytest.raises(ApiError, match="3 engines died while they had this request") as refused:
+            with pytest.raises(
+                ApiError, match="3 engines died while they had this request"
+            ) as refused:
                 await all_of(killer)
             assert (refused.value.status, refused.value.code) == (500, "engines_died")
             assert refused.value.headers["x-should-retry"] == "false"
@@ -77,7 +83,8 @@ def test_each_replica_has_one_suspect_at_a_time() -> None:
             streams = await suspects(made, 5)
             last = made.engines[2]
             assert len(flights_at(made, last)) == 1
-            other = made.client.submit([9], PARAMS, stream=True)  # which is no suspect, and waits for none
+            # which is no suspect, and waits for none
+            other = made.client.submit([9], PARAMS, stream=True)
             assert len(flights_at(made, last)) == 2
             await made.client.add()
             await until(lambda: flights_at(made, made.engines[3]))

@@ -1,4 +1,6 @@
-"""What all replicas do together, when one of them does not: it comes back as the others are, or nobody changes."""
+"""What all replicas do together, when one of them does not: it comes back as the others are, or
+nobody changes.
+"""
 
 import asyncio
 
@@ -30,7 +32,12 @@ def test_an_engine_in_the_place_of_one_that_died_is_in_no_session() -> None:
             for engine in made.engines[:2]:
                 engine.returns["receive_file"] = None
             await made.client.call("receive_file", session=1, size=1, content=b"", seconds=5.0)
-            assert await made.client.call("finish_update", session=1, version=4, kv_policy="keep", seconds=5.0) == 4
+            assert (
+                await made.client.call(
+                    "finish_update", session=1, version=4, kv_policy="keep", seconds=5.0
+                )
+                == 4
+            )
             await all_serve(made, 2)
             assert [made.engines[1].version, new.version] == [4, 4]
 
@@ -46,7 +53,9 @@ def test_an_engine_in_the_place_of_one_that_died_is_in_no_group() -> None:
             made.engines[2].returns["has_group"] = False
             assert await made.client.call("has_group", group="g") is True
             await made.client.call("begin_update", session=1, known=None)
-            await made.client.call("receive_broadcast", session=1, group="g", tensors=[], seconds=5.0)
+            await made.client.call(
+                "receive_broadcast", session=1, group="g", tensors=[], seconds=5.0
+            )
             assert [len(engine.said("receive_broadcast")) for engine in made.engines] == [0, 1, 0]
             await made.client.call("leave_group", group="g")
             assert not made.client._together._groups
@@ -58,7 +67,9 @@ def test_one_that_does_not_resume_is_brought_to_the_others() -> None:
     async def test() -> None:
         async with fleet() as made:
             await made.client.call("pause_within", mode="keep", seconds=1.0)
-            made.engines[1].fails["end_pause"] = InvalidRequest("32 calls are running; wait for one of them.")
+            made.engines[1].fails["end_pause"] = InvalidRequest(
+                "32 calls are running; wait for one of them."
+            )
             await made.client.call("end_pause")
             assert not made.client.roster.paused
             assert [made.engines[0].paused, made.engines[1].paused] == [False, True]
@@ -90,7 +101,9 @@ def test_one_that_does_not_go_on_after_an_update_is_brought_to_the_others() -> N
             stuck = made.engines[1]
             stuck.fails["end_pause"] = InvalidRequest("32 calls are running; wait for one of them.")
             await made.client.call("begin_update", session=1, known=None)
-            await made.client.call("finish_update", session=1, version=1, kv_policy="keep", seconds=5.0)
+            await made.client.call(
+                "finish_update", session=1, version=1, kv_policy="keep", seconds=5.0
+            )
             assert list(made.client.roster.living()) == ["0"]
             stuck.fails.clear()
             await all_serve(made, 2)
@@ -157,7 +170,9 @@ def test_a_wake_that_one_refuses_is_undone_on_all() -> None:
             with pytest.raises(InvalidRequest, match="memory is taken"):
                 await made.client.call("wake", memory=["weights"])
             for engine in made.engines:
-                assert [call.arguments for call in engine.said("sleep")] == [{"memory": ["kv_cache", "weights"]}]
+                assert [call.arguments for call in engine.said("sleep")] == [
+                    {"memory": ["kv_cache", "weights"]}
+                ]
             assert made.client.roster.asleep == ("kv_cache", "weights")
 
     play(test())

@@ -1,4 +1,6 @@
-"""Parsers of model output: what well-formed answers give, and that no text at all is lost, changed or slow."""
+"""Parsers of model output: what well-formed answers give, and that no text at all is lost, changed
+or slow.
+"""
 
 import json
 import re
@@ -35,9 +37,15 @@ class Joined:
 
 
 def parse(
-    tools: str | None, pieces: Sequence[str], *, reasoning: str | None = "think", prompt_tail: str = ""
+    tools: str | None,
+    pieces: Sequence[str],
+    *,
+    reasoning: str | None = "think",
+    prompt_tail: str = "",
 ) -> Joined:
-    parser = make_parser(ChatFormat(tools, reasoning), tools=True, reasoning=True, prompt_tail=prompt_tail)
+    parser = make_parser(
+        ChatFormat(tools, reasoning), tools=True, reasoning=True, prompt_tail=prompt_tail
+    )
     joined = Joined()
     for parsed in [*map(parser.push, pieces), parser.finish()]:
         joined.content += parsed.content
@@ -65,8 +73,14 @@ CUTS = st.lists(st.integers(0, 10_000), max_size=30)
 OBJECTS = st.dictionaries(
     st.text(max_size=3),
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-        lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=3), values, max_size=3),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(),
+        lambda values: (
+            st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=3), values, max_size=3)
+        ),
         max_leaves=6,
     ),
     max_size=3,
@@ -75,8 +89,23 @@ NAMES = st.sampled_from(["f", "get_weather", 'a"b', "é🙂"])
 # Pieces of every format, whole and broken, so that drawn text comes close to calls.
 FRAGMENTS = [
     *MARKERS,
-    *('{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {}}', '{"name": "f"', '"arguments": {"a": '),
-    *('{"arguments": [1], "name": "f"}', '{"arguments": {"b": "}"}, "name": "g"}', '"', "{", "}", "[", "]", ",", ":"),
+    *(
+        '{"name": "f", "arguments": {"a": 1}}',
+        '{"name": "f", "parameters": {}}',
+        '{"name": "f"',
+        '"arguments": {"a": ',
+    ),
+    *(
+        '{"arguments": [1], "name": "f"}',
+        '{"arguments": {"b": "}"}, "name": "g"}',
+        '"',
+        "{",
+        "}",
+        "[",
+        "]",
+        ",",
+        ":",
+    ),
     *(
         ";",
         "\n",
@@ -102,7 +131,9 @@ DOCUMENTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=
 
 @given(st.sampled_from(FORMATS), DOCUMENTS | st.text(), CUTS, st.booleans())
 @settings(max_examples=400, deadline=None)
-def test_any_text_gives_the_same_however_it_is_cut(tools: str, text: str, ends: list[int], inside: bool) -> None:
+def test_any_text_gives_the_same_however_it_is_cut(
+    tools: str, text: str, ends: list[int], inside: bool
+) -> None:
     tail = "<think>\n" if inside else ""
     assert parse(tools, cut(text, ends), prompt_tail=tail) == parse(tools, [text], prompt_tail=tail)
 
@@ -110,8 +141,11 @@ def test_any_text_gives_the_same_however_it_is_cut(tools: str, text: str, ends: 
 @given(st.sampled_from(FORMATS), DOCUMENTS, st.booleans())
 @settings(max_examples=400, deadline=None)
 def test_no_text_is_lost(tools: str, text: str, inside: bool) -> None:
-    # Letters that stand in no marker and in no call's own words; each has to come out once, in order in its channel.
-    marked = "".join(letter if letter in '{}[]":,;<>/|_tolcahinkmergusypTOLCAS\\ \n' else "Ж" for letter in text)
+    # Letters that stand in no marker and in no call's own words; each has to come out once, in
+    # order in its channel.
+    marked = "".join(
+        letter if letter in '{}[]":,;<>/|_tolcahinkmergusypTOLCAS\\ \n' else "Ж" for letter in text
+    )
     for words in (text, re.sub("hello", "ЖЖ", text), marked):
         joined = parse(tools, [words], prompt_tail="<think>" if inside else "")
         out = [joined.content, joined.reasoning, *(part for call in joined.calls for part in call)]
@@ -126,7 +160,9 @@ def test_no_text_is_lost(tools: str, text: str, inside: bool) -> None:
 @settings(max_examples=100, deadline=None)
 def test_plain_text_stays_as_it_is(tools: str, text: str) -> None:
     assert parse(tools, list(text)).content == text
-    parser = make_parser(ChatFormat(tools, "think"), tools=False, reasoning=False, prompt_tail="<think>")
+    parser = make_parser(
+        ChatFormat(tools, "think"), tools=False, reasoning=False, prompt_tail="<think>"
+    )
     for marker in MARKERS:
         assert parser.push(marker + text).content == marker + text
     assert parser.finish().content == ""
@@ -136,12 +172,21 @@ def write(tools: str, calls: Sequence[tuple[str, str]], newline: str) -> str:
     """The calls as a model of the family writes them."""
     if tools == "hermes":
         blocks = [
-            f'<tool_call>{newline}{{"name": {name}, "arguments": {text}}}{newline}</tool_call>' for name, text in calls
+            f'<tool_call>{newline}{{"name": {name}, "arguments": {text}}}{newline}</tool_call>'
+            for name, text in calls
         ]
         return newline.join(blocks)
     if tools == "llama":
-        return f";{newline}".join(f'{{"name": {name},{newline} "parameters": {text}}}' for name, text in calls)
-    return "[TOOL_CALLS]" + newline + "[" + ", ".join(f'{{"name": {n}, "arguments": {t}}}' for n, t in calls) + "]"
+        return f";{newline}".join(
+            f'{{"name": {name},{newline} "parameters": {text}}}' for name, text in calls
+        )
+    return (
+        "[TOOL_CALLS]"
+        + newline
+        + "["
+        + ", ".join(f'{{"name": {n}, "arguments": {t}}}' for n, t in calls)
+        + "]"
+    )
 
 
 @given(
@@ -166,9 +211,16 @@ def test_calls_as_the_family_writes_them(
     ends: list[int],
 ) -> None:
     before = "" if tools == "llama" else before  # the whole answer is calls
-    texts = [(name, json.dumps(value, indent=indent, ensure_ascii=ascii_only)) for name, value in calls]
+    texts = [
+        (name, json.dumps(value, indent=indent, ensure_ascii=ascii_only)) for name, value in calls
+    ]
     said = write(tools, [(json.dumps(name), text) for name, text in texts], newline)
-    text = ("" if thought is None else f"<think>{newline}{thought}{newline}</think>{newline}") + before + newline + said
+    text = (
+        ("" if thought is None else f"<think>{newline}{thought}{newline}</think>{newline}")
+        + before
+        + newline
+        + said
+    )
     joined = parse(tools, cut(text + newline, ends))
     assert joined == Joined(before, thought or "", [list(call) for call in texts])
     assert [json.loads(arguments) for _, arguments in joined.calls] == [value for _, value in calls]
@@ -183,7 +235,11 @@ def test_arguments_stream(tools: str) -> None:
     assert deltas[0].name == "f"
 
 
-@given(st.lists(st.sampled_from(["a", " ", "\n", "<", "<tool", "_call", "<tool_call", "{", "<<"])).map("".join))
+@given(
+    st.lists(st.sampled_from(["a", " ", "\n", "<", "<tool", "_call", "<tool_call", "{", "<<"])).map(
+        "".join
+    )
+)
 @settings(deadline=None)
 def test_what_may_be_a_marker_waits_and_nothing_else(text: str) -> None:
     parser = make_parser(ChatFormat("hermes"), tools=True, reasoning=False, prompt_tail="")
@@ -217,26 +273,58 @@ def test_what_may_be_a_marker_waits_and_nothing_else(text: str) -> None:
         ("mistral", "[TOOL_CALLS] none", None, []),
         ("mistral", '[{"name": "f", "age": {}}]', None, []),
         # A marker in the broken part is seen where the call breaks.
-        ("hermes", '<tool_call> <tool_call>{"name": "f"}</tool_call>', "<tool_call> ", [["f", "{}"]]),
+        (
+            "hermes",
+            '<tool_call> <tool_call>{"name": "f"}</tool_call>',
+            "<tool_call> ",
+            [["f", "{}"]],
+        ),
         # What breaks inside the arguments.
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": oops}}', "oops}}", [["f", '{"a": ']]),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": oops}}',
+            "oops}}",
+            [["f", '{"a": ']],
+        ),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', "", [["f", '{"a": 1']]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}, "x": 1}', ', "x": 1}', [["f", "{}"]]),
         # Small mistakes that leave no doubt.
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call>\n', "", [["f", '{"a": 1}']]),
-        ("hermes", '<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}', "", [["f", "{}"], ["g", "{}"]]),
-        ("hermes", '<tool_call>{"name": "f"}\n{"name": "g"}</tool_call>', "", [["f", "{}"], ["g", "{}"]]),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call>\n',
+            "",
+            [["f", '{"a": 1}']],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}',
+            "",
+            [["f", "{}"], ["g", "{}"]],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f"}\n{"name": "g"}</tool_call>',
+            "",
+            [["f", "{}"], ["g", "{}"]],
+        ),
         ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}', "", [["f", '{"a": 1}']]),
         ("llama", '{"type": "function", "name": "f", "parameters": {}}', "", [["f", "{}"]]),
         ("llama", '<|python_tag|>{"name": "f", "parameters": {}}', "", [["f", "{}"]]),
-        ("llama", '{"name": "f", "parameters": {}}\n{"name": "g", "parameters": {}}', "", [["f", "{}"], ["g", "{}"]]),
+        (
+            "llama",
+            '{"name": "f", "parameters": {}}\n{"name": "g", "parameters": {}}',
+            "",
+            [["f", "{}"], ["g", "{}"]],
+        ),
         ("mistral", ' [{"name": "f", "arguments": {}}]', "", [["f", "{}"]]),
         # Text around calls keeps its own white space.
         ("hermes", 'a b\n<tool_call>{"name": "f"}</tool_call>\nc ', "a b\nc ", [["f", "{}"]]),
         ("llama", '{"name": "f", "parameters": {}} done', " done", [["f", "{}"]]),
     ],
 )
-def test_calls_that_are_none_or_nearly(tools: str, text: str, content: str | None, calls: list[list[str]]) -> None:
+def test_calls_that_are_none_or_nearly(
+    tools: str, text: str, content: str | None, calls: list[list[str]]
+) -> None:
     assert parse(tools, [text]) == Joined(text if content is None else content, "", calls)
 
 
@@ -261,14 +349,20 @@ def test_reasoning(text: str, prompt_tail: str, reasoning: str, content: str) ->
 
 @given(OBJECTS | st.sampled_from([-0.0, 1e300, -12, 0, "x\\"]), st.sampled_from([None, 1]), CUTS)
 @settings(deadline=None)
-def test_the_scanner_finds_the_end_of_a_value(value: object, indent: int | None, ends: list[int]) -> None:
+def test_the_scanner_finds_the_end_of_a_value(
+    value: object, indent: int | None, ends: list[int]
+) -> None:
     text = json.dumps(value, indent=indent)
     scanner = JsonScanner()
     taken = sum(scanner.feed(piece, 0) for piece in cut(text + " x", ends) if not scanner.complete)
     assert (taken, scanner.complete, scanner.failed) == (len(text), True, False)
 
 
-@given(st.lists(st.sampled_from([*'{}[]",:01-+.eE tfn\\uaq\n', "true", "null", '"a"', '"a":']), max_size=12))
+@given(
+    st.lists(
+        st.sampled_from([*'{}[]",:01-+.eE tfn\\uaq\n', "true", "null", '"a"', '"a":']), max_size=12
+    )
+)
 @settings(max_examples=500, deadline=None)
 def test_the_scanner_takes_what_json_takes(parts: list[str]) -> None:
     text = "".join(parts)
@@ -276,7 +370,9 @@ def test_the_scanner_takes_what_json_takes(parts: list[str]) -> None:
     end = scanner.feed(text + ",", 0)  # a number needs what follows it
     try:
         assert not text.startswith((" ", "\n", "\t"))  # not part of the value
-        expected = json.JSONDecoder(parse_constant=lambda name: pytest.fail(name)).raw_decode(text)[1]
+        expected = json.JSONDecoder(parse_constant=lambda name: pytest.fail(name)).raw_decode(text)[
+            1
+        ]
     except (ValueError, AssertionError):
         # A number may be cut where the library gives up the rest: `1.` is 1 and a point to it.
         assert not scanner.complete
@@ -285,7 +381,20 @@ def test_the_scanner_takes_what_json_takes(parts: list[str]) -> None:
 
 
 UNITS = [
-    *("word ", " ", "<", "<tool_call>", "<tool_call>{", "[", "{", '{"', '"', '{"name": "f", ', "</think>", "1"),
+    *(
+        "word ",
+        " ",
+        "<",
+        "<tool_call>",
+        "<tool_call>{",
+        "[",
+        "{",
+        '{"',
+        '"',
+        '{"name": "f", ',
+        "</think>",
+        "1",
+    ),
     *(
         "[TOOL_CALLS][",
         '{"parameters":"\\\\',
@@ -293,7 +402,11 @@ UNITS = [
         "<tool_call>\n\n\n\n",
         '{"parameters":[[',
     ),
-    *('<tool_call>{"name": "f", "arguments": {"a": "', '<tool_call>{"name":"f"}</tool_call>\n', "<|python_tag|>"),
+    *(
+        '<tool_call>{"name": "f", "arguments": {"a": "',
+        '<tool_call>{"name":"f"}</tool_call>\n',
+        "<|python_tag|>",
+    ),
 ]
 
 
@@ -311,7 +424,8 @@ def test_time_grows_with_the_text(tools: str, unit: str) -> None:
         return time.process_time() - begin
 
     for step in (8, 10**6):
-        # Four times the text; quadratic work takes sixteen times as long. Others use the machine too: three tries.
+        # Four times the text; quadratic work takes sixteen times as long. Others use the machine
+        # too: three tries.
         assert any(seconds(200_000, step) < 9 * max(seconds(50_000, step), 0.01) for _ in range(3))
 
 
@@ -342,7 +456,9 @@ def test_names_of_formats() -> None:
         assert chat_format(None, name).tools == (None if name == "none" else name)
     for name in REASONING_FORMAT_NAMES:
         assert chat_format(None, None, name).reasoning == (None if name == "none" else name)
-    with pytest.raises(ConfigError, match=r"no tool format 'hermés'; choose one of none, hermes, llama, mistral"):
+    with pytest.raises(
+        ConfigError, match=r"no tool format 'hermés'; choose one of none, hermes, llama, mistral"
+    ):
         chat_format(None, "hermés")
     with pytest.raises(ConfigError, match="no reasoning format 'x'; choose one of none, think"):
         chat_format(None, None, "x")

@@ -1,4 +1,6 @@
-"""A validator of Anthropic's event streams: it accumulates a message, and refuses what breaks a client."""
+"""A validator of Anthropic's event streams: it accumulates a message, and refuses what breaks a
+client.
+"""
 
 import json
 from typing import Any
@@ -50,14 +52,18 @@ def accumulated(data: bytes) -> dict[str, Any]:
 
 
 class _Blocks:
-    """Blocks rise by one and never overlap; none ends as it began, unless it is a call without arguments."""
+    """Blocks rise by one and never overlap; none ends as it began, unless it is a call without
+    arguments.
+    """
 
     def __init__(self) -> None:
         self.closed: list[dict[str, Any]] = []
         self.is_open = False
 
     def take(self, event: dict[str, Any]) -> None:
-        getattr(self, event["type"])(**{name: value for name, value in event.items() if name != "type"})
+        getattr(self, event["type"])(
+            **{name: value for name, value in event.items() if name != "type"}
+        )
 
     def content_block_start(self, index: int, content_block: dict[str, Any]) -> None:
         assert not self.is_open

@@ -41,14 +41,18 @@ class Scripted:
 
     def prompt(self) -> str:
         """The last prompt, as text."""
-        return self.client.tokenizer.decode(self.client.requests[-1].prompt, skip_special_tokens=False)
+        return self.client.tokenizer.decode(
+            self.client.requests[-1].prompt, skip_special_tokens=False
+        )
 
 
 @pytest.fixture(scope="module")
 def scripted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
     folder = with_template(tmp_path_factory.mktemp("model") / "hermes", TEMPLATE)
     client = ScriptedClient(tokenizer_folder=folder, max_model_len=4096)
-    config = ServerConfig(port=0, in_process=True, served_model_name="m", max_messages=50, max_body_bytes=1 << 20)
+    config = ServerConfig(
+        port=0, in_process=True, served_model_name="m", max_messages=50, max_body_bytes=1 << 20
+    )
     with running_server(client, config) as url:
         yield Scripted(client, url)
 

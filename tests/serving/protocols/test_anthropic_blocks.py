@@ -34,12 +34,20 @@ def served(tokenizer: Tokenizer | None = None, **config: Any) -> Served:
 SERVED = served()
 
 
-def builder(prompt: list[int] | None = None, served: Served = SERVED, **fields: Any) -> MessageBuilder:
-    body = {"model": "m", "max_tokens": 20, "messages": [{"role": "user", "content": "hi"}]} | fields
+def builder(
+    prompt: list[int] | None = None, served: Served = SERVED, **fields: Any
+) -> MessageBuilder:
+    body = {
+        "model": "m",
+        "max_tokens": 20,
+        "messages": [{"role": "user", "content": "hi"}],
+    } | fields
     return MessageBuilder(MessagesRequest.model_validate(body), prompt or [1] * 9, served, "req_1")
 
 
-def sample(finish_reason: FinishReason = "stop", stop_reason: int | str | None = 2) -> TrainingSample:
+def sample(
+    finish_reason: FinishReason = "stop", stop_reason: int | str | None = 2
+) -> TrainingSample:
     return TrainingSample((1,) * 9, (5, 2), (-1.0, -1.0), None, 0, finish_reason, stop_reason)
 
 
@@ -47,7 +55,9 @@ class Replay:
     """A parser that finds what it is told to."""
 
     def __init__(self, pieces: list[Piece]) -> None:
-        self._parsed = [Parsed(piece.content, piece.reasoning, piece.tool_calls) for piece in pieces]
+        self._parsed = [
+            Parsed(piece.content, piece.reasoning, piece.tool_calls) for piece in pieces
+        ]
 
     def push(self, text: str) -> Parsed:
         return self._parsed.pop(0)
@@ -77,9 +87,11 @@ def whole(pieces: list[Piece], **fields: Any) -> dict[str, Any]:
     return json.loads(json.dumps(builder(**fields).response([choice_of(pieces)], USAGE)))
 
 
-# -- random pieces ------------------------------------------------------------------------------------------------
+# -- random pieces ---------------------------------------------------------------------------------
 
-TEXT = st.text(alphabet="ab \n\u00e9\U0001f600", min_size=1, max_size=6) | st.sampled_from(["\n\n", " ", "a"])
+TEXT = st.text(alphabet="ab \n\u00e9\U0001f600", min_size=1, max_size=6) | st.sampled_from(
+    ["\n\n", " ", "a"]
+)
 
 
 @dataclass
@@ -92,11 +104,15 @@ class Say:
 @st.composite
 def calls(draw: st.DrawFn, index: int) -> list[Say]:
     """One call, in portions."""
-    arguments = json.dumps(draw(st.dictionaries(TEXT, st.integers() | TEXT | st.lists(TEXT), max_size=3)))
+    arguments = json.dumps(
+        draw(st.dictionaries(TEXT, st.integers() | TEXT | st.lists(TEXT), max_size=3))
+    )
     cuts = sorted(draw(st.lists(st.integers(0, len(arguments)), max_size=4)))
     portions = [arguments[a:b] for a, b in zip([0, *cuts], [*cuts, len(arguments)], strict=True)]
     call_id, name = f"call_{secrets.token_hex(12)}", f"tool{index}"
-    first = Say(call=ToolCallDelta(index, call_id, name, portions[0] if draw(st.booleans()) else ""))
+    first = Say(
+        call=ToolCallDelta(index, call_id, name, portions[0] if draw(st.booleans()) else "")
+    )
     rest = portions[1:] if first.call and first.call.arguments else portions
     return [first, *(Say(call=ToolCallDelta(index, None, None, portion)) for portion in rest)]
 
@@ -104,7 +120,9 @@ def calls(draw: st.DrawFn, index: int) -> list[Say]:
 @st.composite
 def says(draw: st.DrawFn, in_order: bool) -> list[Piece]:
     """Pieces of one answer. In order: thinking, text, calls."""
-    words = draw(st.lists(st.builds(Say, content=TEXT) | st.builds(Say, reasoning=TEXT), max_size=6))
+    words = draw(
+        st.lists(st.builds(Say, content=TEXT) | st.builds(Say, reasoning=TEXT), max_size=6)
+    )
     told = [say for index in range(draw(st.integers(0, 3))) for say in draw(calls(index))]
     if in_order:
         words.sort(key=lambda say: not say.reasoning)
@@ -113,14 +131,27 @@ def says(draw: st.DrawFn, in_order: bool) -> list[Piece]:
         places = [draw(st.integers(0, len(told))) for _ in words]
         order = []
         for place in range(len(told) + 1):
-            order += [word for word, at in zip(words, places, strict=True) if at == place] + told[place : place + 1]
+            order += [word for word, at in zip(words, places, strict=True) if at == place] + told[
+                place : place + 1
+            ]
     pieces: list[Piece] = []
     for say in order:
         new = Piece(0, say.content, say.reasoning, (say.call,) if say.call else ())
         last = pieces[-1] if pieces else None
-        if last and new.content and not last.content and not last.tool_calls and draw(st.booleans()):
+        if (
+            last
+            and new.content
+            and not last.content
+            and not last.tool_calls
+            and draw(st.booleans())
+        ):
             pieces[-1] = Piece(0, new.content, last.reasoning)  # several at once
-        elif last and say.call and say.call.index not in [c.index for c in last.tool_calls] and draw(st.booleans()):
+        elif (
+            last
+            and say.call
+            and say.call.index not in [c.index for c in last.tool_calls]
+            and draw(st.booleans())
+        ):
             pieces[-1] = Piece(0, last.content, last.reasoning, (*last.tool_calls, say.call))
         else:
             pieces.append(new)
@@ -159,7 +190,11 @@ def test_one_tool_where_parallel_use_is_disabled(pieces: list[Piece]):
 
 
 def test_omitted_thinking_is_signed_and_empty():
-    pieces = [Piece(0, reasoning="well, "), Piece(0, reasoning="yes", content="Yes"), Piece(0, finished=sample())]
+    pieces = [
+        Piece(0, reasoning="well, "),
+        Piece(0, reasoning="yes", content="Yes"),
+        Piece(0, finished=sample()),
+    ]
     fields = {"thinking": {"type": "adaptive", "display": "omitted"}}
     for message in (streamed(pieces, **fields), whole(pieces, **fields)):
         thinking, text = message["content"]
@@ -170,9 +205,15 @@ def test_omitted_thinking_is_signed_and_empty():
 
 def test_a_call_alone_has_no_text_block():
     call = ToolCallDelta(0, "call_abc", "now", "{}")
-    pieces = [Piece(0, content="\n"), Piece(0, tool_calls=(call,)), Piece(0, content="\n", finished=sample())]
+    pieces = [
+        Piece(0, content="\n"),
+        Piece(0, tool_calls=(call,)),
+        Piece(0, content="\n", finished=sample()),
+    ]
     for message in (streamed(pieces), whole(pieces)):
-        assert message["content"] == [{"type": "tool_use", "id": "toolu_abc", "name": "now", "input": {}}]
+        assert message["content"] == [
+            {"type": "tool_use", "id": "toolu_abc", "name": "now", "input": {}}
+        ]
         assert message["stop_reason"] == "tool_use"
 
 

@@ -12,7 +12,12 @@ from tests.serving.scripted import Script
 
 @pytest.fixture
 def chat(scripted: Scripted) -> ChatAnthropic:
-    given: dict[str, Any] = {"model": "m", "max_tokens": 100, "base_url": scripted.url, "api_key": "k"}
+    given: dict[str, Any] = {
+        "model": "m",
+        "max_tokens": 100,
+        "base_url": scripted.url,
+        "api_key": "k",
+    }
     return ChatAnthropic(**given, max_retries=0, stop=["END"])
 
 
@@ -51,7 +56,9 @@ def weather(city: str) -> str:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools(chat: ChatAnthropic, scripted: Scripted, stream: bool):
-    scripted.script = Script('One moment. <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>')
+    scripted.script = Script(
+        'One moment. <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    )
     model = chat.bind_tools([weather])
     if stream:
         first, *rest = list(model.stream("Weather in Rome?"))
@@ -63,7 +70,11 @@ def test_tools(chat: ChatAnthropic, scripted: Scripted, stream: bool):
     (call,) = answer.tool_calls
     assert (call["name"], call["args"]) == ("weather", {"city": "Rome"})
     scripted.script = Script("Sunny.")
-    history = [("human", "Weather in Rome?"), answer, ToolMessage(weather("Rome"), tool_call_id=call["id"])]
+    history = [
+        ("human", "Weather in Rome?"),
+        answer,
+        ToolMessage(weather("Rome"), tool_call_id=call["id"]),
+    ]
     final = model.invoke(history)
     assert isinstance(final, AIMessage)
     assert final.text == "Sunny."
@@ -72,7 +83,12 @@ def test_tools(chat: ChatAnthropic, scripted: Scripted, stream: bool):
 
 def test_thinking(scripted: Scripted):
     scripted.script = Script("<think>Hm.</think>Hello.")
-    given: dict[str, Any] = {"model": "m", "max_tokens": 2000, "base_url": scripted.url, "api_key": "k"}
+    given: dict[str, Any] = {
+        "model": "m",
+        "max_tokens": 2000,
+        "base_url": scripted.url,
+        "api_key": "k",
+    }
     chat = ChatAnthropic(**given, thinking={"type": "enabled", "budget_tokens": 1024})
     answer = chat.invoke("Hi")
     assert answer.text == "Hello."

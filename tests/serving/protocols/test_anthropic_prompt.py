@@ -37,10 +37,19 @@ def test_all_kinds_of_blocks():
         ),
         (
             "user",
-            [{"type": "tool_result", "tool_use_id": "t1", "content": [text("12"), text("00")]}, text("and now?")],
+            [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [text("12"), text("00")]},
+                text("and now?"),
+            ],
         ),
         system=[text("x-anthropic-billing-header: cch=123;"), text("be"), text("brief")],
-        tools=[{"name": "now", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}],
+        tools=[
+            {
+                "name": "now",
+                "input_schema": {"type": "object"},
+                "cache_control": {"type": "ephemeral"},
+            }
+        ],
     )
     function = {"name": "now", "arguments": {"zone": ["UTC", 1]}}
     assert given.messages == [
@@ -64,14 +73,22 @@ ROLES = st.sampled_from(["user", "assistant"])
 WORDS = st.text(alphabet="ab\n", max_size=3).map(lambda each: each + "x")
 
 
-@given(st.lists(st.tuples(ROLES, st.lists(WORDS, min_size=1, max_size=4)), min_size=1, max_size=6), st.data())
+@given(
+    st.lists(st.tuples(ROLES, st.lists(WORDS, min_size=1, max_size=4)), min_size=1, max_size=6),
+    st.data(),
+)
 def test_turns_of_one_role_are_one_turn(turns: list[tuple[str, list[str]]], data: st.DataObject):
     whole = [(role, [text(each) for each in texts]) for role, texts in turns]
     apart = []
     for role, texts in turns:  # the same in several messages, some of them plain strings
         for each in texts:
             block = text(each)
-            if apart and apart[-1][0] == role and isinstance(apart[-1][1], list) and data.draw(st.booleans()):
+            if (
+                apart
+                and apart[-1][0] == role
+                and isinstance(apart[-1][1], list)
+                and data.draw(st.booleans())
+            ):
                 apart[-1][1].append(block)
             else:
                 apart.append((role, data.draw(st.sampled_from([[block], each]))))
@@ -89,9 +106,16 @@ def test_an_empty_beginning_is_no_beginning():
 
 def test_thinking_is_off_unless_asked_for():
     assert converse(("user", "a")).template_kwargs == {"enable_thinking": False}
-    for kind, asked in (("enabled", True), ("adaptive", True), ("between_tools", True), ("disabled", False)):
+    for kind, asked in (
+        ("enabled", True),
+        ("adaptive", True),
+        ("between_tools", True),
+        ("disabled", False),
+    ):
         thinking = {"type": kind, "budget_tokens": 1024}
-        assert converse(("user", "a"), thinking=thinking).template_kwargs == {"enable_thinking": asked}
+        assert converse(("user", "a"), thinking=thinking).template_kwargs == {
+            "enable_thinking": asked
+        }
     asked = converse(("user", "a"), chat_template_kwargs={"enable_thinking": True, "more": 1})
     assert asked.template_kwargs == {"enable_thinking": True, "more": 1}
 
@@ -105,7 +129,10 @@ def test_no_tools_where_none_may_be_called():
 def test_billing_line_alone_is_dropped():
     given = converse(("user", "a"), system="x-anthropic-billing-header: cch=1;\nbe brief")
     assert given.messages[0] == {"role": "system", "content": "be brief"}
-    assert converse(("user", "x-anthropic-billing-header: 1")).messages[0]["content"] == "x-anthropic-billing-header: 1"
+    assert (
+        converse(("user", "x-anthropic-billing-header: 1")).messages[0]["content"]
+        == "x-anthropic-billing-header: 1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,9 +157,15 @@ def test_no_conversation(turns: list[tuple[str, Any]]):
 def test_documents_of_text_are_what_the_user_says() -> None:
     parts = [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]
     blocks = [
-        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a"}, "title": "T"},
+        {
+            "type": "document",
+            "source": {"type": "text", "media_type": "text/plain", "data": "a"},
+            "title": "T",
+        },
         {"type": "document", "source": {"type": "content", "content": parts}, "context": "C"},
         {"type": "text", "text": "Which?"},
     ]
-    request = CountRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": blocks}]})
+    request = CountRequest.model_validate(
+        {"model": "m", "messages": [{"role": "user", "content": blocks}]}
+    )
     assert conversation(request).messages == [{"role": "user", "content": "T\na\nC\nc\nd\nWhich?"}]

@@ -18,20 +18,33 @@ HELLO: Any = [{"role": "user", "content": "Say hello."}]
 WEATHER: Any = {
     "name": "weather",
     "description": "Weather of a city.",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    },
 }
 CALLS = (
     'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Lima", "days": [1, 2]}}\n</tool_call>'
 )
-PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": ""}}
-CITED = {"type": "document", "source": {"type": "text", "data": "x"}, "citations": {"enabled": True}}
+PDF = {
+    "type": "document",
+    "source": {"type": "base64", "media_type": "application/pdf", "data": ""},
+}
+CITED = {
+    "type": "document",
+    "source": {"type": "text", "data": "x"},
+    "citations": {"enabled": True},
+}
 
 
 @pytest.fixture(params=[False, True], ids=["lenient", "strict"])
 def sdk(scripted: Scripted, request: pytest.FixtureRequest) -> Iterator[Anthropic]:
     strict: bool = request.param
-    with Anthropic(base_url=scripted.url, api_key="k", max_retries=0, _strict_response_validation=strict) as client:
+    with Anthropic(
+        base_url=scripted.url, api_key="k", max_retries=0, _strict_response_validation=strict
+    ) as client:
         yield client
 
 
@@ -44,7 +57,9 @@ def test_create(sdk: Anthropic, scripted: Scripted):
     assert (message.type, message.role, message.model) == ("message", "assistant", "m")
     assert message.id.startswith("msg_")
     assert message._request_id
-    assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "Hello there."}]
+    assert [block.to_dict() for block in message.content] == [
+        {"type": "text", "text": "Hello there."}
+    ]
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     assert message.usage.input_tokens == len(scripted.client.requests[-1].prompt)
     assert message.usage.output_tokens == 4
@@ -54,8 +69,16 @@ def test_create(sdk: Anthropic, scripted: Scripted):
 def test_raw_stream(sdk: Anthropic, scripted: Scripted):
     events = list(sdk.messages.create(model="m", max_tokens=20, messages=HELLO, stream=True))
     assert [event.type for event in events[:2]] == ["message_start", "content_block_start"]
-    assert [event.type for event in events[-3:]] == ["content_block_stop", "message_delta", "message_stop"]
-    text = "".join(e.delta.text for e in events if e.type == "content_block_delta" and e.delta.type == "text_delta")
+    assert [event.type for event in events[-3:]] == [
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    text = "".join(
+        e.delta.text
+        for e in events
+        if e.type == "content_block_delta" and e.delta.type == "text_delta"
+    )
     assert text == "Hello there."
 
 
@@ -81,7 +104,9 @@ def test_async(scripted: Scripted):
             assert other.stop_reason == "max_tokens"
             async with sdk.messages.stream(model="m", max_tokens=20, messages=HELLO) as stream:
                 assert "".join([text async for text in stream.text_stream]) == "Hello there."
-            async for _ in await sdk.messages.create(model="m", max_tokens=20, messages=HELLO, stream=True):
+            async for _ in await sdk.messages.create(
+                model="m", max_tokens=20, messages=HELLO, stream=True
+            ):
                 pass
 
     asyncio.run(talk())
@@ -111,7 +136,12 @@ def test_tools_round_trip(sdk: Anthropic, scripted: Scripted, stream: bool, port
     scripted.script = Script("Sunny.")
     results: Any = [
         {"type": "tool_result", "tool_use_id": paris.id, "content": "sun"},
-        {"type": "tool_result", "tool_use_id": lima.id, "content": [{"type": "text", "text": "?"}], "is_error": True},
+        {
+            "type": "tool_result",
+            "tool_use_id": lima.id,
+            "content": [{"type": "text", "text": "?"}],
+            "is_error": True,
+        },
         {"type": "text", "text": "Well?"},
     ]
     turns: Any = [*HELLO, message.to_param(), {"role": "user", "content": results}]
@@ -119,7 +149,10 @@ def test_tools_round_trip(sdk: Anthropic, scripted: Scripted, stream: bool, port
     assert types(final) == ["text"]
     prompt = scripted.prompt()
     assert '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>' in prompt
-    assert "tool\nsun<|im_end|>\n<|im_start|>tool\nError: ?<|im_end|>\n<|im_start|>user\nWell?<|im_end|>" in prompt
+    assert (
+        "tool\nsun<|im_end|>\n<|im_start|>tool\nError: "
+        "?<|im_end|>\n<|im_start|>user\nWell?<|im_end|>" in prompt
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -143,11 +176,15 @@ def test_thinking(sdk: Anthropic, scripted: Scripted, stream: bool):
     turns: Any = [*HELLO, message.to_param(), *HELLO]
     sdk.messages.create(model="m", max_tokens=20, messages=turns)
     assert "<think>Surely hello." in scripted.prompt()
-    assert scripted.prompt().endswith("<think>\n\n</think>\n\n"), "no thinking where it is not asked for"
+    assert scripted.prompt().endswith("<think>\n\n</think>\n\n"), (
+        "no thinking where it is not asked for"
+    )
 
 
 def test_stop_sequence(sdk: Anthropic, scripted: Scripted):
-    message: Any = sdk.messages.create(model="m", max_tokens=20, messages=HELLO, stop_sequences=["there", "zzz"])
+    message: Any = sdk.messages.create(
+        model="m", max_tokens=20, messages=HELLO, stop_sequences=["there", "zzz"]
+    )
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "there")
     assert message.content[0].to_dict() == {"type": "text", "text": "Hello "}
 
@@ -173,7 +210,10 @@ def test_extensions_reach_the_engine(sdk: Anthropic, scripted: Scripted):
     }
     more = {"logit_bias": {"17": 2.5}, "allowed_token_ids": [2, 17, 30], "stop_token_ids": [30]}
     sdk.messages.create(
-        model="m", max_tokens=20, messages=HELLO, extra_body={**given, **more, "temperature": 0.5, "top_k": 3}
+        model="m",
+        max_tokens=20,
+        messages=HELLO,
+        extra_body={**given, **more, "temperature": 0.5, "top_k": 3},
     )
     params = scripted.client.requests[-1].params
     assert {name: getattr(params, name) for name in given} == given
@@ -184,7 +224,12 @@ def test_extensions_reach_the_engine(sdk: Anthropic, scripted: Scripted):
 
 def test_count_tokens_is_what_the_message_reports(sdk: Anthropic, scripted: Scripted):
     scripted.script = Script(cached_tokens=7)
-    asked: dict[str, Any] = {"model": "m", "messages": HELLO, "system": "Be short.", "tools": [WEATHER]}
+    asked: dict[str, Any] = {
+        "model": "m",
+        "messages": HELLO,
+        "system": "Be short.",
+        "tools": [WEATHER],
+    }
     asked["thinking"] = {"type": "adaptive"}
     counted = sdk.messages.count_tokens(**asked)
     assert not scripted.client.requests, "the engine was asked"
@@ -198,7 +243,7 @@ def test_models(sdk: Anthropic):
     assert (model.id, model.type) == ("m", "model")
 
 
-# -- what goes wrong ----------------------------------------------------------------------------------------------
+# -- what goes wrong -------------------------------------------------------------------------------
 
 
 def body_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> dict[str, Any]:
@@ -214,25 +259,53 @@ def body_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> dict[str,
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"extra_body": {"temperature": 1.5}}, "temperature must be less than or equal to 1, not 1.5"),
+        (
+            {"extra_body": {"temperature": 1.5}},
+            "temperature must be less than or equal to 1, not 1.5",
+        ),
         ({"max_tokens": 0}, "max_tokens must be greater than or equal to 1"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role must be"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 'type "image"'),
-        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, r"source\.type is missing"),
-        ({"messages": [{"role": "user", "content": [PDF]}]}, 'source type "base64"'),
-        ({"messages": [{"role": "user", "content": [CITED]}]}, "citations of a document are not supported"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text is missing"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "Well, "}]}, "cannot end with trailing whitespace"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            'type "image"',
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            r"source\.type is missing",
+        ),
+        ({"messages": [{"role": "user", "content": [PDF]}]}, 'source type "base64"'),
+        (
+            {"messages": [{"role": "user", "content": [CITED]}]},
+            "citations of a document are not supported",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages.0.content.0.text is missing",
+        ),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "content": "Well, "}]},
+            "cannot end with trailing whitespace",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}
+                ]
+            },
             "no tool_use block of that id",
         ),
         ({"tools": [WEATHER], "tool_choice": {"type": "any"}}, "tool_choice of type"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "weather"}}, "no call can be forced"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "weather"}},
+            "no call can be forced",
+        ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"tools": [{"name": "t"}]}, "has no input_schema"),
-        ({"extra_body": {"output_config": {"format": {"type": "json_schema"}}}}, "structured output"),
+        (
+            {"extra_body": {"output_config": {"format": {"type": "json_schema"}}}},
+            "structured output",
+        ),
         ({"extra_body": {"guided_json": {}}}, "guided_json is not supported"),
         ({"extra_body": {"chat_template": "x"}}, "chat_template is not supported"),
         ({"extra_body": {"chat_template_kwargs": {"tokenize": True}}}, "tokenize"),
@@ -244,11 +317,21 @@ def body_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> dict[str,
         ({"extra_body": {"logit_bias": {"x": 1}}}, "logit_bias has the key"),
         ({"extra_body": {"frequency_penalty": 3}}, "frequency_penalty"),
         ({"messages": HELLO * 51}, "the number of messages is 51"),
-        ({"messages": [{"role": "user", "content": "many words " * 3000}]}, r"prompt is too long: \d+ tokens > 4095 m"),
+        (
+            {"messages": [{"role": "user", "content": "many words " * 3000}]},
+            r"prompt is too long: \d+ tokens > 4095 m",
+        ),
     ],
 )
-def test_bad_requests(sdk: Anthropic, scripted: Scripted, fields: dict[str, Any], message: str, stream: bool):
-    asked: dict[str, Any] = {"model": "m", "max_tokens": 20, "messages": HELLO, "stream": stream} | fields
+def test_bad_requests(
+    sdk: Anthropic, scripted: Scripted, fields: dict[str, Any], message: str, stream: bool
+):
+    asked: dict[str, Any] = {
+        "model": "m",
+        "max_tokens": 20,
+        "messages": HELLO,
+        "stream": stream,
+    } | fields
     with pytest.raises(anthropic.BadRequestError, match=message) as caught:
         sdk.messages.create(**asked)
     assert body_of(caught)["type"] == "invalid_request_error"
@@ -282,7 +365,9 @@ def test_failure_within_a_stream(sdk: Anthropic, scripted: Scripted):
 
 def test_body_too_large(sdk: Anthropic):
     with pytest.raises(anthropic.RequestTooLargeError) as caught:
-        sdk.messages.create(model="m", max_tokens=20, messages=[{"role": "user", "content": "a" * (1 << 20)}])
+        sdk.messages.create(
+            model="m", max_tokens=20, messages=[{"role": "user", "content": "a" * (1 << 20)}]
+        )
     assert body_of(caught)["type"] == "request_too_large"
 
 
@@ -292,7 +377,10 @@ def test_queue_full():
 
     async def flood(url: str) -> list[Any]:
         async with AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as sdk:
-            ask = [sdk.messages.create(model="scripted", max_tokens=5, messages=HELLO) for _ in range(40)]
+            ask = [
+                sdk.messages.create(model="scripted", max_tokens=5, messages=HELLO)
+                for _ in range(40)
+            ]
             return await asyncio.gather(*ask, return_exceptions=True)
 
     with running_server(client, config) as url:
@@ -309,7 +397,9 @@ def test_keys():
     with running_server(ScriptedClient(), config) as url:
         asked: dict[str, Any] = {"model": "scripted", "max_tokens": 20, "messages": HELLO}
         for headers in ({"x-api-key": "secret"}, {"Authorization": "Bearer secret"}):
-            with Anthropic(base_url=url, api_key="unused", default_headers=headers, max_retries=0) as sdk:
+            with Anthropic(
+                base_url=url, api_key="unused", default_headers=headers, max_retries=0
+            ) as sdk:
                 assert sdk.messages.create(**asked).content
                 assert sdk.messages.count_tokens(model="scripted", messages=HELLO).input_tokens
         for given in ({"api_key": "wrong"}, {"auth_token": "wrong"}):
@@ -322,7 +412,10 @@ def test_keys():
 
 
 def test_a_model_that_cannot_call_tools_answers_with_text():
-    with running_server(ScriptedClient()) as url, Anthropic(base_url=url, api_key="k", max_retries=0) as sdk:
+    with (
+        running_server(ScriptedClient()) as url,
+        Anthropic(base_url=url, api_key="k", max_retries=0) as sdk,
+    ):
         asked: dict[str, Any] = {"model": "scripted", "messages": HELLO, "tools": [WEATHER]}
         (block,) = sdk.messages.create(**asked, max_tokens=20).content
         assert (block.type, block.text) == ("text", "Hello there.")

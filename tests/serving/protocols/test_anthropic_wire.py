@@ -1,4 +1,6 @@
-"""What is on the wire: what breaks Anthropic clients, requests as Claude Code sends them, random bodies."""
+"""What is on the wire: what breaks Anthropic clients, requests as Claude Code sends them, random
+bodies.
+"""
 
 import json
 from typing import Any
@@ -12,7 +14,11 @@ from tests.serving.protocols.anthropic_stream import accumulated, events_of
 from tests.serving.protocols.conftest import Scripted
 from tests.serving.scripted import Script
 
-BODY: dict[str, Any] = {"model": "m", "max_tokens": 30, "messages": [{"role": "user", "content": "Hi"}]}
+BODY: dict[str, Any] = {
+    "model": "m",
+    "max_tokens": 30,
+    "messages": [{"role": "user", "content": "Hi"}],
+}
 SAYS = [
     "Hello there.",
     "<think>Hm.</think>Hello.",
@@ -20,12 +26,18 @@ SAYS = [
     'Look: <tool_call>{"name": "t", "arguments": {}}</tool_call>',
     "",
 ]
-TOOLS = [{"name": "t", "description": "A tool.", "input_schema": {"type": "object", "properties": {}}}]
+TOOLS = [
+    {"name": "t", "description": "A tool.", "input_schema": {"type": "object", "properties": {}}}
+]
 
 
-def post(scripted: Scripted, body: Any, path: str = "/v1/messages", **headers: str) -> httpx.Response:
+def post(
+    scripted: Scripted, body: Any, path: str = "/v1/messages", **headers: str
+) -> httpx.Response:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(scripted.url + path, content=data, headers={"content-type": "application/json", **headers})
+    return httpx.post(
+        scripted.url + path, content=data, headers={"content-type": "application/json", **headers}
+    )
 
 
 @pytest.fixture(params=SAYS)
@@ -86,7 +98,9 @@ def test_errors_have_the_shape_and_ids(scripted: Scripted):
         assert answer.status_code == status
         error = answer.json()
         assert error.keys() == {"type", "error", "request_id"}
-        assert error["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+        assert error["error"]["type"] == (
+            "not_found_error" if status == 404 else "invalid_request_error"
+        )
         assert answer.headers["request-id"] == error["request_id"] == "mine"
 
 
@@ -95,14 +109,26 @@ def claude_code() -> dict[str, Any]:
     schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "type": "object",
-        "properties": {"path": {"type": "string", "description": "Where."}, "lines": {"type": ["integer", "null"]}},
+        "properties": {
+            "path": {"type": "string", "description": "Where."},
+            "lines": {"type": ["integer", "null"]},
+        },
         "required": ["path"],
         "additionalProperties": False,
     }
     cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
-    tools = [{"name": f"Tool{i}", "description": f"Number {i}.\n\nUse it.", "input_schema": schema} for i in range(20)]
+    tools = [
+        {"name": f"Tool{i}", "description": f"Number {i}.\n\nUse it.", "input_schema": schema}
+        for i in range(20)
+    ]
     reminder = "<system-reminder>\nThe date is today.\n</system-reminder>\n"
-    call = {"type": "tool_use", "id": "toolu_01", "name": "Tool3", "input": {"path": "/a"}, **cached}
+    call = {
+        "type": "tool_use",
+        "id": "toolu_01",
+        "name": "Tool3",
+        "input": {"path": "/a"},
+        **cached,
+    }
     return {
         "model": "m",
         "max_tokens": 32000,
@@ -114,7 +140,13 @@ def claude_code() -> dict[str, Any]:
             {"type": "text", "text": "Be good.", **cached},
         ],
         "messages": [
-            {"role": "user", "content": [{"type": "text", "text": reminder}, {"type": "text", "text": "Read /a"}]},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": reminder},
+                    {"type": "text", "text": "Read /a"},
+                ],
+            },
             {
                 "role": "assistant",
                 "content": [
@@ -126,7 +158,12 @@ def claude_code() -> dict[str, Any]:
             {
                 "role": "user",
                 "content": [
-                    {"type": "tool_result", "tool_use_id": "toolu_01", "content": "1\tnothing", "is_error": False},
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "toolu_01",
+                        "content": "1\tnothing",
+                        "is_error": False,
+                    },
                     {"type": "text", "text": "And?", **cached},
                 ],
             },
@@ -150,7 +187,9 @@ CLAUDE_CODE_HEADERS = {
 
 
 def test_claude_code(scripted: Scripted):
-    scripted.script = Script('Well. <tool_call>{"name": "Tool7", "arguments": {"path": "/b"}}</tool_call>')
+    scripted.script = Script(
+        'Well. <tool_call>{"name": "Tool7", "arguments": {"path": "/b"}}</tool_call>'
+    )
     body = claude_code()
     answer = post(scripted, body, "/v1/messages?beta=true", **CLAUDE_CODE_HEADERS)
     message = accumulated(answer.content)
@@ -167,15 +206,26 @@ def test_claude_code(scripted: Scripted):
     assert counted.json() == {"input_tokens": message["usage"]["input_tokens"]}
 
 
-# -- random bodies ------------------------------------------------------------------------------------------------
+# -- random bodies ---------------------------------------------------------------------------------
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("\ud800"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.just("\ud800"),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 BLOCK = st.fixed_dictionaries(
-    {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "redacted_thinking", "image", "x"])},
+    {
+        "type": st.sampled_from(
+            ["text", "tool_use", "tool_result", "thinking", "redacted_thinking", "image", "x"]
+        )
+    },
     optional={
         "text": st.text(max_size=6) | JSON,
         "id": st.just("a") | JSON,
@@ -190,19 +240,31 @@ MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "system"]) | JSON},
     optional={"content": st.text(max_size=8) | st.lists(BLOCK, max_size=3) | JSON},
 )
-NUMBER = st.integers(-2, 5) | st.floats() | st.sampled_from([2**31, 2**63, 2**64, -(2**70), 1e308]) | JSON
+NUMBER = (
+    st.integers(-2, 5)
+    | st.floats()
+    | st.sampled_from([2**31, 2**63, 2**64, -(2**70), 1e308])
+    | JSON
+)
 NUMBERS = """max_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty n
 min_tokens seed priority logprobs"""
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "model": JSON,
     "messages": st.lists(MESSAGE, max_size=3) | JSON,
     "system": st.text(max_size=5) | st.lists(BLOCK, max_size=2) | JSON,
-    "tools": st.lists(st.fixed_dictionaries({"name": st.text(max_size=3)}, optional={"input_schema": JSON})) | JSON,
-    "tool_choice": st.fixed_dictionaries({"type": st.sampled_from(["auto", "any", "none", "x"])}) | JSON,
+    "tools": st.lists(
+        st.fixed_dictionaries({"name": st.text(max_size=3)}, optional={"input_schema": JSON})
+    )
+    | JSON,
+    "tool_choice": st.fixed_dictionaries({"type": st.sampled_from(["auto", "any", "none", "x"])})
+    | JSON,
     "thinking": st.fixed_dictionaries({"type": st.sampled_from(["enabled", "disabled"])}) | JSON,
     "stop_sequences": st.lists(st.text(max_size=3), max_size=3) | JSON,
     "stream": st.booleans() | JSON,
-    "logit_bias": st.dictionaries(st.integers(-1, 60000).map(str) | st.text(max_size=3), NUMBER, max_size=2) | JSON,
+    "logit_bias": st.dictionaries(
+        st.integers(-1, 60000).map(str) | st.text(max_size=3), NUMBER, max_size=2
+    )
+    | JSON,
     "allowed_token_ids": st.lists(NUMBER, max_size=2) | JSON,
     "stop_token_ids": st.lists(NUMBER, max_size=2) | JSON,
     "cache_salt": st.text(max_size=3) | JSON,

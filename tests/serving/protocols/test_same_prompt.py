@@ -23,10 +23,16 @@ from tests.serving.protocols.conftest import TEMPLATE
 from tests.serving.scripted import ScriptedClient, with_template
 
 # Says whether there is content, and writes arguments that are JSON text already.
-OF_TEXT = TEMPLATE.replace("{{- message.content }}", "{{- 'none' if message.content is none else message.content }}")
-OF_TEXT = OF_TEXT.replace("call.function | tojson", "call.function.name + ' ' + call.function.arguments")
+OF_TEXT = TEMPLATE.replace(
+    "{{- message.content }}", "{{- 'none' if message.content is none else message.content }}"
+)
+OF_TEXT = OF_TEXT.replace(
+    "call.function | tojson", "call.function.name + ' ' + call.function.arguments"
+)
 
-words = st.text(st.characters(codec="utf-8", categories=["L", "Nd", "Po", "Sm"]), min_size=1, max_size=8)
+words = st.text(
+    st.characters(codec="utf-8", categories=["L", "Nd", "Po", "Sm"]), min_size=1, max_size=8
+)
 texts = st.lists(words, min_size=1, max_size=3)
 inputs = st.dictionaries(words, st.integers(0, 9) | words, max_size=2)
 turns = st.lists(st.tuples(texts, st.lists(inputs, max_size=2), words | st.none()), max_size=3)
@@ -36,12 +42,19 @@ class Conversation:
     """One conversation as each protocol's body."""
 
     def __init__(
-        self, system: str | None, said: list[Any], last: list[str], begun: str | None, description: str | None
+        self,
+        system: str | None,
+        said: list[Any],
+        last: list[str],
+        begun: str | None,
+        description: str | None,
     ) -> None:
         schema = {"type": "object", "properties": {"x": {"default": None}}}
         about = {} if description is None else {"description": description}
         function = {"name": "f", **about, "parameters": schema}
-        self.openai: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        self.openai: list[dict[str, Any]] = (
+            [] if system is None else [{"role": "system", "content": system}]
+        )
         self.anthropic: list[dict[str, Any]] = []
         self.tools = [{"type": "function", "function": function}]
         self.anthropic_tools = [{"name": "f", **about, "input_schema": schema}]
@@ -61,13 +74,17 @@ class Conversation:
             self.anthropic.append({"role": role, "content": parts if len(said) > 1 else said[0]})
 
     def _answer(self, number: int, calls: list[dict[str, Any]], thought: str | None) -> None:
-        thoughts = [] if thought is None else [{"type": "thinking", "thinking": thought, "signature": "s"}]
+        thoughts = (
+            [] if thought is None else [{"type": "thinking", "thinking": thought, "signature": "s"}]
+        )
         told: dict[str, Any] = {"role": "assistant", "content": None if calls else "Yes."}
         if thought is not None:
             told["reasoning_content"] = thought
         if not calls:
             self.openai.append(told)
-            self.anthropic.append({"role": "assistant", "content": [*thoughts, {"type": "text", "text": "Yes."}]})
+            self.anthropic.append(
+                {"role": "assistant", "content": [*thoughts, {"type": "text", "text": "Yes."}]}
+            )
             return
         names = [f"call{number}{place:04}" for place in range(len(calls))]
         uses = [
@@ -75,18 +92,32 @@ class Conversation:
             for name, call in zip(names, calls, strict=True)
         ]
         told["tool_calls"] = [
-            {"id": name, "type": "function", "function": {"name": "f", "arguments": json.dumps(call)}}
+            {
+                "id": name,
+                "type": "function",
+                "function": {"name": "f", "arguments": json.dumps(call)},
+            }
             for name, call in zip(names, calls, strict=True)
         ]
         results = [{"type": "tool_result", "tool_use_id": name, "content": "ok"} for name in names]
-        self.openai += [told, *({"role": "tool", "tool_call_id": name, "content": "ok"} for name in names)]
-        self.anthropic += [{"role": "assistant", "content": thoughts + uses}, {"role": "user", "content": results}]
+        self.openai += [
+            told,
+            *({"role": "tool", "tool_call_id": name, "content": "ok"} for name in names),
+        ]
+        self.anthropic += [
+            {"role": "assistant", "content": thoughts + uses},
+            {"role": "user", "content": results},
+        ]
 
 
 @pytest.fixture(scope="module", params=[TEMPLATE, OF_TEXT], ids=["objects", "text"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    client = ScriptedClient(tokenizer_folder=with_template(tmp_path_factory.mktemp("model"), request.param))
-    return Served("m", client._engine_info(), client.tokenizer, ChatFormat("hermes", "think"), ServerConfig())
+    client = ScriptedClient(
+        tokenizer_folder=with_template(tmp_path_factory.mktemp("model"), request.param)
+    )
+    return Served(
+        "m", client._engine_info(), client.tokenizer, ChatFormat("hermes", "think"), ServerConfig()
+    )
 
 
 @given(
@@ -112,7 +143,8 @@ def test_the_same_conversation_is_the_same_prompt(
         "messages": it.openai,
         "tools": it.tools,
         "continue_final_message": begun is not None,
-        "chat_template_kwargs": {"enable_thinking": thinks},  # Anthropic's models think when they are asked to
+        # Anthropic's models think when they are asked to
+        "chat_template_kwargs": {"enable_thinking": thinks},
     }
     anthropic = {
         "model": "m",
@@ -137,12 +169,17 @@ def test_arguments_are_json_whatever_the_template_takes(served: Served) -> None:
 
 
 @pytest.mark.parametrize("read", [tokenize, count_tokens])
-def test_too_many_tools_and_messages(read: Callable[[bytes, Served], object], served: Served) -> None:
+def test_too_many_tools_and_messages(
+    read: Callable[[bytes, Served], object], served: Served
+) -> None:
     it = Conversation(None, [], ["Hi"], None, None)
     tools = it.tools if read is tokenize else it.anthropic_tools
     for change, said in (
         ({"tools": tools * 129}, "the number of tools is 129; this server takes at most 128."),
-        ({"messages": it.openai * 5000}, "the number of messages is 5000; this server takes at most 4096."),
+        (
+            {"messages": it.openai * 5000},
+            "the number of messages is 5000; this server takes at most 4096.",
+        ),
     ):
         body = json.dumps({"model": "m", "messages": it.openai, **change}).encode()
         with pytest.raises((ApiError, InvalidRequest)) as raised:

@@ -11,11 +11,14 @@ from typing import Any
 import httpx
 
 PATIENCE = 60.0
-NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # reading certificates for each request takes longer than it does
+# reading certificates for each request takes longer than it does
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 GENERATE = "/inference/v1/generate"
 
 
-def ask(url: str, path: str, body: dict[str, Any] | None = None, status: int = 200, **headers: str) -> Any:
+def ask(
+    url: str, path: str, body: dict[str, Any] | None = None, status: int = 200, **headers: str
+) -> Any:
     """A POST, with no body where there is none."""
     reply = httpx.post(f"{url}{path}", json=body, headers=headers, timeout=PATIENCE, verify=NO_TLS)
     assert reply.status_code == status, reply.text

@@ -20,12 +20,16 @@ RL = ServerConfig(port=0, in_process=True, served_model_name="tiny", rl=True, rl
 
 
 def engine_config(folder: Path) -> EngineConfig:
-    return EngineConfig(str(folder), device="cpu", num_threads=1, kv_cache_memory=2**22, block_size=4, seed=0)
+    return EngineConfig(
+        str(folder), device="cpu", num_threads=1, kv_cache_memory=2**22, block_size=4, seed=0
+    )
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers, 300 tokens and a context of 512, with a byte-level tokenizer and a template."""
+    """A random Llama of two layers, 300 tokens and a context of 512, with a byte-level tokenizer
+    and a template.
+    """
     folder = tiny_llama(tmp_path_factory.mktemp("rl") / "model", seed=0)
     write_tokenizer(folder, TEMPLATE)
     return folder

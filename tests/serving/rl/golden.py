@@ -1,8 +1,10 @@
-"""Golden exchanges: files of requests with their replies, replayed in order against a server of a tiny model.
+"""Golden exchanges: files of requests with their replies, replayed in order against a server of a
+tiny model.
 
-`golden/<dialect>.json` is a list of `{"name", "method", "path", "body", "status", "reply"}`. A body that is null is not
-sent. Where a request needs company (a trainer that broadcasts), `"beside"` names what runs at its side.
-`pytest tests/serving/rl/test_golden.py --update-golden` writes statuses and replies anew.
+`golden/<dialect>.json` is a list of `{"name", "method", "path", "body", "status", "reply"}`. A body
+that is null is not sent. Where a request needs company (a trainer that broadcasts), `"beside"`
+names what runs at its side. `pytest tests/serving/rl/test_golden.py --update-golden` writes
+statuses and replies anew.
 """
 
 import json
@@ -17,7 +19,16 @@ import httpx
 FOLDER = Path(__file__).with_name("golden")
 # What differs from run to run, or from machine to machine.
 _VARYING = frozenset(
-    ("id", "request_id", "created", "seed", "system_fingerprint", "e2e_latency", "numerics", "timestamp")
+    (
+        "id",
+        "request_id",
+        "created",
+        "seed",
+        "system_fingerprint",
+        "e2e_latency",
+        "numerics",
+        "timestamp",
+    )
 )
 _CLOSE = 2e-3  # between logprobs of two machines
 
@@ -25,7 +36,12 @@ Beside = Mapping[str, Callable[[], AbstractContextManager[object]]]
 
 
 def replay(
-    url: str, dialect: str, words: Mapping[str, str], *, update: bool = False, beside: Beside | None = None
+    url: str,
+    dialect: str,
+    words: Mapping[str, str],
+    *,
+    update: bool = False,
+    beside: Beside | None = None,
 ) -> None:
     """Send what a file says, and compare, or write, what comes.
 
@@ -56,7 +72,10 @@ def replay(
 def masked(value: Any, words: Mapping[str, str]) -> Any:
     """A reply without what varies."""
     if isinstance(value, dict):
-        return {key: f"<{key}>" if key in _VARYING else masked(each, words) for key, each in value.items()}
+        return {
+            key: f"<{key}>" if key in _VARYING else masked(each, words)
+            for key, each in value.items()
+        }
     if isinstance(value, list):
         return [masked(each, words) for each in value]
     if isinstance(value, float):
@@ -76,16 +95,27 @@ def differs(value: Any, expected: Any, where: str = "reply") -> str | None:
     elif isinstance(value, list) and isinstance(expected, list):
         if len(value) != len(expected):
             return f"{where} has {len(value)} items, not {len(expected)}"
-        pairs = [(*both, f"{where}.{place}") for place, both in enumerate(zip(value, expected, strict=True))]
+        pairs = [
+            (*both, f"{where}.{place}")
+            for place, both in enumerate(zip(value, expected, strict=True))
+        ]
     else:
         close = (
-            isinstance(value, float) and isinstance(expected, float) and math.isclose(value, expected, abs_tol=_CLOSE)
+            isinstance(value, float)
+            and isinstance(expected, float)
+            and math.isclose(value, expected, abs_tol=_CLOSE)
         )
-        return None if close or (type(value) is type(expected) and value == expected) else f"{where} is {value!r}"
+        return (
+            None
+            if close or (type(value) is type(expected) and value == expected)
+            else f"{where} is {value!r}"
+        )
     return next((found for pair in pairs if (found := differs(*pair)) is not None), None)
 
 
-def _sent(client: httpx.Client, exchange: Mapping[str, Any], words: Mapping[str, str]) -> tuple[int, Any]:
+def _sent(
+    client: httpx.Client, exchange: Mapping[str, Any], words: Mapping[str, str]
+) -> tuple[int, Any]:
     body = None
     if exchange["body"] is not None:
         text = json.dumps(exchange["body"])
@@ -98,11 +128,15 @@ def _sent(client: httpx.Client, exchange: Mapping[str, Any], words: Mapping[str,
         events = [block.removeprefix("data: ") for block in reply.text.split("\n\n")[:-1]]
         said: Any = [each if each == "[DONE]" else json.loads(each) for each in events]
     else:
-        said = reply.json() if reply.headers.get("content-type") == "application/json" else reply.text
+        said = (
+            reply.json() if reply.headers.get("content-type") == "application/json" else reply.text
+        )
     return reply.status_code, masked(said, words)
 
 
 def _line(exchange: Mapping[str, Any]) -> str:
     """One line a key: a change of a reply is one line of a diff."""
-    keys = ",\n".join(f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in exchange.items())
+    keys = ",\n".join(
+        f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in exchange.items()
+    )
     return "  {\n" + keys + "\n  }"

@@ -1,4 +1,5 @@
-"""A trainer in a process of its own, of torch alone: it does what lines of JSON on stdin say, and answers each.
+"""A trainer in a process of its own, of torch alone: it does what lines of JSON on stdin say, and
+answers each.
 
 Run as `python -m tests.serving.rl.group_trainer FOLDER`, of the model whose weights it makes up.
 """
@@ -23,18 +24,25 @@ from tests.models.tiny import llama_weights
 def new_weights(folder: Path, seed: int, dtype: str = "float32") -> dict[str, Tensor]:
     """Weights of the model in a folder, as a trainer might have made them."""
     config = json.loads((folder / "config.json").read_text())
-    return {name: tensor.to(getattr(torch, dtype)) for name, tensor in llama_weights(config, seed).items()}
+    return {
+        name: tensor.to(getattr(torch, dtype))
+        for name, tensor in llama_weights(config, seed).items()
+    }
 
 
 def ordinary_group(port: int, world_size: int, timeout: timedelta) -> Any:
     """The first group of a process."""
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=0, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=address, rank=0, world_size=world_size, timeout=timeout
+    )
     return dist.group.WORLD
 
 
 def named_group(name: str, port: int, world_size: int, timeout: timedelta) -> Any:
-    """A group beside others, known by its name: a rendezvous of its own, and the name in front of its store."""
+    """A group beside others, known by its name: a rendezvous of its own, and the name in front of
+    its store.
+    """
     store, rank, size = next(
         dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout)  # pyright: ignore
     )
@@ -54,7 +62,9 @@ class Trainer:
         self.folder = folder
         self.groups: dict[str, Any] = {}
 
-    def join(self, name: str, port: int, named: bool = False, world_size: int = 2, seconds: float = 20.0) -> None:
+    def join(
+        self, name: str, port: int, named: bool = False, world_size: int = 2, seconds: float = 20.0
+    ) -> None:
         """Make a group and wait for the engine."""
         timeout = timedelta(seconds=seconds)
         if named:
@@ -90,7 +100,10 @@ class Trainer:
         weights = new_weights(self.folder, seed, dtype)
         tensors = [weights[name] for name in (weights if names is None else names)]
         if dtypes is not None:
-            tensors = [tensor.to(getattr(torch, each)) for tensor, each in zip(tensors, dtypes, strict=True)]
+            tensors = [
+                tensor.to(getattr(torch, each))
+                for tensor, each in zip(tensors, dtypes, strict=True)
+            ]
         if nan:
             tensors[-1][0] = torch.nan
         if packed_bytes is not None:
@@ -103,7 +116,9 @@ class Trainer:
 
     def stream(self, group: str, seed: int, version: int) -> None:
         """The same by this package's own sender."""
-        WeightSender.over(self.groups[group], timeout=20.0).send(new_weights(self.folder, seed), version=version)
+        WeightSender.over(self.groups[group], timeout=20.0).send(
+            new_weights(self.folder, seed), version=version
+        )
 
 
 def packed(tensors: Iterable[Tensor], max_bytes: int) -> list[Tensor]:

@@ -1,4 +1,6 @@
-"""A trainer that speaks SGLang's dialect: it asks by HTTP, and sends from a process of its own (`group_trainer.py`)."""
+"""A trainer that speaks SGLang's dialect: it asks by HTTP, and sends from a process of its own
+(`group_trainer.py`).
+"""
 
 import hashlib
 import json
@@ -50,7 +52,9 @@ def checksums(url: str) -> dict[str, str]:
 
 def checksums_of(weights: dict[str, Tensor]) -> dict[str, str]:
     return {
-        name: hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        name: hashlib.sha256(
+            tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()[:16]
         for name, tensor in weights.items()
     }
 
@@ -73,7 +77,11 @@ class Trainer:
     def __init__(self, url: str, folder: Path) -> None:
         self.url, self.folder = url, folder
         command = [sys.executable, "-m", "tests.serving.rl.group_trainer", str(folder)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.DEVNULL,
+        }
         self.process = subprocess.Popen(command, text=True, **pipes)
         self._said: Queue[str] = Queue()
         self._pool = ThreadPoolExecutor(4)
@@ -123,7 +131,10 @@ class Trainer:
         """One bucket, of what `new_weights` makes of a seed."""
         weights = new_weights(self.folder, seed)
         asked = self.beside(
-            post, self.url, "/update_weights_from_distributed", told_of({n: weights[n] for n in names}, **more)
+            post,
+            self.url,
+            "/update_weights_from_distributed",
+            told_of({n: weights[n] for n in names}, **more),
         )
         self.tell("send", group=GROUP, names=names, seed=seed)
         reply = asked.result(PATIENCE)
@@ -158,7 +169,12 @@ def trainer_of(url: str, folder: Path) -> Iterator[Trainer]:
 def rollout(url: str, **sampling: Any) -> Iterator["Future[Any]"]:
     """A request that is under way when the block begins."""
     sampling = {"max_new_tokens": 480, "ignore_eos": True, "sampling_seed": 1} | sampling
-    body = {"input_ids": [5, 6, 7], "sampling_params": sampling, "return_logprob": True, "rid": "rollout"}
+    body = {
+        "input_ids": [5, 6, 7],
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "rid": "rollout",
+    }
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post, url, "/generate", body)
         while not httpx.get(f"{url}/v1/loads?include=core").json()["loads"][0]["num_running_reqs"]:

@@ -1,7 +1,9 @@
-"""A trainer of the PipelineRL or prime-rl kind in a process of its own, at the other end of a gloo group.
+"""A trainer of the PipelineRL or prime-rl kind in a process of its own, at the other end of a gloo
+group.
 
-Run as `python -m tests.serving.rl.small_trainer KIND URL PORT WORLD_SIZE`; the port is that of its store. It prints
-`joined`, then obeys lines of its input, each `ACTION VERSION`, and answers each with one line: a status and a reply.
+Run as `python -m tests.serving.rl.small_trainer KIND URL PORT WORLD_SIZE`; the port is that of its
+store. It prints `joined`, then obeys lines of its input, each `ACTION VERSION`, and answers each
+with one line: a status and a reply.
 """
 
 import json
@@ -36,12 +38,19 @@ def post(url: str, path: str, body: object) -> str:
 def pipeline(url: str, action: str, version: int) -> str:
     """Announce the tensors, then broadcast them one by one."""
     tensors = weights(version)
-    infos = [{"name": name, "shape": list(t.shape), "dtype": str(t.dtype)} for name, t in tensors.items()]
+    infos = [
+        {"name": name, "shape": list(t.shape), "dtype": str(t.dtype)} for name, t in tensors.items()
+    ]
     if action == "misnamed":
         infos[3]["name"] = "no.such.tensor"
     if action == "misshapen":
         infos[-1]["shape"] = [7]
-    request = {"kind": "weight_update_request", "version": version, "timestamp": 1.0, "parameters_info": infos}
+    request = {
+        "kind": "weight_update_request",
+        "version": version,
+        "timestamp": 1.0,
+        "parameters_info": infos,
+    }
     with ThreadPoolExecutor(1) as pool:
         if action == "beside":  # somebody else announces them
             answer = pool.submit(str, "sent")
@@ -60,7 +69,9 @@ def pipeline(url: str, action: str, version: int) -> str:
 def prime(url: str, action: str, version: int) -> str:
     """Name the folder of a step, as prime-rl's orchestrator does, and send from its trainer."""
     with ThreadPoolExecutor(1) as pool:
-        folder = {"weight_dir": None if action == "unnamed" else f"/somewhere/broadcasts/step_{version}"}
+        folder = {
+            "weight_dir": None if action == "unnamed" else f"/somewhere/broadcasts/step_{version}"
+        }
         answer = pool.submit(post, url, "/update_weights", folder)
         try:
             if action == "pickles":
@@ -73,8 +84,12 @@ def prime(url: str, action: str, version: int) -> str:
 
 
 def send_pickled(tensors: dict[str, torch.Tensor]) -> None:
-    """prime-rl's own format: how many dicts, the length of a pickled description, it, and a tensor of all numbers."""
-    described = pickle.dumps({torch.float32: [(name, t.shape, t.numel()) for name, t in tensors.items()]})
+    """prime-rl's own format: how many dicts, the length of a pickled description, it, and a tensor
+    of all numbers.
+    """
+    described = pickle.dumps(
+        {torch.float32: [(name, t.shape, t.numel()) for name, t in tensors.items()]}
+    )
     for tensor in (
         torch.tensor([1]),
         torch.tensor([len(described)]),

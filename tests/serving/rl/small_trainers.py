@@ -52,10 +52,23 @@ class Trainer:
 @contextmanager
 def trainer(kind: str, url: str, port: int, world_size: int = 2) -> Iterator[Trainer]:
     """One, killed at the end."""
-    command = [sys.executable, "-m", "tests.serving.rl.small_trainer", kind, url, str(port), str(world_size)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.serving.rl.small_trainer",
+        kind,
+        url,
+        str(port),
+        str(world_size),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
     ) as process:
         try:
             yield Trainer(process)
@@ -70,4 +83,7 @@ def free_port() -> int:
 
 def checksums(version: int) -> dict[str, str]:
     """Of the weights that a small trainer sends as this version."""
-    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in weights(version).items()}
+    return {
+        name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+        for name, tensor in weights(version).items()
+    }

@@ -20,7 +20,8 @@ from nano_inference.serving.main import PROTOCOLS, RL_PROTOCOLS, RL_ROUTES, runn
 from nano_inference.serving.server import Server
 from tests.serving.scripted import ScriptedClient
 
-SWAP, READ, ALIVE = "/update_weights", "/weight_info", "/liveness"  # one for administrators, for users, for all
+# one for administrators, for users, for all
+SWAP, READ, ALIVE = "/update_weights", "/weight_info", "/liveness"
 HERE = [(b"host", b"127.0.0.1:8000")]
 
 
@@ -35,9 +36,13 @@ def status(config: ServerConfig, path: str, headers: list[tuple[bytes, bytes]]) 
 def test_every_route_of_a_dialect_has_a_level() -> None:
     """One that is in no table would be for all users."""
     server = Server(ServerConfig(rl=True), ScriptedClient())
-    routes = [route for make in RL_ROUTES for route in make(server).routes if isinstance(route, APIRoute)]
+    routes = [
+        route for make in RL_ROUTES for route in make(server).routes if isinstance(route, APIRoute)
+    ]
     assert {route.path for route in routes} == paths.CONTROL
-    changed = {route.path for route in routes if (route.methods or set()) & {"POST", "PUT", "DELETE"}}
+    changed = {
+        route.path for route in routes if (route.methods or set()) & {"POST", "PUT", "DELETE"}
+    }
     only_read = {route.path for route in routes} - changed
     assert only_read == paths.READING | paths.OPEN
     assert set(RL_PROTOCOLS) == paths.GENERATION
@@ -54,12 +59,19 @@ def test_keys_open_as_they_do_elsewhere() -> None:
     user, admin = (b"x-api-key", b"user"), (b"authorization", b"Bearer admin")
     only_users = ServerConfig(rl=True, api_keys=("user",))
     assert [status(only_users, path, HERE) for path in (SWAP, READ, ALIVE)] == [401, 401, 200]
-    assert [status(only_users, path, [*HERE, user]) for path in (SWAP, READ, ALIVE)] == [200, 200, 200]
+    assert [status(only_users, path, [*HERE, user]) for path in (SWAP, READ, ALIVE)] == [
+        200,
+        200,
+        200,
+    ]
     both = ServerConfig(rl=True, api_keys=("user",), admin_key="admin")
     assert [status(both, path, [*HERE, user]) for path in (SWAP, READ, ALIVE)] == [403, 200, 200]
     assert [status(both, path, [*HERE, admin]) for path in (SWAP, READ, ALIVE)] == [200, 200, 200]
     # A page has no key; a reverse proxy with one may forward any name.
-    assert status(both, SWAP, [(b"host", b"engine.example"), (b"origin", b"https://x.example"), admin]) == 200
+    assert (
+        status(both, SWAP, [(b"host", b"engine.example"), (b"origin", b"https://x.example"), admin])
+        == 200
+    )
     assert status(ServerConfig(rl=True, admin_key="admin"), SWAP, HERE) == 401
 
 
@@ -83,7 +95,9 @@ def test_web_pages_may_not(headers: list[tuple[bytes, bytes]]) -> None:
     assert status(ServerConfig(rl=True), READ, headers) == 200
 
 
-@pytest.mark.parametrize("host", ["localhost", "LocalHost:8000", "127.0.0.1", "[::1]:8000", "10.0.0.3:80", "mybox:1"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LocalHost:8000", "127.0.0.1", "[::1]:8000", "10.0.0.3:80", "mybox:1"]
+)
 def test_addresses_and_its_own_name_may(host: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nano_inference.serving.config.is_loopback", lambda _: True)
@@ -94,7 +108,10 @@ def test_addresses_and_its_own_name_may(host: str) -> None:
 def test_where_all_are_trusted_any_name_does() -> None:
     config = ServerConfig(rl=True, rl_open=True, host="0.0.0.0")
     assert status(config, SWAP, [(b"host", b"node-3:8000")]) == 200
-    assert status(config, SWAP, [(b"host", b"node-3:8000"), (b"origin", b"https://evil.example")]) == 403
+    assert (
+        status(config, SWAP, [(b"host", b"node-3:8000"), (b"origin", b"https://evil.example")])
+        == 403
+    )
 
 
 @given(st.text(st.characters(codec="latin-1"), max_size=40))
@@ -149,17 +166,30 @@ GROUP = {
 )
 def test_a_group_of_the_start_is_checked(options: Mapping[str, Any]) -> None:
     ServerConfig(**GROUP)
-    ServerConfig(**{**GROUP, "weight_update_group_world_size": 1, "actor_llm_idx": 0, "disable_weight_updates": True})
+    ServerConfig(
+        **{
+            **GROUP,
+            "weight_update_group_world_size": 1,
+            "actor_llm_idx": 0,
+            "disable_weight_updates": True,
+        }
+    )
     with pytest.raises(ConfigError, match=next(iter(options))):
         ServerConfig(**{**GROUP, **options})
 
 
 def test_what_is_off_says_how_to_turn_it_on() -> None:
-    with running_server(ScriptedClient(), ServerConfig(port=0)) as url, httpx.Client(base_url=url) as client:
+    with (
+        running_server(ScriptedClient(), ServerConfig(port=0)) as url,
+        httpx.Client(base_url=url) as client,
+    ):
         for path in (paths.CONTROL | paths.GENERATION) - {"/flush_cache"}:
             for method in ("GET", "POST"):
                 reply = client.request(method, path)
-                assert (reply.status_code, "--rl" in reply.json()["error"]["message"]) == (404, True), path
+                assert (reply.status_code, "--rl" in reply.json()["error"]["message"]) == (
+                    404,
+                    True,
+                ), path
         assert "--rl" not in client.get("/no/such/route").text
 
 
@@ -176,15 +206,25 @@ def test_bodies_of_weights_may_be_larger() -> None:
     with running_server(ScriptedClient(), config) as url:
 
         def post(path: str, size: int) -> httpx.Response:
-            return httpx.post(url + path, content=b" " * size, headers={"content-type": "application/json"})
+            return httpx.post(
+                url + path, content=b" " * size, headers={"content-type": "application/json"}
+            )
 
         for path in ("/update_weights_from_distributed", "/v1/completions"):
             assert post(path, 1001).status_code == 413
         assert post("/update_weights_from_tensor", 4000).status_code != 413
         assert "rl_max_body_bytes" in post("/update_weights_from_tensor", 5001).text
         bytes_ = {"content-type": "application/octet-stream"}
-        assert httpx.post(url + "/update_weights_from_tensor", content=b"x", headers=bytes_).status_code != 415
-        assert httpx.post(url + "/update_weights_from_disk", content=b"x", headers=bytes_).status_code == 415
+        assert (
+            httpx.post(
+                url + "/update_weights_from_tensor", content=b"x", headers=bytes_
+            ).status_code
+            != 415
+        )
+        assert (
+            httpx.post(url + "/update_weights_from_disk", content=b"x", headers=bytes_).status_code
+            == 415
+        )
     with running_server(ScriptedClient(), ServerConfig(port=0, max_body_bytes=1000)) as url:
         assert post("/update_weights_from_tensor", 1001).status_code == 413
 

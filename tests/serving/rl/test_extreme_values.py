@@ -1,4 +1,6 @@
-"""Each field of each trainers' route with values that nobody should send: never a 500, never a session left open."""
+"""Each field of each trainers' route with values that nobody should send: never a 500, never a
+session left open.
+"""
 
 import dataclasses
 import json
@@ -16,9 +18,22 @@ from tests.serving.rl.asking import NO_TLS
 from tests.serving.rl.conftest import RL, engine_config
 
 NORM = "model.norm.weight"
-HOST = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "timeout": 0.02}
-INFO = {"names": [NORM], "dtype_names": ["float32"], "shapes": [[64]], "packed": False, "packed_buffer_size_bytes": 9}
-# Path -> what a good request says; each field in turn says something else, in the JSON and in the query.
+HOST = {
+    "master_address": "127.0.0.1",
+    "master_port": 1,
+    "rank_offset": 1,
+    "world_size": 2,
+    "timeout": 0.02,
+}
+INFO = {
+    "names": [NORM],
+    "dtype_names": ["float32"],
+    "shapes": [[64]],
+    "packed": False,
+    "packed_buffer_size_bytes": 9,
+}
+# Path -> what a good request says; each field in turn says something else, in the JSON and in the
+# query.
 BODIES: dict[str, dict[str, Any]] = {
     "/abort_request": {"rid": "a", "abort_all": False, "prefix": False},
     "/abort_requests": {"request_ids": ["a"]},
@@ -73,7 +88,9 @@ def url(tiny_folder: Path) -> Iterator[str]:
         "weight_update_group_world_size": 2,
         "actor_llm_idx": 0,
     }
-    with running_server(engine_config(tiny_folder), dataclasses.replace(RL, rl_timeout=0.5, **group)) as url:
+    with running_server(
+        engine_config(tiny_folder), dataclasses.replace(RL, rl_timeout=0.5, **group)
+    ) as url:
         yield url
     torch.set_num_threads(threads)
 
@@ -93,7 +110,9 @@ def as_query(value: Any) -> str:
 
 def asked(client: httpx.Client, path: str, **request: Any) -> None:
     reply = client.post(path, **request)
-    assert reply.status_code in (200, 400, 404, 409, 501, 503, 504), f"{path} {str(request)[:300]}: {reply.text}"
+    assert reply.status_code in (200, 400, 404, 409, 501, 503, 504), (
+        f"{path} {str(request)[:300]}: {reply.text}"
+    )
     if reply.status_code != 200:
         said = reply.json()["message"]
         assert len(said) < 1500
@@ -129,7 +148,11 @@ def test_extremes_are_refused_in_a_sentence(url: str, path: str) -> None:
         reply = client.post("/begin_weight_update")
         assert reply.status_code == 200, reply.text  # 409: an update is open
         assert client.post("/end_weight_update").status_code == 400
-        asked(client, "/generate", json={"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}})
+        asked(
+            client,
+            "/generate",
+            json={"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}},
+        )
 
 
 def test_every_route_that_changes_something_is_tried() -> None:

@@ -1,4 +1,6 @@
-"""All experts of a layer in one tensor, as transformers has them in memory: one table of names for every transport."""
+"""All experts of a layer in one tensor, as transformers has them in memory: one table of names for
+every transport.
+"""
 
 import asyncio
 import json
@@ -14,11 +16,23 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams, WeightPatch, WeightUpdateError
+from nano_inference import (
+    EngineConfig,
+    InferenceEngine,
+    SamplingParams,
+    WeightPatch,
+    WeightUpdateError,
+)
 from nano_inference.engine.transports import Deadline, receive_update
 from nano_inference.engine.transports.broadcast import BroadcastReceiver
 from nano_inference.engine.transports.files import WeightFiles, WeightFolder, write_folder
-from nano_inference.engine.transports.group import Group, default_room, device_room, join_group, serve_store
+from nano_inference.engine.transports.group import (
+    Group,
+    default_room,
+    device_room,
+    join_group,
+    serve_store,
+)
 from nano_inference.engine.transports.sender import WeightSender
 from nano_inference.engine.weight_update import cut_into_buckets
 from nano_inference.rl.verl.buckets import opened, parcels, parcels_of
@@ -36,7 +50,14 @@ PATIENCE = 30.0
 
 
 def config_of(folder: Path) -> EngineConfig:
-    return EngineConfig(str(folder), device="cpu", num_threads=1, kv_cache_memory=2**22, block_size=4, dtype="float32")
+    return EngineConfig(
+        str(folder),
+        device="cpu",
+        num_threads=1,
+        kv_cache_memory=2**22,
+        block_size=4,
+        dtype="float32",
+    )
 
 
 def in_memory(stored: Weights) -> Weights:
@@ -44,9 +65,13 @@ def in_memory(stored: Weights) -> Weights:
     held = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
     for layer in sorted({name.split(".mlp.")[0] for name in stored if ".experts." in name}):
         experts = [f"{layer}.mlp.experts.{i}" for i in range(6)]
-        pairs = [[stored[f"{each}.{name}_proj.weight"] for name in ("gate", "up")] for each in experts]
+        pairs = [
+            [stored[f"{each}.{name}_proj.weight"] for name in ("gate", "up")] for each in experts
+        ]
         held[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
-        held[f"{layer}.mlp.experts.down_proj"] = torch.stack([stored[f"{each}.down_proj.weight"] for each in experts])
+        held[f"{layer}.mlp.experts.down_proj"] = torch.stack(
+            [stored[f"{each}.down_proj.weight"] for each in experts]
+        )
     return held
 
 
@@ -75,8 +100,12 @@ def engine(folder: Path) -> Iterator[InferenceEngine]:
 
 
 @pytest.fixture(scope="module")
-def expected(engine: InferenceEngine, new: Weights, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Scores of an engine that was built with the new weights, under the names of the checkpoint."""
+def expected(
+    engine: InferenceEngine, new: Weights, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    """Scores of an engine that was built with the new weights, under the names of the
+    checkpoint.
+    """
     config = json.loads((folder / "config.json").read_text())
     with InferenceEngine(
         config_of(write_model(tmp_path_factory.mktemp("new"), config, family_weights(config, 1)))
@@ -85,11 +114,13 @@ def expected(engine: InferenceEngine, new: Weights, folder: Path, tmp_path_facto
 
 
 def score(engine: InferenceEngine) -> Any:
-    samples = engine.generate([list(range(3, 20)), [5, 9, 7]], SamplingParams(temperature=0.0, max_tokens=6))
+    samples = engine.generate(
+        [list(range(3, 20)), [5, 9, 7]], SamplingParams(temperature=0.0, max_tokens=6)
+    )
     return [(each.completion_tokens, each.logprobs) for each in samples]
 
 
-# -- into an engine ---------------------------------------------------------------------------------------------------
+# -- into an engine --------------------------------------------------------------------------------
 
 
 def by_receiving(engine: InferenceEngine, transport: Any) -> None:
@@ -100,7 +131,10 @@ def by_receiving(engine: InferenceEngine, transport: Any) -> None:
 
 
 def stream(engine: InferenceEngine, weights: Weights, _: Path) -> None:
-    with WeightSender(timeout=PATIENCE, bucket_bytes=100_000) as sender, ThreadPoolExecutor(1) as pool:
+    with (
+        WeightSender(timeout=PATIENCE, bucket_bytes=100_000) as sender,
+        ThreadPoolExecutor(1) as pool,
+    ):
         sent = pool.submit(sender.send, weights)
         by_receiving(engine, BroadcastReceiver(sender.address))
         sent.result(PATIENCE)
@@ -129,11 +163,21 @@ def parcelled(engine: InferenceEngine, weights: Weights, _: Path) -> None:
 
 
 INTO_AN_ENGINE: dict[str, Callable[[InferenceEngine, Weights, Path], object]] = {
-    "state_dict": lambda engine, weights, _: engine.update_weights(weights, blocking=True, complete=True),
-    "buckets": lambda engine, weights, _: engine.update_weights(cut_into_buckets(weights, 50_000), blocking=True),
-    "folder": lambda engine, weights, at: by_receiving(engine, WeightFolder(write_folder(at / "w", weights))),
-    "files": lambda engine, weights, at: by_receiving(engine, WeightFiles(write_folder(at / "w", weights))),
-    "path": lambda engine, weights, at: engine.update_weights(write_folder(at / "w", weights), blocking=True),
+    "state_dict": lambda engine, weights, _: engine.update_weights(
+        weights, blocking=True, complete=True
+    ),
+    "buckets": lambda engine, weights, _: engine.update_weights(
+        cut_into_buckets(weights, 50_000), blocking=True
+    ),
+    "folder": lambda engine, weights, at: by_receiving(
+        engine, WeightFolder(write_folder(at / "w", weights))
+    ),
+    "files": lambda engine, weights, at: by_receiving(
+        engine, WeightFiles(write_folder(at / "w", weights))
+    ),
+    "path": lambda engine, weights, at: engine.update_weights(
+        write_folder(at / "w", weights), blocking=True
+    ),
     "stream": stream,
     "patches": changed,
     "parcels": parcelled,
@@ -142,7 +186,12 @@ INTO_AN_ENGINE: dict[str, Callable[[InferenceEngine, Weights, Path], object]] = 
 
 @pytest.mark.parametrize("transport", INTO_AN_ENGINE)
 def test_every_transport_takes_them_into_an_engine(
-    engine: InferenceEngine, old: Weights, new: Weights, expected: Any, tmp_path: Path, transport: str
+    engine: InferenceEngine,
+    old: Weights,
+    new: Weights,
+    expected: Any,
+    tmp_path: Path,
+    transport: str,
 ) -> None:
     engine.update_weights(old, blocking=True)
     assert score(engine) != expected[0]
@@ -150,7 +199,7 @@ def test_every_transport_takes_them_into_an_engine(
     assert (score(engine), engine.weights_checksum()) == expected
 
 
-# -- over HTTP --------------------------------------------------------------------------------------------------------
+# -- over HTTP -------------------------------------------------------------------------------------
 
 
 class Trainer:
@@ -163,9 +212,20 @@ class Trainer:
     @contextmanager
     def group(self, room: str, path: str, **told: Any) -> Iterator[Group]:
         store = serve_store(("127.0.0.1", 0), PATIENCE)
-        made = self._pool.submit(join_group, store, room, 0, 2, "gloo", CPU, "127.0.0.1", Deadline(PATIENCE))
-        where = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2}
-        ask(self.url, path, {"init_info": where} if "init" in path and "engine" in path else where | told)
+        made = self._pool.submit(
+            join_group, store, room, 0, 2, "gloo", CPU, "127.0.0.1", Deadline(PATIENCE)
+        )
+        where = {
+            "master_address": "127.0.0.1",
+            "master_port": store.port,
+            "rank_offset": 1,
+            "world_size": 2,
+        }
+        ask(
+            self.url,
+            path,
+            {"init_info": where} if "init" in path and "engine" in path else where | told,
+        )
         group = Group(made.result(PATIENCE), CPU)
         yield group
         group.close()
@@ -222,7 +282,11 @@ def by_tensor(trainer: Trainer, weights: Weights) -> None:
 
 
 def by_disk(trainer: Trainer, weights: Weights, at: Path) -> None:
-    ask(trainer.url, "/update_weights_from_disk", {"model_path": str(write_folder(at / "w", weights))})
+    ask(
+        trainer.url,
+        "/update_weights_from_disk",
+        {"model_path": str(write_folder(at / "w", weights))},
+    )
 
 
 OVER_HTTP: dict[str, Callable[[Trainer, Weights, Path], None]] = {
@@ -254,7 +318,7 @@ def test_every_dialect_takes_them(
     assert told() == expected[1]
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 ONE = "model.layers.0.mlp.experts.gate_up_proj"
 
@@ -264,12 +328,30 @@ ONE = "model.layers.0.mlp.experts.gate_up_proj"
     [
         ({ONE: torch.zeros(5, 64, 64)}, r"has shape \(5, 64, 64\), expected \(6, 64, 64\)"),
         ({ONE: torch.zeros(6, 64, 64, dtype=torch.int64)}, "must be a floating point tensor"),
-        ({ONE: torch.zeros(6, 64, 64), "model.layers.0.mlp.experts.3.up_proj.weight": torch.zeros(32, 64)}, "twice"),
-        ([WeightPatch(ONE, torch.tensor([6 * 64 * 64]), torch.zeros(1))], "has index 24576, outside of its 24576"),
+        (
+            {
+                ONE: torch.zeros(6, 64, 64),
+                "model.layers.0.mlp.experts.3.up_proj.weight": torch.zeros(32, 64),
+            },
+            "twice",
+        ),
+        (
+            [WeightPatch(ONE, torch.tensor([6 * 64 * 64]), torch.zeros(1))],
+            "has index 24576, outside of its 24576",
+        ),
         ([WeightPatch(ONE, torch.tensor([-1]), torch.zeros(1))], "has index -1, outside"),
-        ([WeightPatch(ONE, torch.tensor([5000, 5000]), torch.zeros(2))], "index 904 more than once"),
-        ([WeightPatch(ONE, torch.tensor([1.0]), torch.zeros(1))], "needs indices that are an int64 tensor"),
-        ({ONE.replace("layers.0", "layers.1"): torch.zeros(6, 64, 64)}, "is not a tensor of this model"),
+        (
+            [WeightPatch(ONE, torch.tensor([5000, 5000]), torch.zeros(2))],
+            "index 904 more than once",
+        ),
+        (
+            [WeightPatch(ONE, torch.tensor([1.0]), torch.zeros(1))],
+            "needs indices that are an int64 tensor",
+        ),
+        (
+            {ONE.replace("layers.0", "layers.1"): torch.zeros(6, 64, 64)},
+            "is not a tensor of this model",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(engine: InferenceEngine, more: Any, why: str) -> None:
@@ -279,7 +361,9 @@ def test_what_does_not_fit_is_refused(engine: InferenceEngine, more: Any, why: s
     assert engine.weights_checksum() == before
 
 
-def test_a_bucket_that_a_link_takes_is_checked_by_the_same_table(engine: InferenceEngine, new: Weights) -> None:
+def test_a_bucket_that_a_link_takes_is_checked_by_the_same_table(
+    engine: InferenceEngine, new: Weights
+) -> None:
     """As verl's and Ray's engines take it."""
     link = WeightLink(engine)
     link.begin_update(1)

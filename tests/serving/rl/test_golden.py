@@ -11,7 +11,9 @@ from tests.serving.rl.golden import FOLDER, differs, masked, replay
 
 
 @pytest.mark.parametrize("dialect", sorted(path.stem for path in FOLDER.glob("*.json")))
-def test_replies_are_what_they_were(dialect: str, tiny_folder: Path, request: pytest.FixtureRequest) -> None:
+def test_replies_are_what_they_were(
+    dialect: str, tiny_folder: Path, request: pytest.FixtureRequest
+) -> None:
     with running_server(engine_config(tiny_folder), RL) as url:
         words = {"<model>": str(tiny_folder), "<release>": nano_inference.__version__}
         replay(url, dialect, words, update=request.config.getoption("--update-golden"))

@@ -1,9 +1,10 @@
 """Every route that trainers may count on is there, and answers an empty request as it should.
 
-What each of them does is seen in the tests of its dialect; this one keeps the list, which is written down here and not
-taken from the code: a status for each route, asked in this order, without a body, with an empty one and with `{}`.
-200: it needs nothing to be told. 400: it says what is missing. 409: it comes at a wrong time. 501: it says what to do
-instead. Where the first call changes what the next ones find, three statuses.
+What each of them does is seen in the tests of its dialect; this one keeps the list, which is
+written down here and not taken from the code: a status for each route, asked in this order, without
+a body, with an empty one and with `{}`. 200: it needs nothing to be told. 400: it says what is
+missing. 409: it comes at a wrong time. 501: it says what to do instead. Where the first call
+changes what the next ones find, three statuses.
 """
 
 import httpx

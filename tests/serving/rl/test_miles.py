@@ -14,7 +14,9 @@ SCRIPT = Path(__file__).with_name("with_miles.py")
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it")
 def test_miles_samples(rl_server: str) -> None:
-    ran = subprocess.run([PYTHON, SCRIPT, rl_server], capture_output=True, text=True, timeout=200, check=False)
+    ran = subprocess.run(
+        [PYTHON, SCRIPT, rl_server], capture_output=True, text=True, timeout=200, check=False
+    )
     assert ran.returncode == 0, ran.stderr[-4000:]
     told = json.loads(ran.stdout.splitlines()[-1])
     assert told["tokens"] == [5, 6, 7, *told["sent"]]
@@ -23,5 +25,6 @@ def test_miles_samples(rl_server: str) -> None:
     assert told["versions"] == ["0", "0"]
     assert told["status"] == "truncated"
     assert told["cached"] > 0  # the second turn found the first one's prefix
-    # At temperature 1 Miles takes its logprobs for those of the whole vocabulary, also at top_p < 1.
+    # At temperature 1 Miles takes its logprobs for those of the whole vocabulary, also at top_p <
+    # 1.
     assert told["logprobs"] == pytest.approx(told["scored"], abs=1e-4)

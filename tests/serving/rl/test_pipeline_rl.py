@@ -1,4 +1,6 @@
-"""PipelineRL: a group of the start, updates while requests decode, trainers that err, die and come again."""
+"""PipelineRL: a group of the start, updates while requests decode, trainers that err, die and come
+again.
+"""
 
 import json
 import time
@@ -22,7 +24,10 @@ UPDATE = "/receive_weight_update"
 
 
 def config(port: int, **options: Any) -> ServerConfig:
-    group = {"weight_update_group_init_method": f"tcp://127.0.0.1:{port}", "weight_update_group_world_size": 2}
+    group = {
+        "weight_update_group_init_method": f"tcp://127.0.0.1:{port}",
+        "weight_update_group_world_size": 2,
+    }
     return ServerConfig(
         port=0,
         in_process=True,
@@ -58,15 +63,25 @@ def serving(url: str) -> tuple[str, dict[str, str]]:
 
 def test_it_serves_while_it_waits_for_its_trainer(served: tuple[str, int]) -> None:
     assert httpx.get(served[0] + "/health").json()["status"] == "ok"
-    assert httpx.post(served[0] + "/v1/completions", json={"prompt": [5], "max_tokens": 2}).status_code == 200
+    assert (
+        httpx.post(served[0] + "/v1/completions", json={"prompt": [5], "max_tokens": 2}).status_code
+        == 200
+    )
 
 
 def test_updates_come_while_requests_decode(served: tuple[str, int]) -> None:
     url, port = served
     with joined(url, port) as it:
-        assert it.update("send", 0) == (200, {"status": "ok"})  # the first update names no larger number
+        # the first update names no larger number
+        assert it.update("send", 0) == (200, {"status": "ok"})
         assert serving(url) == ("0", checksums(0))
-        body = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        body = {
+            "prompt": [5, 6, 7],
+            "max_tokens": 400,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=PATIENCE) as reply:
             lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
             first = json.loads(next(lines).removeprefix("data: "))
@@ -96,10 +111,16 @@ def test_a_chat_as_its_actor_asks(served: tuple[str, int]) -> None:
     choice, usage = reply["choices"][0], reply["usage"]
     ids = [int(each["token"].split(":")[-1]) for each in choice["logprobs"]["content"]]
     assert len(ids) == usage["completion_tokens"]
-    asked = httpx.post(served[0] + "/v1/chat/completions", json=body | {"return_token_ids": True}).json()["choices"][0]
+    asked = httpx.post(
+        served[0] + "/v1/chat/completions", json=body | {"return_token_ids": True}
+    ).json()["choices"][0]
     assert asked["token_ids"] == ids
-    plain = httpx.post(served[0] + "/v1/chat/completions", json=body | {"return_tokens_as_token_ids": False}).json()
-    assert not any("token_id:" in each["token"] for each in plain["choices"][0]["logprobs"]["content"])
+    plain = httpx.post(
+        served[0] + "/v1/chat/completions", json=body | {"return_tokens_as_token_ids": False}
+    ).json()
+    assert not any(
+        "token_id:" in each["token"] for each in plain["choices"][0]["logprobs"]["content"]
+    )
 
 
 def test_what_fails_changes_nothing_and_the_next_trainer_is_let_in(served: tuple[str, int]) -> None:
@@ -123,7 +144,10 @@ def test_what_fails_changes_nothing_and_the_next_trainer_is_let_in(served: tuple
 def test_a_trainer_that_never_comes(tiny_folder: Path) -> None:
     """The request fails by its deadline, and the server ends at once all the same."""
     with running_server(engine_config(tiny_folder), config(free_port(), rl_timeout=1.0)) as url:
-        body = {"version": 1, "parameters_info": [{"name": "a", "shape": [2], "dtype": "torch.float32"}]}
+        body = {
+            "version": 1,
+            "parameters_info": [{"name": "a", "shape": [2], "dtype": "torch.float32"}],
+        }
         reply = httpx.post(url + UPDATE, json=body, timeout=PATIENCE)
         assert reply.status_code == 504
         assert "has not formed within 1 seconds" in reply.json()["message"]
@@ -163,7 +187,9 @@ def test_without_a_group_there_is_nothing_to_receive() -> None:
         assert "--weight-update-group-init-method" in reply.json()["message"]
 
 
-def test_golden_exchanges(served: tuple[str, int], tiny_folder: Path, request: pytest.FixtureRequest) -> None:
+def test_golden_exchanges(
+    served: tuple[str, int], tiny_folder: Path, request: pytest.FixtureRequest
+) -> None:
     url, port = served
 
     @contextmanager

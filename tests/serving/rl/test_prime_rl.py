@@ -30,15 +30,27 @@ def joined(url: str) -> Iterator[Trainer]:
     """A trainer whose group the server has joined as prime-rl's orchestrator tells it to."""
     port = free_port()
     with trainer("prime", url, port) as it:
-        body = {"host": "127.0.0.1", "port": port, "rank_offset": 0, "inference_world_size": 1, "timeout": 20}
-        assert post(url, "/init_broadcaster", body | {"quantize_in_weight_transfer": False}).json() == {"status": "ok"}
+        body = {
+            "host": "127.0.0.1",
+            "port": port,
+            "rank_offset": 0,
+            "inference_world_size": 1,
+            "timeout": 20,
+        }
+        assert post(
+            url, "/init_broadcaster", body | {"quantize_in_weight_transfer": False}
+        ).json() == {"status": "ok"}
         assert it.hear() == "joined"
         yield it
 
 
 @pytest.mark.parametrize("below", ["", "weight"])
-def test_a_step_is_read_when_it_is_whole(rl_server: str, tiny_folder: Path, tmp_path: Path, below: str) -> None:
-    """`broadcasts/step_N` has the marker beside its weights, `checkpoints/step_N/weight` above them."""
+def test_a_step_is_read_when_it_is_whole(
+    rl_server: str, tiny_folder: Path, tmp_path: Path, below: str
+) -> None:
+    """`broadcasts/step_N` has the marker beside its weights, `checkpoints/step_N/weight` above
+    them.
+    """
     step = 30 if below else 20
     folder = tmp_path / f"step_{step}" / below
     folder.mkdir(parents=True)
@@ -46,11 +58,17 @@ def test_a_step_is_read_when_it_is_whole(rl_server: str, tiny_folder: Path, tmp_
     save_file(weights(step), folder / "model.safetensors")
     before = serving(rl_server)
     reply = post(rl_server, "/update_weights", {"weight_dir": str(folder)})
-    assert (reply.status_code, "STABLE" in reply.text, "retry-after" in reply.headers) == (503, True, True)
+    assert (reply.status_code, "STABLE" in reply.text, "retry-after" in reply.headers) == (
+        503,
+        True,
+        True,
+    )
     assert serving(rl_server) == before
     (tmp_path / f"step_{step}" / "STABLE").touch()
     post(rl_server, "/pause?mode=keep&clear_cache=false").raise_for_status()
-    assert post(rl_server, "/update_weights", {"weight_dir": str(folder)}).json() == {"status": "ok"}
+    assert post(rl_server, "/update_weights", {"weight_dir": str(folder)}).json() == {
+        "status": "ok"
+    }
     post(rl_server, "/resume").raise_for_status()
     assert serving(rl_server) == (str(step), checksums(step))
 
@@ -86,13 +104,27 @@ def test_a_broadcaster_that_has_died_is_forgotten(rl_server: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", ["/", "/etc", "/etc/passwd", "/dev/zero", "/proc/self/mem", "a\0b", "", "\ud800", "x" * 100_000, "~root"]
+    "folder",
+    [
+        "/",
+        "/etc",
+        "/etc/passwd",
+        "/dev/zero",
+        "/proc/self/mem",
+        "a\0b",
+        "",
+        "\ud800",
+        "x" * 100_000,
+        "~root",
+    ],
 )
 def test_a_path_says_no_more_than_its_caller_did(rl_server: str, folder: str) -> None:
     before = serving(rl_server)
     headers = {"content-type": "application/json"}
     body = json.dumps({"weight_dir": folder})
-    reply = httpx.post(rl_server + "/update_weights", content=body, headers=headers, timeout=PATIENCE)
+    reply = httpx.post(
+        rl_server + "/update_weights", content=body, headers=headers, timeout=PATIENCE
+    )
     assert 400 <= reply.status_code < 500, reply.text
     words = set(reply.json()["message"].split()) - set(re.split(r"[/\s]", folder))
     assert not words & {*os.listdir("/etc"), "root", "Errno"}
@@ -104,7 +136,10 @@ def test_liveness_tells_when_the_engine_is_dead_or_stalled(monkeypatch: pytest.M
     client = ScriptedClient()
     config = ServerConfig(port=0, rl=True, api_keys=("k",), admin_key="a", restart_engine=True)
     with running_server(client, config) as url:
-        assert (httpx.get(url + "/liveness").status_code, httpx.get(url + "/is_paused").status_code) == (200, 401)
+        assert (
+            httpx.get(url + "/liveness").status_code,
+            httpx.get(url + "/is_paused").status_code,
+        ) == (200, 401)
         with monkeypatch.context() as patch:
             patch.setattr(client, "stalled", lambda seconds: True)
             reply = httpx.get(url + "/liveness")

@@ -1,4 +1,6 @@
-"""How control requests are read: bodies that are missing, flags in the query or the JSON, values that are none."""
+"""How control requests are read: bodies that are missing, flags in the query or the JSON, values
+that are none.
+"""
 
 from typing import Any
 
@@ -16,8 +18,12 @@ from nano_inference.serving.main import RL_PROTOCOLS, RL_ROUTES
 from nano_inference.serving.server import Server
 from tests.serving.scripted import ScriptedClient
 
-SCALAR = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
-VALUE = SCALAR | st.lists(SCALAR, max_size=2) | st.dictionaries(st.text(max_size=3), SCALAR, max_size=2)
+SCALAR = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+)
+VALUE = (
+    SCALAR | st.lists(SCALAR, max_size=2) | st.dictionaries(st.text(max_size=3), SCALAR, max_size=2)
+)
 READS: dict[str, Any] = {
     "flag": lambda fields: fields.flag("x", default=False),
     "text": lambda fields: fields.text("x"),
@@ -72,7 +78,9 @@ def test_each_route_is_known_to_access_and_errors() -> None:
     assert set(RL_PROTOCOLS) <= paths.GENERATION
 
 
-@pytest.mark.parametrize("body", [b"", b"  ", b"{}", b"null", b"[]", b"{", b'{"new_version": ""}', b'{"x": NaN}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"  ", b"{}", b"null", b"[]", b"{", b'{"new_version": ""}', b'{"x": NaN}']
+)
 def test_bodies(rl_server: str, body: bytes) -> None:
     reply = httpx.post(f"{rl_server}/update_weight_version", content=body)
     said = reply.json()

@@ -1,5 +1,5 @@
-"""Whatever is refused of an update, at whatever stage and by whatever route: the old weights serve, and the next update
-works.
+"""Whatever is refused of an update, at whatever stage and by whatever route: the old weights serve,
+and the next update works.
 """
 
 import base64
@@ -40,7 +40,9 @@ def new_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def serving(url: str) -> tuple[str, dict[str, str]]:
-    return look(url, "/weight_info")["weight_version"], ask(url, "/weight_checker", {"action": "checksum"})["checksums"]
+    return look(url, "/weight_info")["weight_version"], ask(
+        url, "/weight_checker", {"action": "checksum"}
+    )["checksums"]
 
 
 def nan(place: int = 17) -> dict[str, Tensor]:
@@ -68,8 +70,14 @@ TOLD = {"names": [NORM], "dtypes": ["float32"], "shapes": [[64]]}
 
 # (path, request) of SGLang's dialect that are refused.
 SGLANG: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"bytes, version {each[:2]!r}": (TENSOR, part(weight_version=each)) for each in ("\n", "", "x" * 257)},
-    **{f"json, version {str(each)[:5]!r}": (TENSOR, in_json(weight_version=each)) for each in VERSIONS},
+    **{
+        f"bytes, version {each[:2]!r}": (TENSOR, part(weight_version=each))
+        for each in ("\n", "", "x" * 257)
+    },
+    **{
+        f"json, version {str(each)[:5]!r}": (TENSOR, in_json(weight_version=each))
+        for each in VERSIONS
+    },
     "load_format": (TENSOR, part(load_format="flattened_bucket")),
     "selector": (TENSOR, part(selector="draft")),
     "flush_cache": (TENSOR, part(flush_cache="maybe")),
@@ -130,7 +138,9 @@ STAGES: Mapping[str, tuple[Before, list[tuple[str, int]]]] = {
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("why", SGLANG)
-def test_sglangs_requests(rl_server: str, client: httpx.Client, tiny_folder: Path, why: str, stage: str) -> None:
+def test_sglangs_requests(
+    rl_server: str, client: httpx.Client, tiny_folder: Path, why: str, stage: str
+) -> None:
     before, after = STAGES[stage]
     was = serving(rl_server)
     before(client)
@@ -153,7 +163,10 @@ def test_sglangs_requests(rl_server: str, client: httpx.Client, tiny_folder: Pat
 
 # (path, body) of vLLM's that are refused once /start_weight_update was answered.
 VLLM: dict[str, tuple[str, dict[str, Any]]] = {
-    "no group": ("/update_weights", {"json": {"update_info": {**TOLD, "dtype_names": ["float32"]}}}),
+    "no group": (
+        "/update_weights",
+        {"json": {"update_info": {**TOLD, "dtype_names": ["float32"]}}},
+    ),
     "no info": ("/update_weights", {"json": {}}),
     "no json": ("/update_weights", {"content": b"{"}),
     "list": ("/update_weights", {"content": b"[1]"}),
@@ -161,7 +174,10 @@ VLLM: dict[str, tuple[str, dict[str, Any]]] = {
     "nothing came": ("/finish_weight_update", {"json": {}}),
     "finish, no json": ("/finish_weight_update", {"content": b"{"}),
     **{
-        f"finish, version {str(each)[:5]!r}": ("/finish_weight_update", {"json": {"weight_version": each}})
+        f"finish, version {str(each)[:5]!r}": (
+            "/finish_weight_update",
+            {"json": {"weight_version": each}},
+        )
         for each in VERSIONS
     },
 }
@@ -169,7 +185,9 @@ VLLM: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("why", VLLM)
 def test_vllms_requests(rl_server: str, client: httpx.Client, tiny_folder: Path, why: str) -> None:
-    """Its order asks for a group before an update begins; a session that another dialect has opened serves here."""
+    """Its order asks for a group before an update begins; a session that another dialect has opened
+    serves here.
+    """
     was = serving(rl_server)
     client.post("/begin_weight_update").raise_for_status()
     path, request = VLLM[why]
@@ -181,8 +199,12 @@ def test_vllms_requests(rl_server: str, client: httpx.Client, tiny_folder: Path,
     assert serving(rl_server)[1] != was[1]
 
 
-@pytest.mark.parametrize("wrong", [{"is_checkpoint_format": False}, {"check_finite": 7}, {"complete": "x"}])
-def test_an_update_that_cannot_begin(rl_server: str, client: httpx.Client, wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"is_checkpoint_format": False}, {"check_finite": 7}, {"complete": "x"}]
+)
+def test_an_update_that_cannot_begin(
+    rl_server: str, client: httpx.Client, wrong: dict[str, Any]
+) -> None:
     assert client.post("/start_weight_update", json=wrong).status_code in (400, 409)
     assert client.post("/finish_weight_update").status_code == 409
 
@@ -207,7 +229,9 @@ def folders(at: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_prime_rls_requests(rl_server: str, client: httpx.Client, tiny_folder: Path, tmp_path: Path) -> None:
+def test_prime_rls_requests(
+    rl_server: str, client: httpx.Client, tiny_folder: Path, tmp_path: Path
+) -> None:
     was = serving(rl_server)
     for why, request in folders(tmp_path).items():
         reply = client.post("/update_weights", json=request)
@@ -219,7 +243,11 @@ def test_prime_rls_requests(rl_server: str, client: httpx.Client, tiny_folder: P
 
 
 def test_a_share_that_hangs_holds_nobody_up(
-    rl_server: str, client: httpx.Client, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rl_server: str,
+    client: httpx.Client,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     was, hung, back = serving(rl_server), threading.Event(), threading.Event()
 
@@ -249,13 +277,17 @@ def test_a_share_that_hangs_before_a_step_is_read(
 ) -> None:
     back = threading.Event()
     monkeypatch.setattr(prime_rl, "_is_stable", lambda step: back.wait(60))
-    reply = client.post("/update_weights", json={"weight_dir": str(tmp_path / "step_3"), "timeout": 0.2})
+    reply = client.post(
+        "/update_weights", json={"weight_dir": str(tmp_path / "step_3"), "timeout": 0.2}
+    )
     back.set()
     assert reply.status_code == 504
     assert reply.json()["message"] == "weight_dir: the file system did not answer within 0.2 s."
 
 
-def test_nan_is_taken_where_it_is_asked_for(rl_server: str, client: httpx.Client, tiny_folder: Path) -> None:
+def test_nan_is_taken_where_it_is_asked_for(
+    rl_server: str, client: httpx.Client, tiny_folder: Path
+) -> None:
     was = serving(rl_server)
     reply = client.post(TENSOR, **part(save(nan(63))))
     assert reply.status_code == 400
@@ -266,10 +298,15 @@ def test_nan_is_taken_where_it_is_asked_for(rl_server: str, client: httpx.Client
     assert client.post(TENSOR, **part(save(new_weights(tiny_folder)))).status_code == 200
 
 
-def test_an_update_says_that_it_is_whole(rl_server: str, client: httpx.Client, tiny_folder: Path) -> None:
+def test_an_update_says_that_it_is_whole(
+    rl_server: str, client: httpx.Client, tiny_folder: Path
+) -> None:
     was = serving(rl_server)
     reply = client.post(TENSOR, **part(complete="true"))
     assert reply.status_code == 400
     assert "is missing" in reply.json()["message"]
     assert serving(rl_server) == was
-    assert client.post(TENSOR, **part(save(new_weights(tiny_folder)), complete="true")).status_code == 200
+    assert (
+        client.post(TENSOR, **part(save(new_weights(tiny_folder)), complete="true")).status_code
+        == 200
+    )

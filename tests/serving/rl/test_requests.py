@@ -1,4 +1,6 @@
-"""`Control` and requests: paused, asleep, aborted with what they have. In this process and in one of its own."""
+"""`Control` and requests: paused, asleep, aborted with what they have. In this process and in one
+of its own.
+"""
 
 import asyncio
 import json
@@ -40,7 +42,9 @@ def test_the_aborted_are_answered_with_what_they_have(
     async def test() -> None:
         whole = await finished(client.submit([1, 2], params_of(0, 40), stream=False))
         names = ["a", "b", "b", None]
-        streams = [client.submit([1, 2], params_of(0, LONG), 2, stream=stream, name=name) for name in names]
+        streams = [
+            client.submit([1, 2], params_of(0, LONG), 2, stream=stream, name=name) for name in names
+        ]
         watched = client.submit([1, 3], params_of(0, LONG), stream=True, name="c")
         seen: list[Delta] = []
         for _ in range(3):
@@ -53,7 +57,10 @@ def test_the_aborted_are_answered_with_what_they_have(
             for sample in samples:
                 count = len(sample.completion_tokens)
                 assert 0 < count == len(sample.logprobs) < LONG
-            assert samples[0].completion_tokens[:40] == whole[0].completion_tokens[: len(samples[0].completion_tokens)]
+            assert (
+                samples[0].completion_tokens[:40]
+                == whole[0].completion_tokens[: len(samples[0].completion_tokens)]
+            )
         assert (await control.loads()).running > 0
         assert await control.abort() == 3
         assert await control.loads() == Loads(0, 0)
@@ -66,14 +73,20 @@ def test_the_aborted_are_answered_with_what_they_have(
 
 
 @pytest.mark.parametrize("state", ["paused", "asleep"])
-def test_those_who_wait_can_be_aborted(client: EngineClient, control: Control, run: Run, state: str) -> None:
+def test_those_who_wait_can_be_aborted(
+    client: EngineClient, control: Control, run: Run, state: str
+) -> None:
     async def test() -> None:
         await (control.pause("keep") if state == "paused" else control.sleep())
         request = client.submit([1, 2], params_of(0), stream=True, name="x")
         assert await control.loads() == Loads(0, 1)
         assert await control.abort(["x"]) == 1
         (sample,) = await finished(request)
-        assert (sample.finish_reason, sample.completion_tokens, sample.logprobs) == ("abort", (), ())
+        assert (sample.finish_reason, sample.completion_tokens, sample.logprobs) == (
+            "abort",
+            (),
+            (),
+        )
         await (control.resume() if state == "paused" else control.wake())
         assert not await control.is_paused()
 
@@ -97,7 +110,9 @@ def test_a_pause(client: EngineClient, control: Control, run: Run, mode: Any) ->
             assert await control.loads() == Loads(2, 1)
         else:
             samples = await finished(request, first)
-            assert {sample.finish_reason for sample in samples} == {"abort" if mode == "abort" else "length"}
+            assert {sample.finish_reason for sample in samples} == {
+                "abort" if mode == "abort" else "length"
+            }
             assert await control.loads() == Loads(0, 1)
         assert (await client.call("stats")).num_steps == steps, "nothing is computed"
         await control.resume()
@@ -112,9 +127,13 @@ def test_a_pause(client: EngineClient, control: Control, run: Run, mode: Any) ->
     run(test())
 
 
-def test_a_pause_that_waits_too_long_is_none(client: EngineClient, control: Control, run: Run) -> None:
+def test_a_pause_that_waits_too_long_is_none(
+    client: EngineClient, control: Control, run: Run
+) -> None:
     async def test() -> None:
-        requests = [client.submit([1, 2], params_of(seed, LONG), 2, stream=False) for seed in range(8)]
+        requests = [
+            client.submit([1, 2], params_of(seed, LONG), 2, stream=False) for seed in range(8)
+        ]
         with pytest.raises(ApiError, match="nothing is paused"):
             await control.pause("wait", timeout=0.01)
         requests.append(client.submit([1, 2], params_of(0), stream=False))
@@ -145,7 +164,9 @@ def test_memory_sleeps_part_by_part(client: EngineClient, control: Control, run:
             assert await client.call("weights_checksum") == checksums
             steps = (await client.call("stats")).num_steps
             await asyncio.sleep(0.05)
-            assert (await client.call("stats")).num_steps == steps, "nothing is computed without a cache"
+            assert (await client.call("stats")).num_steps == steps, (
+                "nothing is computed without a cache"
+            )
             await control.wake()
             assert await control.is_paused() is not end_pause_first
             await control.resume()
@@ -176,7 +197,7 @@ def test_what_is_refused(client: EngineClient, control: Control, run: Run) -> No
     run(test())
 
 
-# -- groups and versions -----------------------------------------------------------------------------------------------
+# -- groups and versions ---------------------------------------------------------------------------
 
 
 def test_the_rest_of_a_group_is_answered_with_what_it_has(client: EngineClient, run: Run) -> None:
@@ -193,19 +214,27 @@ def test_the_rest_of_a_group_is_answered_with_what_it_has(client: EngineClient, 
             await client.submit([1, 2], short, 4, stream=False, num_wanted=5).next()
         await idle(client)
 
-    short = SamplingParams(max_tokens=60, seed=1, ignore_eos=True, stop_token_ids=frozenset(range(0, 300, 16)))
+    short = SamplingParams(
+        max_tokens=60, seed=1, ignore_eos=True, stop_token_ids=frozenset(range(0, 300, 16))
+    )
     run(test())
 
 
-def test_requests_for_versions(client: EngineClient, control: Control, run: Run, model: Path) -> None:
+def test_requests_for_versions(
+    client: EngineClient, control: Control, run: Run, model: Path
+) -> None:
     async def test() -> None:
         serving = await client.call("get_weight_version")
         now = client.submit([1, 2], params_of(0), stream=False, exact_version=serving)
         assert len(await finished(now)) == 1
         later = client.submit([1, 2], params_of(0), stream=False, min_version=serving + 1)
-        fresh = client.submit([1, 2], params_of(0), stream=False, exact_version=serving + 1, max_staleness=0)
+        fresh = client.submit(
+            [1, 2], params_of(0), stream=False, exact_version=serving + 1, max_staleness=0
+        )
         await control.pause("keep")
-        late = Generation(builder_of(Ask([1, 2], params_of(0), exact_version=serving)), served_of(client))
+        late = Generation(
+            builder_of(Ask([1, 2], params_of(0), exact_version=serving)), served_of(client)
+        )
         late.submit(client, "late")
         assert await control.loads() == Loads(0, 3)
         await control.begin_update(version=str(serving + 1))
@@ -233,7 +262,7 @@ def served_of(client: EngineClient) -> Any:
     return SimpleNamespace(engine=client.info, tokenizer=None)
 
 
-# -- over HTTP ---------------------------------------------------------------------------------------------------------
+# -- over HTTP -------------------------------------------------------------------------------------
 
 
 def test_an_abort_over_http(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,15 +279,27 @@ def test_an_abort_over_http(model: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(main, "ROUTES", (*main.ROUTES, routes))
     threads = torch.get_num_threads()
-    body = {"prompt": [1, 2], "max_tokens": LONG, "seed": 0, "n": 2, "ignore_eos": True, "return_token_ids": True}
+    body = {
+        "prompt": [1, 2],
+        "max_tokens": LONG,
+        "seed": 0,
+        "n": 2,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     replies: list[httpx.Response] = []
 
     def whole() -> None:
         headers = {"x-request-id": "one"}
-        replies.append(httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=PATIENCE))
+        replies.append(
+            httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=PATIENCE)
+        )
 
     config = ServerConfig(port=0, in_process=True)
-    with main.running_server(config_of(model), config) as url, httpx.Client(base_url=url, timeout=PATIENCE) as http:
+    with (
+        main.running_server(config_of(model), config) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE) as http,
+    ):
         http.post("/v1/completions", json=body | {"max_tokens": 2})
         thread = threading.Thread(target=whole)
         thread.start()

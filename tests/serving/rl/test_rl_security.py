@@ -1,4 +1,5 @@
-"""What reaches a server that trains from outside: pickles, shapes that no model has, bodies, floods of calls.
+"""What reaches a server that trains from outside: pickles, shapes that no model has, bodies, floods
+of calls.
 
 Keys and pages: `test_access.py`. Paths: `test_prime_rl.py`.
 """
@@ -43,7 +44,10 @@ def evil() -> list[bytes]:
     zipped, old = io.BytesIO(), io.BytesIO()
     torch.save({"model.norm.weight": Evil()}, zipped)
     torch.save({"model.norm.weight": Evil()}, old, _use_new_zipfile_serialization=False)
-    return [pickle.dumps(Evil(), protocol) for protocol in range(6)] + [zipped.getvalue(), old.getvalue()]
+    return [pickle.dumps(Evil(), protocol) for protocol in range(6)] + [
+        zipped.getvalue(),
+        old.getvalue(),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +97,10 @@ def test_pickles_are_never_read(url: str, client: httpx.Client, tmp_path: Path) 
 
 
 def _safetensors(version: int) -> dict[str, Any]:
-    return {"content": save(weights(version)), "headers": {"content-type": "application/octet-stream"}}
+    return {
+        "content": save(weights(version)),
+        "headers": {"content-type": "application/octet-stream"},
+    }
 
 
 NORM = "model.norm.weight"
@@ -101,13 +108,35 @@ SHAPES: list[Any] = [
     [-1], [-(2**70)], [2**40], [2**62, 2], [2**31, 2**31, 2**31], [0], [], [64, 1], [1] * 10_000, [64.0], ["64"],
     [True], [None], [[64]], "64", None, {"64": 1}, [10**400],
 ]  # fmt: skip
-NAMES: list[Any] = ["", "x" * 100_000, "../../etc/passwd", "a\0b", "\ud800", None, 7, ["x"], {"a": 1}]
-DTYPES: list[Any] = ["float8", "object", "torch.load", "", "bfloat16; import os", None, 3, ["float32"], "x" * 100_000]
+NAMES: list[Any] = [
+    "",
+    "x" * 100_000,
+    "../../etc/passwd",
+    "a\0b",
+    "\ud800",
+    None,
+    7,
+    ["x"],
+    {"a": 1},
+]
+DTYPES: list[Any] = [
+    "float8",
+    "object",
+    "torch.load",
+    "",
+    "bfloat16; import os",
+    None,
+    3,
+    ["float32"],
+    "x" * 100_000,
+]
 
 
 def rogues() -> list[tuple[Any, Any, Any]]:
     """(name, shape, dtype), each with one thing wrong."""
-    wrong = [(NORM, shape, "float32") for shape in SHAPES] + [(name, [64], "float32") for name in NAMES]
+    wrong = [(NORM, shape, "float32") for shape in SHAPES] + [
+        (name, [64], "float32") for name in NAMES
+    ]
     return wrong + [(NORM, [64], dtype) for dtype in DTYPES]
 
 
@@ -116,10 +145,19 @@ def distributed(tensors: list[tuple[Any, Any, Any]]) -> list[tuple[str, dict[str
     names, shapes, dtypes = (list(each) for each in zip(*tensors, strict=True))
     infos = [{"name": name, "shape": shape, "dtype": dtype} for name, shape, dtype in tensors]
     return [
-        ("/update_weights", {"update_info": {"names": names, "shapes": shapes, "dtype_names": dtypes}}),
+        (
+            "/update_weights",
+            {"update_info": {"names": names, "shapes": shapes, "dtype_names": dtypes}},
+        ),
         (
             "/update_weights_from_distributed",
-            {"names": names, "shapes": shapes, "dtypes": dtypes, "group_name": "g", "flush_cache": True},
+            {
+                "names": names,
+                "shapes": shapes,
+                "dtypes": dtypes,
+                "group_name": "g",
+                "flush_cache": True,
+            },
         ),
         ("/receive_weight_update", {"version": 1, "parameters_info": infos}),
     ]
@@ -142,8 +180,14 @@ def test_a_million_names(url: str, client: httpx.Client) -> None:
     many = [(f"n{i}", [1], "float32") for i in range(60_000)]
     for path, body in distributed(many):
         refused(client.post(path, json=body), 400, 404, 409)
-    names = json.dumps({"update_info": {"names": ["n"] * 1_000_000, "shapes": [], "dtype_names": []}})
-    refused(client.post("/update_weights", content=names, headers={"content-type": "application/json"}), 400, 409)
+    names = json.dumps(
+        {"update_info": {"names": ["n"] * 1_000_000, "shapes": [], "dtype_names": []}}
+    )
+    refused(
+        client.post("/update_weights", content=names, headers={"content-type": "application/json"}),
+        400,
+        409,
+    )
     shapes = '{"names": ["n"], "dtypes": ["float32"], "shapes": [' + "[1]," * 999_999 + "[1]]}"
     headers = {"content-type": "application/json"}
     refused(client.post("/update_weights_from_distributed", content=shapes, headers=headers), 400)
@@ -170,7 +214,8 @@ BODIES: list[bytes] = [
     b'{"names": {}, "shapes": 3, "dtypes": "x"}',
     b'{"new_version": "' + b"x" * 10_000 + b'"}',
     b'{"init_info": [], "update_info": []}',
-    b'{"init_info": {"master_address": 3, "master_port": "x", "rank_offset": [], "world_size": {}}}',
+    b'{"init_info": {"master_address": 3, "master_port": "x", "rank_offset": [], "world_size": '
+    b"{}}}",
 ]
 
 
@@ -181,7 +226,9 @@ def test_bodies_that_make_no_sense(url: str, client: httpx.Client) -> None:
     for path in sorted(paths.CHANGING - {"/sleep", "/release_memory_occupation"}):
         for body in BODIES:
             reply = client.post(path, content=body, headers=headers)
-            assert reply.status_code < 500 or reply.status_code == 501, f"{path} {body[:80]}: {reply.text}"
+            assert reply.status_code < 500 or reply.status_code == 501, (
+                f"{path} {body[:80]}: {reply.text}"
+            )
     for path in ("/resume", "/continue_generation", "/wake_up"):
         assert client.post(path).status_code == 200
     assert serving(url)[1] == before
@@ -190,14 +237,24 @@ def test_bodies_that_make_no_sense(url: str, client: httpx.Client) -> None:
 
 
 def test_a_flood_of_calls_leaves_nothing_behind(url: str, client: httpx.Client) -> None:
-    """Groups that never form, of one name and of many: few threads wait for a peer that is silent, none afterwards."""
+    """Groups that never form, of one name and of many: few threads wait for a peer that is silent,
+    none afterwards.
+    """
     process, closed = psutil.Process(), _closed_port()
     before = threading.active_count(), process.num_fds()
-    with socket.create_server(("127.0.0.1", 0)) as silent, httpx.Client(base_url=url, timeout=60) as mine:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        httpx.Client(base_url=url, timeout=60) as mine,
+    ):
 
         def join(number: int) -> int:
             port = closed if number % 3 else silent.getsockname()[1]
-            body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+            body = {
+                "master_address": "127.0.0.1",
+                "master_port": port,
+                "rank_offset": 1,
+                "world_size": 2,
+            }
             body |= {"group_name": f"g{number % 40}", "backend": "gloo", "timeout": 0.3}
             return mine.post("/init_weights_update_group", json=body).status_code
 
@@ -210,7 +267,11 @@ def test_a_flood_of_calls_leaves_nothing_behind(url: str, client: httpx.Client) 
         assert time.monotonic() < deadline, (before, threading.active_count(), process.num_fds())
         time.sleep(0.1)
     for number in range(40):
-        refused(client.post("/destroy_weights_update_group", json={"group_name": f"g{number}"}), 400, 404)
+        refused(
+            client.post("/destroy_weights_update_group", json={"group_name": f"g{number}"}),
+            400,
+            404,
+        )
     assert client.post("/update_weights_from_tensor", **_safetensors(8)).status_code == 200
     assert serving(url)[1] == checksums(8)
 

@@ -31,8 +31,12 @@ SLIME = {
 }
 
 
-def generate(url: str, prompt: list[Any], sampling: Any = None, status: int = 200, **more: Any) -> Any:
-    return post(f"{url}/generate", {"input_ids": prompt, "sampling_params": sampling or {}, **more}, status)
+def generate(
+    url: str, prompt: list[Any], sampling: Any = None, status: int = 200, **more: Any
+) -> Any:
+    return post(
+        f"{url}/generate", {"input_ids": prompt, "sampling_params": sampling or {}, **more}, status
+    )
 
 
 def events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -49,7 +53,13 @@ def core(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_it_says_what_the_other_routes_say(rl_server: str) -> None:
-    told = generate(rl_server, [5, 6, 7], {"max_new_tokens": 6, "sampling_seed": 3}, return_logprob=True, rid="mine")
+    told = generate(
+        rl_server,
+        [5, 6, 7],
+        {"max_new_tokens": 6, "sampling_seed": 3},
+        return_logprob=True,
+        rid="mine",
+    )
     other = post(
         f"{rl_server}/v1/completions",
         {"prompt": [5, 6, 7], "max_tokens": 6, "seed": 3, "logprobs": 0, "return_token_ids": True},
@@ -57,11 +67,17 @@ def test_it_says_what_the_other_routes_say(rl_server: str) -> None:
     meta = told["meta_info"]
     assert (told["output_ids"], told["text"]) == (other["token_ids"], other["text"])
     assert [row[0] for row in meta["output_token_logprobs"]] == other["logprobs"]["token_logprobs"]
-    assert [row[1:] for row in meta["output_token_logprobs"]] == [[each, None] for each in told["output_ids"]]
+    assert [row[1:] for row in meta["output_token_logprobs"]] == [
+        [each, None] for each in told["output_ids"]
+    ]
     assert (meta["id"], meta["seed"], meta["weight_version"]) == ("mine", 3, "0")
     assert meta["finish_reason"] == {"type": "length", "length": 6}
     assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
-    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["input_token_logprobs"]) == (3, 6, [])
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["input_token_logprobs"]) == (
+        3,
+        6,
+        [],
+    )
 
 
 SAMPLINGS = st.fixed_dictionaries(
@@ -80,7 +96,9 @@ SAMPLINGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     sampling=SAMPLINGS,
     prompts=st.lists(st.lists(st.integers(3, 299), min_size=1, max_size=5), min_size=1, max_size=2),
@@ -123,7 +141,9 @@ def _assert_grows(before: dict[str, Any], event: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"top_k": 4}, {"min_p": 0.2}])
 def test_logprobs_are_of_the_whole_vocabulary(rl_server: str, filters: dict[str, Any]) -> None:
-    """As a trainer's are, whatever the filters kept; what was sampled from is told beside the mask."""
+    """As a trainer's are, whatever the filters kept; what was sampled from is told beside the
+    mask.
+    """
     sampling = {"max_new_tokens": 12, "sampling_seed": 1, **filters}
     mask = {"return_sampling_mask": True} if filters else {}
     told = generate(rl_server, [5, 6, 7], sampling, return_logprob=True, top_logprobs_num=2, **mask)
@@ -141,7 +161,9 @@ def test_logprobs_are_of_the_whole_vocabulary(rl_server: str, filters: dict[str,
     assert [row[0] for row in inputs[1:]] == pytest.approx([row[0] for row in rows], abs=1e-4)
     assert scored["output_ids"] == scored["meta_info"]["output_token_logprobs"] == []
     assert scored["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
-    for (logprob, token_id, _), tops in zip(rows, told["meta_info"]["output_top_logprobs"], strict=True):
+    for (logprob, token_id, _), tops in zip(
+        rows, told["meta_info"]["output_top_logprobs"], strict=True
+    ):
         assert tops[0][0] >= logprob - 1e-6
         assert all(top[0] == pytest.approx(logprob) for top in tops if top[1] == token_id)
     if filters:
@@ -153,7 +175,9 @@ def test_logprobs_are_of_the_whole_vocabulary(rl_server: str, filters: dict[str,
 
 
 def test_the_masks_of_slime(rl_server: str) -> None:
-    meta = generate(rl_server, [5, 6, 7], SLIME, return_logprob=True, return_sampling_mask=True)["meta_info"]
+    meta = generate(rl_server, [5, 6, 7], SLIME, return_logprob=True, return_sampling_mask=True)[
+        "meta_info"
+    ]
     ids, offsets = (_int32(meta[name]) for name in ("top_p_token_ids", "top_p_token_offsets"))
     rows = [ids[begin:end] for begin, end in pairwise(offsets)]
     assert rows == meta["output_token_sampling_mask"]
@@ -167,18 +191,32 @@ def _int32(text: str) -> list[int]:
 
 def test_logprobs_as_flat_numbers(rl_server: str) -> None:
     sampling = {"max_new_tokens": 5, "sampling_seed": 4}
-    rows = generate(rl_server, [5, 6], sampling, return_logprob=True)["meta_info"]["output_token_logprobs"]
-    listed = generate(rl_server, [5, 6], sampling, return_logprob=True, flat_logprobs="list")["meta_info"]
-    packed = generate(rl_server, [5, 6], sampling, return_logprob=True, flat_logprobs="base64")["meta_info"]
+    rows = generate(rl_server, [5, 6], sampling, return_logprob=True)["meta_info"][
+        "output_token_logprobs"
+    ]
+    listed = generate(rl_server, [5, 6], sampling, return_logprob=True, flat_logprobs="list")[
+        "meta_info"
+    ]
+    packed = generate(rl_server, [5, 6], sampling, return_logprob=True, flat_logprobs="base64")[
+        "meta_info"
+    ]
     assert listed["token_logprobs"] == [row[0] for row in rows]
-    assert struct.unpack("<5f", base64.b64decode(packed["token_logprobs"])) == pytest.approx(listed["token_logprobs"])
+    assert struct.unpack("<5f", base64.b64decode(packed["token_logprobs"])) == pytest.approx(
+        listed["token_logprobs"]
+    )
     assert "output_token_logprobs" not in listed | packed
 
 
 def test_what_stops_a_sample_is_told_and_shown_if_wanted(rl_server: str) -> None:
-    free = generate(rl_server, [5, 6, 7], {"max_new_tokens": 12, "sampling_seed": 8, "skip_special_tokens": False})
+    free = generate(
+        rl_server,
+        [5, 6, 7],
+        {"max_new_tokens": 12, "sampling_seed": 8, "skip_special_tokens": False},
+    )
     ids = free["output_ids"]
-    place = next(place for place in range(3, 12) if ids[place] >= 3 and ids[place] not in ids[:place])
+    place = next(
+        place for place in range(3, 12) if ids[place] >= 3 and ids[place] not in ids[:place]
+    )
     sampling = {"max_new_tokens": 12, "sampling_seed": 8, "stop_token_ids": [ids[place]]}
     cut = generate(rl_server, [5, 6, 7], sampling)
     shown = generate(rl_server, [5, 6, 7], sampling | {"no_stop_trim": True})
@@ -204,7 +242,9 @@ def test_a_batch_may_ask_for_each_prompt_what_it_likes(rl_server: str) -> None:
     assert [each["meta_info"]["completion_tokens"] for each in told] == [2, 3]
     assert [row[1] for row in told[0]["meta_info"]["input_token_logprobs"]] == [6, 7]
     assert "output_token_logprobs" not in told[1]["meta_info"]
-    texts = post(f"{rl_server}/generate", {"text": ["hi", "you"], "sampling_params": {"max_new_tokens": 1}})
+    texts = post(
+        f"{rl_server}/generate", {"text": ["hi", "you"], "sampling_params": {"max_new_tokens": 1}}
+    )
     assert [each["meta_info"]["prompt_tokens"] for each in texts] == [2, 3]
 
 
@@ -218,11 +258,15 @@ def test_an_aborted_sample_keeps_what_it_has_and_goes_on_from_there(rl_server: s
     whole = generate(rl_server, [5, 6, 7], sampling)["output_ids"]
     answers: list[Any] = []
     asked = threading.Thread(
-        target=lambda: answers.append(generate(rl_server, [5, 6, 7], sampling, return_logprob=True, rid="mine"))
+        target=lambda: answers.append(
+            generate(rl_server, [5, 6, 7], sampling, return_logprob=True, rid="mine")
+        )
     )
     asked.start()
     until = time.monotonic() + 30
-    while not httpx.get(f"{rl_server}/v1/loads?include=core").json()["loads"][0]["num_running_reqs"]:
+    while not httpx.get(f"{rl_server}/v1/loads?include=core").json()["loads"][0][
+        "num_running_reqs"
+    ]:
         assert time.monotonic() < until
     assert post(f"{rl_server}/abort_request", {"rid": "another"})["num_aborted"] == 0
     post(f"{rl_server}/abort_request", {"rid": "mine"})
@@ -236,19 +280,32 @@ def test_an_aborted_sample_keeps_what_it_has_and_goes_on_from_there(rl_server: s
 
 
 def test_the_first_of_a_group_are_enough(rl_server: str) -> None:
-    sampling = {"n": 4, "max_new_tokens": 400, "sampling_seed": 1, "stop_token_ids": list(range(3, 12))}
+    sampling = {
+        "n": 4,
+        "max_new_tokens": 400,
+        "sampling_seed": 1,
+        "stop_token_ids": list(range(3, 12)),
+    }
     told = generate(rl_server, [5, 6, 7], sampling, n_wanted=2)
     ends = sorted(each["meta_info"]["finish_reason"]["type"] for each in told)
     assert ends[:2] == ["abort", "abort"]
     assert "abort" not in ends[2:]
-    assert {each["meta_info"]["finish_reason"].get("message") for each in told} >= {"group complete"}
+    assert {each["meta_info"]["finish_reason"].get("message") for each in told} >= {
+        "group complete"
+    }
 
 
 def test_one_version_of_the_weights(rl_server: str) -> None:
     sampling = {"max_new_tokens": 1}
     for wanted in ({"exact_version": 0}, {"min_version": "0"}, {"exact_version": None}):
-        assert generate(rl_server, [5], sampling, weight_version=wanted)["meta_info"]["weight_version"] == "0"
-    assert "no weight version" in generate(rl_server, [5], 0, 409, weight_version={"exact_version": "mine"})["message"]
+        assert (
+            generate(rl_server, [5], sampling, weight_version=wanted)["meta_info"]["weight_version"]
+            == "0"
+        )
+    assert (
+        "no weight version"
+        in generate(rl_server, [5], 0, 409, weight_version={"exact_version": "mine"})["message"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,16 +318,40 @@ def test_one_version_of_the_weights(rl_server: str) -> None:
         ({"text": ["a", 5]}, "text must be"),
         ({"input_ids": [5, 300]}, "token ids are in [0, 300)"),
         ({"input_ids": [5] * 512}, "context"),
-        ({"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 511}}, "lower max_new_tokens to 510"),
-        ({"input_ids": [5], "sampling_params": {"max_new_tokens": "3"}}, "sampling_params.max_new_tokens must be"),
-        ({"input_ids": [5], "sampling_params": {"regex": "a"}}, "sampling_params.regex is not supported"),
+        (
+            {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 511}},
+            "lower max_new_tokens to 510",
+        ),
+        (
+            {"input_ids": [5], "sampling_params": {"max_new_tokens": "3"}},
+            "sampling_params.max_new_tokens must be",
+        ),
+        (
+            {"input_ids": [5], "sampling_params": {"regex": "a"}},
+            "sampling_params.regex is not supported",
+        ),
         ({"input_ids": [5], "sampling_params": {"n": 99999}}, "at most"),
-        ({"input_ids": [[5], [6]], "sampling_params": [{"n": 2}, {}]}, "sampling_params.n must be the same"),
-        ({"input_ids": [[5], [6]], "sampling_params": [{}] * 3}, "sampling_params has 3 entries for 2"),
-        ({"input_ids": [[5], [6]], "return_logprob": [True, True, False]}, "return_logprob has 3 entries"),
-        ({"input_ids": [5], "return_logprob": True, "logprob_start_len": 1}, "logprob_start_len is 1"),
+        (
+            {"input_ids": [[5], [6]], "sampling_params": [{"n": 2}, {}]},
+            "sampling_params.n must be the same",
+        ),
+        (
+            {"input_ids": [[5], [6]], "sampling_params": [{}] * 3},
+            "sampling_params has 3 entries for 2",
+        ),
+        (
+            {"input_ids": [[5], [6]], "return_logprob": [True, True, False]},
+            "return_logprob has 3 entries",
+        ),
+        (
+            {"input_ids": [5], "return_logprob": True, "logprob_start_len": 1},
+            "logprob_start_len is 1",
+        ),
         ({"input_ids": [5], "return_sampling_mask": True}, "sampling_mask needs"),
-        ({"input_ids": [5], "weight_version": {"exact_version": 1.5}}, "weight_version.exact_version must be"),
+        (
+            {"input_ids": [5], "weight_version": {"exact_version": 1.5}},
+            "weight_version.exact_version must be",
+        ),
         ({"input_ids": [5], "n_wanted": 2}, "num_wanted"),
         *(
             ({"input_ids": [5], name: value}, f"{name} is not supported")
@@ -286,7 +367,9 @@ def test_one_version_of_the_weights(rl_server: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(rl_server: str, body: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_served_is_refused_by_name(
+    rl_server: str, body: dict[str, Any], told: str
+) -> None:
     reply = post(f"{rl_server}/generate", body, 400)
     assert reply["success"] is False
     assert told in reply["message"] == reply["error"]["message"]
@@ -294,7 +377,27 @@ def test_what_cannot_be_served_is_refused_by_name(rl_server: str, body: dict[str
 
 def test_fields_that_ask_for_nothing_are_taken(rl_server: str) -> None:
     """As AReaL and others send them along."""
-    nothing = {"image_data": None, "lora_path": None, "return_routed_experts": False, "token_ids_logprob": None}
-    hints = {"session_id": "a", "routed_dp_rank": 0, "log_metrics": True, "stream": False, "priority": 3}
-    sampling = {"max_new_tokens": 1, "json_schema": None, "regex": "", "frequency_penalty": 0.0, "stop_token_ids": [2]}
-    assert generate(rl_server, [5], sampling, **nothing, **hints)["meta_info"]["completion_tokens"] == 1
+    nothing = {
+        "image_data": None,
+        "lora_path": None,
+        "return_routed_experts": False,
+        "token_ids_logprob": None,
+    }
+    hints = {
+        "session_id": "a",
+        "routed_dp_rank": 0,
+        "log_metrics": True,
+        "stream": False,
+        "priority": 3,
+    }
+    sampling = {
+        "max_new_tokens": 1,
+        "json_schema": None,
+        "regex": "",
+        "frequency_penalty": 0.0,
+        "stop_token_ids": [2],
+    }
+    assert (
+        generate(rl_server, [5], sampling, **nothing, **hints)["meta_info"]["completion_tokens"]
+        == 1
+    )

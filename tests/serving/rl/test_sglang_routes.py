@@ -1,4 +1,6 @@
-"""What SGLang's routes do, and what they refuse; updates over a group are in `test_sglang_updates.py`."""
+"""What SGLang's routes do, and what they refuse; updates over a group are in
+`test_sglang_updates.py`.
+"""
 
 import base64
 from collections.abc import Iterator
@@ -30,7 +32,11 @@ def loads(url: str) -> dict[str, int]:
 def test_who_serves(url: str, tiny_folder: Path) -> None:
     for path in ("/model_info", "/get_model_info"):
         told = httpx.get(url + path).json()
-        assert (told["model_path"], told["weight_version"], told["is_generation"]) == (str(tiny_folder), "0", True)
+        assert (told["model_path"], told["weight_version"], told["is_generation"]) == (
+            str(tiny_folder),
+            "0",
+            True,
+        )
     for path in ("/server_info", "/get_server_info"):  # slime reads either
         told = httpx.get(url + path).json()
         assert [told[f"{each}_size"] for each in ("tp", "pp", "dp", "ep")] == [1, 1, 1, 1]
@@ -53,7 +59,8 @@ def test_a_pause_stops_what_runs_and_says_so_to_flushes(url: str, mode: str) -> 
         assert httpx.get(f"{url}/flush_cache").status_code == 400  # while requests run
         said = post(url, "/pause_generation", {"mode": mode})
         assert said == {"message": "Generation paused successfully.", "status": "ok"}
-        # SGLang keeps a pause in place from being flushed, and no other, also with newcomers waiting.
+        # SGLang keeps a pause in place from being flushed, and no other, also with newcomers
+        # waiting.
         assert httpx.get(f"{url}/flush_cache").status_code == (400 if mode == "in_place" else 200)
         steps = httpx.get(f"{url}/stats").json()["engine"]["num_steps"]
         assert asked.done() == (mode == "abort")
@@ -84,15 +91,31 @@ def test_abort_all(url: str) -> None:
 
 
 def test_memory_is_given_back_part_by_part(url: str) -> None:
-    ids = post(url, "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 3, "temperature": 0}})
+    ids = post(
+        url,
+        "/generate",
+        {"input_ids": [5], "sampling_params": {"max_new_tokens": 3, "temperature": 0}},
+    )
     said = post(url, "/release_memory_occupation")
     assert sorted(said["sleeping"]) == ["kv_cache", "weights"]
-    assert "asleep" in post(url, "/update_weights_from_disk", {"model_path": "/nowhere"}, 409)["message"]
+    assert (
+        "asleep"
+        in post(url, "/update_weights_from_disk", {"model_path": "/nowhere"}, 409)["message"]
+    )
     assert post(url, "/resume_memory_occupation", {"tags": ["weights"]})["sleeping"] == ["kv_cache"]
-    assert post(url, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})["sleeping"] == []
-    again = post(url, "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 3, "temperature": 0}})
+    assert (
+        post(url, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})["sleeping"]
+        == []
+    )
+    again = post(
+        url,
+        "/generate",
+        {"input_ids": [5], "sampling_params": {"max_new_tokens": 3, "temperature": 0}},
+    )
     assert again["output_ids"] == ids["output_ids"]
-    assert "tags holds" in post(url, "/release_memory_occupation", {"tags": ["disk"]}, 400)["message"]
+    assert (
+        "tags holds" in post(url, "/release_memory_occupation", {"tags": ["disk"]}, 400)["message"]
+    )
 
 
 @pytest.mark.parametrize("form", ["disk", "bytes", "base64"])
@@ -111,15 +134,22 @@ def send_file(url: str, weights: dict[str, Any], form: str, folder: Path, **more
         return post(url, "/update_weights_from_disk", {"model_path": str(folder), **more})
     content = save(weights)
     if form == "base64":
-        told = {"serialized_named_tensors": [base64.b64encode(content).decode()], "load_format": "safetensors"}
+        told = {
+            "serialized_named_tensors": [base64.b64encode(content).decode()],
+            "load_format": "safetensors",
+        }
         return post(url, "/update_weights_from_tensor", told | more)
     headers = {"content-type": "application/octet-stream"}
-    reply = httpx.post(f"{url}/update_weights_from_tensor", params=more, content=content, headers=headers)
+    reply = httpx.post(
+        f"{url}/update_weights_from_tensor", params=more, content=content, headers=headers
+    )
     assert reply.status_code == 200, reply.text
     return reply.json()
 
 
-def test_files_are_gathered_in_a_pause_until_it_ends(url: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_files_are_gathered_in_a_pause_until_it_ends(
+    url: str, tiny_folder: Path, tmp_path: Path
+) -> None:
     weights = new_weights(tiny_folder, 4)
     halves = [dict(list(weights.items())[:9]), dict(list(weights.items())[9:])]
     post(url, "/pause_generation")
@@ -136,7 +166,8 @@ def test_files_are_gathered_in_a_pause_until_it_ends(url: str, tiny_folder: Path
     assert version(url) == "4"
 
     post(url, "/pause_generation")
-    send_file(url, weights, "disk", tmp_path, weight_version="6")  # whole: slime deletes the folder now
+    # whole: slime deletes the folder now
+    send_file(url, weights, "disk", tmp_path, weight_version="6")
     assert version(url) == "6"
     send_file(url, weights, "bytes", tmp_path, weight_version="7", flush_cache=True)
     assert version(url) == "7"
@@ -171,18 +202,36 @@ def test_checks_of_weights(url: str, tiny_folder: Path, tmp_path: Path) -> None:
     told = post(url, "/weights_checker")
     assert told["ranks"][0]["parallelism_info"]["rank"] == 0
     assert httpx.get(f"{url}/weights_checker").json() == told
-    assert "reset_tensors" in post(url, "/weights_checker", {"action": "reset_tensors"}, 501)["message"]
+    assert (
+        "reset_tensors"
+        in post(url, "/weights_checker", {"action": "reset_tensors"}, 501)["message"]
+    )
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "told"),
     [
-        ("/pause_generation", {"mode": "sleep"}, 400, "mode must be one of abort, retract, in_place"),
+        (
+            "/pause_generation",
+            {"mode": "sleep"},
+            400,
+            "mode must be one of abort, retract, in_place",
+        ),
         ("/init_weights_update_group", {}, 400, "master_address is missing"),
         ("/destroy_weights_update_group", {"group_name": "nobody"}, 404, "no group 'nobody'"),
         ("/update_weights_from_distributed", {}, 400, "names, dtypes and shapes"),
-        ("/update_weights_from_distributed", {"names": ["a"], "dtypes": ["int8"], "shapes": [[-1]]}, 400, "the shape"),
-        ("/update_weights_from_tensor", {"serialized_named_tensors": []}, 400, "application/octet-stream"),
+        (
+            "/update_weights_from_distributed",
+            {"names": ["a"], "dtypes": ["int8"], "shapes": [[-1]]},
+            400,
+            "the shape",
+        ),
+        (
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": []},
+            400,
+            "application/octet-stream",
+        ),
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["*"]}, 400, "not base64"),
         (
             "/update_weights_from_tensor",
@@ -190,11 +239,26 @@ def test_checks_of_weights(url: str, tiny_folder: Path, tmp_path: Path) -> None:
             400,
             "safetensors",
         ),
-        ("/update_weights_from_tensor", {"load_format": "flattened_bucket"}, 400, "pickles are not read"),
+        (
+            "/update_weights_from_tensor",
+            {"load_format": "flattened_bucket"},
+            400,
+            "pickles are not read",
+        ),
         ("/update_weights_from_disk", {"model_path": "/nowhere"}, 400, ""),
         ("/update_weights_from_disk", {}, 400, "model_path is missing"),
-        ("/update_weights_from_disk", {"model_path": "/a", "load_format": "gguf"}, 400, "load_format"),
-        ("/update_weights_from_disk", {"model_path": "/a", "weight_version": 1.5}, 400, "weight_version"),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "/a", "load_format": "gguf"},
+            400,
+            "load_format",
+        ),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "/a", "weight_version": 1.5},
+            400,
+            "weight_version",
+        ),
         ("/begin_weight_update", {"selector": "draft"}, 400, "selector must be one of"),
         ("/post_process_weights", {}, 501, "checkpoint"),
         ("/pull_weights", {"target_version": 4}, 501, "update_weights_from_disk"),
@@ -210,7 +274,9 @@ def test_what_is_refused_changes_nothing(
 
 def test_bodies_that_are_no_json(rl_server: str) -> None:
     headers = {"content-type": "application/json"}
-    reply = httpx.post(f"{rl_server}/update_weights_from_distributed", content=b"{", headers=headers)
+    reply = httpx.post(
+        f"{rl_server}/update_weights_from_distributed", content=b"{", headers=headers
+    )
     assert (reply.status_code, reply.json()["success"]) == (400, False)
     for body in (b"", b"{}"):  # as clients of every kind send it
         assert httpx.post(f"{rl_server}/continue_generation", content=body).status_code == 200

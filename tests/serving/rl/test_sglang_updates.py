@@ -92,14 +92,18 @@ def test_a_slime_like_trainer(tiny_folder: Path, mode: str) -> None:
 def test_a_slime_like_trainer_of_smollm2(mode: str) -> None:
     """The same with the engine in a process of its own, as servers have it."""
     config = dataclasses.replace(RL, in_process=False, rl_timeout=120.0)
-    engine = EngineConfig("smollm2-135m", device="cpu", max_model_len=512, kv_cache_memory=2**27, num_threads=1)
+    engine = EngineConfig(
+        "smollm2-135m", device="cpu", max_model_len=512, kv_cache_memory=2**27, num_threads=1
+    )
     with running_server(engine, config) as url:
         run_example(url, resolve_model("smollm2-135m"), mode, "--max-tokens", "96")
 
 
 def run_example(url: str, folder: Path, mode: str, *options: str) -> None:
     command = [sys.executable, "examples/slime_like.py", url, str(folder), "--mode", mode, *options]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout)
     assert told["version"] == 2
@@ -129,7 +133,9 @@ def test_areal_says_nothing_of_flushes_and_versions(trainer: Trainer) -> None:
     before = version(trainer.url)
     post(trainer.url, "/pause_generation", {})
     for bucket in trainer.buckets(3):
-        weights = {name: each for name, each in new_weights(trainer.folder, 12).items() if name in bucket}
+        weights = {
+            name: each for name, each in new_weights(trainer.folder, 12).items() if name in bucket
+        }
         told = told_of(weights, abort_all_requests=True)
         del told["flush_cache"]
         asked = trainer.beside(post, trainer.url, "/update_weights_from_distributed", told)
@@ -145,7 +151,10 @@ def test_areal_says_nothing_of_flushes_and_versions(trainer: Trainer) -> None:
 def test_a_flattened_bucket_is_one_broadcast(trainer: Trainer) -> None:
     weights = new_weights(trainer.folder, 13)
     asked = trainer.beside(
-        post, trainer.url, "/update_weights_from_distributed", told_of(weights, load_format="flattened_bucket")
+        post,
+        trainer.url,
+        "/update_weights_from_distributed",
+        told_of(weights, load_format="flattened_bucket"),
     )
     trainer.tell("send", group=GROUP, seed=13, packed_bytes=1 << 40)
     asked.result(30)
@@ -170,9 +179,15 @@ def test_what_does_not_fit_ends_the_update_and_the_next_one_works(
     post(url, "/pause_generation")
     trainer.send(14, trainer.buckets(2)[0], weight_version="broken")
     weights = {"model.norm.weight": new_weights(trainer.folder, 14)["model.norm.weight"]}
-    assert told in post(url, "/update_weights_from_distributed", told_of(weights) | changes, status)["message"]
+    assert (
+        told
+        in post(url, "/update_weights_from_distributed", told_of(weights) | changes, status)[
+            "message"
+        ]
+    )
     post(url, "/continue_generation")
-    assert (version(url), checksums(url)) == (before, served)  # what came before is forgotten as well
+    # what came before is forgotten as well
+    assert (version(url), checksums(url)) == (before, served)
     leave(trainer)
     trainer.join()
     update(trainer, f"after {told}")
@@ -189,7 +204,9 @@ def test_a_second_trainer_is_kept_out_while_the_first_lives(trainer: Trainer) ->
 
 
 def test_a_trainer_that_died_comes_again(trainer: Trainer) -> None:
-    """It died between two buckets; what it had sent must not be put together with what comes now."""
+    """It died between two buckets; what it had sent must not be put together with what comes
+    now.
+    """
     url, before, served = trainer.url, version(trainer.url), checksums(trainer.url)
     post(url, "/pause_generation")
     trainer.send(16, trainer.buckets(2)[0], weight_version="half")
@@ -206,7 +223,9 @@ def test_a_trainer_killed_amid_a_bucket(trainer: Trainer) -> None:
     url, before, served = trainer.url, version(trainer.url), checksums(trainer.url)
     weights = new_weights(trainer.folder, 17)
     with rollout(url) as asked:
-        failing = trainer.beside(post, url, "/update_weights_from_distributed", told_of(weights), 504)
+        failing = trainer.beside(
+            post, url, "/update_weights_from_distributed", told_of(weights), 504
+        )
         time.sleep(0.3)  # it waits for the first tensor
         trainer.process.kill()
         began = time.monotonic()
@@ -223,7 +242,13 @@ def test_what_never_comes_has_a_deadline(trainer: Trainer) -> None:
     weights, before = new_weights(trainer.folder, 18), version(trainer.url)
     told = post(trainer.url, "/update_weights_from_distributed", told_of(weights, timeout=1), 504)
     assert "within" in told["message"]
-    group = {"master_address": "127.0.0.1", "master_port": "9", "rank_offset": 1, "world_size": 2, "timeout": 1}
+    group = {
+        "master_address": "127.0.0.1",
+        "master_port": "9",
+        "rank_offset": 1,
+        "world_size": 2,
+        "timeout": 1,
+    }
     assert "no trainer" in post(trainer.url, "/init_weights_update_group", group, 504)["message"]
     assert version(trainer.url) == before
 
@@ -239,7 +264,10 @@ def test_a_group_that_was_left_can_be_made_again(trainer: Trainer) -> None:
 
 def test_golden_exchanges(tiny_folder: Path, request: pytest.FixtureRequest) -> None:
     """Of the routes that need a trainer."""
-    with running_server(engine_config(tiny_folder), RL) as url, trainer_of(url, tiny_folder) as trainer:
+    with (
+        running_server(engine_config(tiny_folder), RL) as url,
+        trainer_of(url, tiny_folder) as trainer,
+    ):
         port = free_port()
         buckets = iter(trainer.buckets(2))
 

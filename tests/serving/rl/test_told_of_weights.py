@@ -1,4 +1,6 @@
-"""What routes tell of weights and of requests, as SGLang and vLLM do: rows by name, the folder, checksums, ids."""
+"""What routes tell of weights and of requests, as SGLang and vLLM do: rows by name, the folder,
+checksums, ids.
+"""
 
 import threading
 from pathlib import Path
@@ -24,16 +26,25 @@ def test_weights_by_name(rl_server: str, tmp_path: Path) -> None:
     for name in (NORM, EMBEDDING):
         told = ask(rl_server, "/get_weights_by_name", {"name": name})
         assert told == new[name][:100].to(torch.float32).tolist()
-        assert ask(rl_server, "/get_weights_by_name", {"name": name, "truncate_size": 2}) == told[:2]
+        assert (
+            ask(rl_server, "/get_weights_by_name", {"name": name, "truncate_size": 2}) == told[:2]
+        )
         assert look(rl_server, f"/get_weights_by_name?name={name}&truncate_size=1") == told[:1]
-    assert "'x' is not a tensor" in ask(rl_server, "/get_weights_by_name", {"name": "x"}, 400)["message"]
+    assert (
+        "'x' is not a tensor"
+        in ask(rl_server, "/get_weights_by_name", {"name": "x"}, 400)["message"]
+    )
     ask(rl_server, "/get_weights_by_name", {"name": NORM, "truncate_size": 0}, 400)
 
 
 def test_rows_are_bounded(rl_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nano_inference.serving.weight_link.MOST_NUMBERS", 640)
-    assert len(ask(rl_server, "/get_weights_by_name", {"name": EMBEDDING, "truncate_size": 10})) == 10
-    told = ask(rl_server, "/get_weights_by_name", {"name": EMBEDDING, "truncate_size": 11}, 400)["message"]
+    assert (
+        len(ask(rl_server, "/get_weights_by_name", {"name": EMBEDDING, "truncate_size": 10})) == 10
+    )
+    told = ask(rl_server, "/get_weights_by_name", {"name": EMBEDDING, "truncate_size": 11}, 400)[
+        "message"
+    ]
     assert told == f"11 rows of '{EMBEDDING}' are 704 numbers; ask for 10 rows."
 
 
@@ -59,7 +70,11 @@ def test_checksums_are_in_sglangs_form(rl_server: str) -> None:
 
 
 def test_a_rid_that_is_alive_is_refused(rl_server: str) -> None:
-    given = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "rid": "mine"}
+    given = {
+        "input_ids": [1, 2, 3],
+        "sampling_params": {"max_new_tokens": 400, "ignore_eos": True},
+        "rid": "mine",
+    }
     first = threading.Thread(target=lambda: ask(rl_server, "/generate", given))
     first.start()
     for _ in range(2000):
@@ -67,7 +82,10 @@ def test_a_rid_that_is_alive_is_refused(rl_server: str) -> None:
             break
     short = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
     told = ask(rl_server, "/generate", short | {"rid": "mine"}, 400)
-    assert told["message"] == 'rid "mine" is that of a request which has not ended; give each request its own.'
+    assert (
+        told["message"]
+        == 'rid "mine" is that of a request which has not ended; give each request its own.'
+    )
     ask(rl_server, "/generate", short | {"rid": "another"})
     assert ask(rl_server, "/abort_request", {"rid": "mine"})["num_aborted"] == 1
     first.join(20)
@@ -94,10 +112,14 @@ def test_requests_are_aborted_where_they_are_generated(rl_server: str) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "chatcmpl-"),
     ],
 )
-def test_a_bodys_request_id_names_the_request(rl_server: str, path: str, given: dict[str, object], prefix: str) -> None:
+def test_a_bodys_request_id_names_the_request(
+    rl_server: str, path: str, given: dict[str, object], prefix: str
+) -> None:
     asked = given | {"model": "tiny", "request_id": "mine", "max_tokens": 400, "ignore_eos": True}
     replies: list[httpx.Response] = []
-    thread = threading.Thread(target=lambda: replies.append(httpx.post(rl_server + path, json=asked, timeout=60)))
+    thread = threading.Thread(
+        target=lambda: replies.append(httpx.post(rl_server + path, json=asked, timeout=60))
+    )
     thread.start()
     for _ in range(2000):
         if look(rl_server, "/v1/loads")["loads"][0]["num_total_reqs"]:

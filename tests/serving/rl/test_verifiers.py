@@ -1,4 +1,6 @@
-"""renderers and verifiers, unmodified, in an environment of their own (`make test-slow` makes it)."""
+"""renderers and verifiers, unmodified, in an environment of their own (`make test-slow` makes
+it).
+"""
 
 import json
 import math
@@ -18,7 +20,9 @@ PYTHON = Path(sys.prefix) / "rl-clients" / "bin" / "python"
 SCRIPT = Path(__file__).with_name("with_verifiers.py")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it"),
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it"
+    ),
 ]
 
 
@@ -33,14 +37,18 @@ def seen(tiny_folder: Path) -> dict[str, Any]:
         told = json.loads(ran.stdout.splitlines()[-1])
         sampling = {"temperature": 0, "max_tokens": 6, "logprobs": 1}
         prompt = told["renderers"]["plain"]["prompt_ids"]
-        told["plain"] = ask(url, GENERATE, {"token_ids": prompt, "sampling_params": sampling})["choices"][0]
+        told["plain"] = ask(url, GENERATE, {"token_ids": prompt, "sampling_params": sampling})[
+            "choices"
+        ][0]
     return told
 
 
 def test_renderers_sample_by_token_ids(seen: dict[str, Any]) -> None:
     told, plain = seen["renderers"], seen["plain"]
     assert told["plain"]["completion_ids"] == told["salted"]["completion_ids"] == plain["token_ids"]
-    assert told["plain"]["completion_logprobs"] == [each["logprob"] for each in plain["logprobs"]["content"]]
+    assert told["plain"]["completion_logprobs"] == [
+        each["logprob"] for each in plain["logprobs"]["content"]
+    ]
     assert told["plain"]["finish_reason"] == plain["finish_reason"]
     assert told["plain"]["routed_experts"] is None
     assert len(told["plain"]["prompt_ids"]) == len("user: Hi there\nassistant: ")

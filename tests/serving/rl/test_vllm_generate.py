@@ -1,4 +1,6 @@
-"""`/inference/v1/generate`, and what trainers ask of `/v1/completions`: forms of logprobs, texts, groups, versions."""
+"""`/inference/v1/generate`, and what trainers ask of `/v1/completions`: forms of logprobs, texts,
+groups, versions.
+"""
 
 import base64
 import json
@@ -47,7 +49,11 @@ SAMPLING = st.fixed_dictionaries(
 @given(sampling=SAMPLING, text=st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_what_a_reply_holds(rl_server: str, sampling: dict[str, Any], text: bool) -> None:
-    given = {"token_ids": PROMPT, "sampling_params": sampling, "output_mode": "text" if text else "tokens"}
+    given = {
+        "token_ids": PROMPT,
+        "sampling_params": sampling,
+        "output_mode": "text" if text else "tokens",
+    }
     whole = ask(rl_server, GENERATE, given)
     choices = whole["choices"]
     assert [choice["index"] for choice in choices] == list(range(sampling["n"]))
@@ -65,24 +71,39 @@ def test_what_a_reply_holds(rl_server: str, sampling: dict[str, Any], text: bool
         assert list(numbers) == pytest.approx(other["token_logprobs"], abs=1e-6)
         assert one["logprobs"] is other["logprobs"] is None
         if choice["logprobs"] is not None:
-            assert other["token_logprobs"] == [each["logprob"] for each in choice["logprobs"]["content"]]
+            assert other["token_logprobs"] == [
+                each["logprob"] for each in choice["logprobs"]["content"]
+            ]
     # and a stream says the same
     events = streamed(rl_server, GENERATE, given | {"stream_options": {"include_usage": True}})
     for choice in choices:
-        news = [each for event in events for each in event["choices"] if each["index"] == choice["index"]]
+        news = [
+            each
+            for event in events
+            for each in event["choices"]
+            if each["index"] == choice["index"]
+        ]
         assert [token_id for each in news for token_id in each["token_ids"]] == choice["token_ids"]
-        assert {key: news[-1][key] for key in ("finish_reason", "stop_reason", "weight_versions", "seed")} == {
+        assert {
+            key: news[-1][key]
+            for key in ("finish_reason", "stop_reason", "weight_versions", "seed")
+        } == {
             key: choice[key] for key in ("finish_reason", "stop_reason", "weight_versions", "seed")
         }
         if text:
             assert "".join(each["text"] for each in news) == choice["text"]
-    assert {**events[-1]["usage"], "prompt_tokens_details": None} == {**usage, "prompt_tokens_details": None}
+    assert {**events[-1]["usage"], "prompt_tokens_details": None} == {
+        **usage,
+        "prompt_tokens_details": None,
+    }
 
 
 def check_choice(choice: dict[str, Any], sampling: dict[str, Any], text: bool) -> None:
     ids, spans = choice["token_ids"], choice["weight_versions"]
     assert choice["finish_reason"] in ("stop", "length")
-    assert (choice["stop_reason"] is None) == (choice["finish_reason"] == "length" or ids[-1] == EOS)
+    assert (choice["stop_reason"] is None) == (
+        choice["finish_reason"] == "length" or ids[-1] == EOS
+    )
     assert [spans[0]["start"], *[span["end"] for span in spans]] == [
         0,
         *[b["start"] for _, b in pairwise(spans)],
@@ -104,11 +125,15 @@ def check_choice(choice: dict[str, Any], sampling: dict[str, Any], text: bool) -
         assert {key: tops[0][key] for key in ("token", "token_id", "logprob", "rank")} == {
             key: entry[key] for key in ("token", "token_id", "logprob", "rank")
         }  # as in vLLM the token itself is the first
-        assert [each["logprob"] for each in tops[1:]] == sorted((each["logprob"] for each in tops[1:]), reverse=True)
+        assert [each["logprob"] for each in tops[1:]] == sorted(
+            (each["logprob"] for each in tops[1:]), reverse=True
+        )
 
 
 def test_all_that_the_context_leaves_is_the_default(rl_server: str) -> None:
-    choice = ask(rl_server, GENERATE, {"token_ids": PROMPT, "sampling_params": {"ignore_eos": True}})["choices"][0]
+    choice = ask(
+        rl_server, GENERATE, {"token_ids": PROMPT, "sampling_params": {"ignore_eos": True}}
+    )["choices"][0]
     assert len(choice["token_ids"]) == 512 - len(PROMPT)
     nothing = ask(rl_server, GENERATE, {"token_ids": [9] * 511})["choices"][0]
     assert len(nothing["token_ids"]) == 1
@@ -116,9 +141,14 @@ def test_all_that_the_context_leaves_is_the_default(rl_server: str) -> None:
 
 def test_a_mask_has_the_tokens_that_were_kept(rl_server: str) -> None:
     sampling = {"max_tokens": 5, "top_k": 3, "return_sampling_mask": True, "seed": 1}
-    choice = ask(rl_server, GENERATE, {"token_ids": PROMPT, "sampling_params": sampling})["choices"][0]
+    choice = ask(rl_server, GENERATE, {"token_ids": PROMPT, "sampling_params": sampling})[
+        "choices"
+    ][0]
     assert [len(row) for row in choice["sampling_mask"]] == [3] * len(choice["token_ids"])
-    assert all(token_id in row for token_id, row in zip(choice["token_ids"], choice["sampling_mask"], strict=True))
+    assert all(
+        token_id in row
+        for token_id, row in zip(choice["token_ids"], choice["sampling_mask"], strict=True)
+    )
 
 
 def test_salts_share_no_prefix(rl_server: str) -> None:
@@ -128,12 +158,26 @@ def test_salts_share_no_prefix(rl_server: str) -> None:
         given = {"token_ids": prompt, "sampling_params": {"max_tokens": 1}, "cache_salt": salt}
         return ask(rl_server, GENERATE, given)["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    assert [cached(salt) > 0 for salt in (None, None, "7", "7", "8")] == [False, True, False, True, False]
+    assert [cached(salt) > 0 for salt in (None, None, "7", "7", "8")] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_group_ends_when_enough_of_it_is_done(rl_server: str) -> None:
-    sampling = {"n": 4, "max_tokens": 200, "temperature": 2.0, "seed": 2, "stop_token_ids": [*range(0, 300, 9)]}
-    one = ask(rl_server, GENERATE, {"token_ids": PROMPT, "n_wanted": 2, "sampling_params": sampling})["choices"]
+    sampling = {
+        "n": 4,
+        "max_tokens": 200,
+        "temperature": 2.0,
+        "seed": 2,
+        "stop_token_ids": [*range(0, 300, 9)],
+    }
+    one = ask(
+        rl_server, GENERATE, {"token_ids": PROMPT, "n_wanted": 2, "sampling_params": sampling}
+    )["choices"]
     same = {"prompt": PROMPT, "return_token_ids": True, "n_wanted": 2} | sampling
     other = ask(rl_server, COMPLETIONS, same)["choices"]
     reasons = [choice["finish_reason"] for choice in one]
@@ -156,7 +200,9 @@ def test_a_request_may_wait_for_a_version(rl_server: str, path: str) -> None:
     assert ask(rl_server, path, given | {"min_weight_version": now})["choices"]
     told: list[Any] = []
     later = given | {"min_weight_version": str(now + 1), "request_id": "later"}
-    thread = threading.Thread(target=lambda: told.append(ask(rl_server, path, later, **{"x-request-id": "later"})))
+    thread = threading.Thread(
+        target=lambda: told.append(ask(rl_server, path, later, **{"x-request-id": "later"}))
+    )
     thread.start()
     thread.join(0.2)
     assert thread.is_alive()
@@ -187,9 +233,19 @@ def test_texts_show_what_is_asked_for(
 ) -> None:
     tokenizer = load_tokenizer(tiny_folder)
     ids = [tokenizer.encode(letter)[0] for letter in "abcd"]
-    body = {"max_tokens": 20, "seed": seed, "temperature": 2.0, "allowed_token_ids": [*ids, SPECIAL, EOS], "stop": stop}
+    body = {
+        "max_tokens": 20,
+        "seed": seed,
+        "temperature": 2.0,
+        "allowed_token_ids": [*ids, SPECIAL, EOS],
+        "stop": stop,
+    }
     body |= {"min_tokens": min_tokens}
-    body |= {"skip_special_tokens": not special, "include_stop_str_in_output": shows_stop, "return_token_ids": True}
+    body |= {
+        "skip_special_tokens": not special,
+        "include_stop_str_in_output": shows_stop,
+        "return_token_ids": True,
+    }
     body |= {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": PROMPT}
     path = "/v1/chat/completions" if chat else COMPLETIONS
     choice = ask(rl_server, path, body)["choices"][0]
@@ -203,7 +259,9 @@ def test_texts_show_what_is_asked_for(
     assert text == expected
     events = streamed(rl_server, path, body)
     news = [each for event in events for each in event["choices"]]
-    assert "".join(each["delta"].get("content", "") if chat else each["text"] for each in news) == text
+    assert (
+        "".join(each["delta"].get("content", "") if chat else each["text"] for each in news) == text
+    )
 
 
 def test_a_batch_of_trls_goes_in_one_request(rl_server: str) -> None:
@@ -218,7 +276,9 @@ def test_a_batch_of_trls_goes_in_one_request(rl_server: str) -> None:
         "top_k": 0,
     }
     choices = ask(rl_server, COMPLETIONS, body | {"return_tokens_as_token_ids": True})["choices"]
-    assert [choice["prompt_token_ids"] for choice in choices] == [prompt for prompt in prompts for _ in range(8)]
+    assert [choice["prompt_token_ids"] for choice in choices] == [
+        prompt for prompt in prompts for _ in range(8)
+    ]
     assert [choice["index"] for choice in choices] == list(range(256))
     for choice in choices:
         assert choice["logprobs"]["tokens"] == [f"token_id:{each}" for each in choice["token_ids"]]
@@ -235,7 +295,11 @@ def test_a_scored_token_is_the_first_of_its_row_and_has_its_rank_or_none(rl_serv
         assert told == [rank for rank in range(1, 6) if rank != row[own]["rank"]]
         assert row[own]["rank"] is None or row[own]["rank"] <= 5
     all_of_them = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, "prompt_logprobs": -1}}
-    assert [len(row or ()) for row in ask(rl_server, GENERATE, all_of_them)["prompt_logprobs"]] == [0, 300, 300]
+    assert [len(row or ()) for row in ask(rl_server, GENERATE, all_of_them)["prompt_logprobs"]] == [
+        0,
+        300,
+        300,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +309,10 @@ def test_a_scored_token_is_the_first_of_its_row_and_has_its_rank_or_none(rl_serv
         ({"token_ids": "abc"}, "token_ids"),
         ({"token_ids": [300]}, "300"),
         ({"features": {"mm_hashes": {}}}, "features"),
-        ({"sampling_params": {"structured_outputs": {"regex": "a"}}}, "sampling_params.structured_outputs"),
+        (
+            {"sampling_params": {"structured_outputs": {"regex": "a"}}},
+            "sampling_params.structured_outputs",
+        ),
         ({"sampling_params": {"logprobs": 301}}, "sampling_params.logprobs"),
         ({"sampling_params": {"n": 5000}}, "sampling_params.n"),
         ({"sampling_params": {"max_tokens": 511}}, "max_tokens"),

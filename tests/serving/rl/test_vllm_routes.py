@@ -90,7 +90,12 @@ def test_a_pause_that_waits_lets_requests_end(url: str) -> None:
 def test_the_prefix_cache_is_forgotten_when_it_is_told_so(url: str) -> None:
     ask(url, GENERATE, body(PROMPT, 1))
     assert cached(url) > 40
-    for path in ("/reset_prefix_cache", "/reset_prefix_cache?reset_external=true", "/pause", "/pause?clear_cache=true"):
+    for path in (
+        "/reset_prefix_cache",
+        "/reset_prefix_cache?reset_external=true",
+        "/pause",
+        "/pause?clear_cache=true",
+    ):
         ask(url, path)
         ask(url, "/resume")
         assert cached(url) == 0, path
@@ -100,11 +105,15 @@ def test_the_prefix_cache_is_forgotten_when_it_is_told_so(url: str) -> None:
     assert cached(url) > 40
 
 
-@pytest.mark.parametrize("named", ["by the body", "by the header", "by the reply's id", "under /inference"])
+@pytest.mark.parametrize(
+    "named", ["by the body", "by the header", "by the reply's id", "under /inference"]
+)
 def test_requests_are_aborted_by_their_ids(url: str, named: str) -> None:
     path = "/inference/v1/abort_requests" if named == "under /inference" else "/abort_requests"
     given = body([7, 8, 9], LONG) | ({"request_id": "mine"} if named == "by the body" else {})
-    with running(url, given, **{"x-request-id": "other" if named == "by the body" else "mine"}) as it:
+    with running(
+        url, given, **{"x-request-id": "other" if named == "by the body" else "mine"}
+    ) as it:
         assert ask(url, path, {"request_ids": ["nobody's"]}) == {"status": "aborted", "aborted": 0}
         name = "generate-tokens-mine" if named == "by the reply's id" else "mine"
         assert ask(url, path, {"request_ids": [name]}) == {"status": "aborted", "aborted": 1}
@@ -150,14 +159,18 @@ def test_checks_of_the_weights(url: str) -> None:
     changed = checksums | {"model.norm.weight": "0", "none.weight": "0"}
     compared = ask(url, "/weight_checker", {"action": "compare", "baseline": changed})
     assert compared == {"match": False, "mismatches": ["model.norm.weight", "none.weight"]}
-    assert ask(url, "/weight_checker", {"action": "compare", "baseline": checksums})["match"] is True
+    assert (
+        ask(url, "/weight_checker", {"action": "compare", "baseline": checksums})["match"] is True
+    )
     ask(url, "/weight_checker", {"action": "reset"}, 501)
 
 
 def test_versions_have_names(url: str) -> None:
     first = look(url, "/weight_info")["weight_version"]
     with running(url, body([7, 8, 9], LONG)) as it:  # naming never ends requests
-        assert ask(url, "/update_weight_version", {"new_version": "step-7"})["new_version"] == "step-7"
+        assert (
+            ask(url, "/update_weight_version", {"new_version": "step-7"})["new_version"] == "step-7"
+        )
         assert look(url, "/weight_info") == {"weight_version": "step-7"}
         assert it.end()["weight_versions"] == [{"version": "step-7", "start": 0, "end": LONG}]
     choice = ask(url, "/v1/completions", {"prompt": [5], "max_tokens": 1})["choices"][0]
@@ -190,8 +203,18 @@ def test_what_trainers_ask_for_first(url: str) -> None:
         ("/update_weight_version", {"new_version": ""}, 400, "new_version"),
         ("/server_info", None, 405, None),
         ("/init_weight_transfer_engine", None, 400, "init_info"),
-        ("/init_weight_transfer_engine", {"init_info": {"master_address": "127.0.0.1"}}, 400, "master_port"),
-        ("/init_weight_transfer_engine", {"init_info": {"nccl_unique_id_b64": "AA=="}}, 501, "nccl_unique_id_b64"),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {"master_address": "127.0.0.1"}},
+            400,
+            "master_port",
+        ),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {"nccl_unique_id_b64": "AA=="}},
+            501,
+            "nccl_unique_id_b64",
+        ),
         ("/start_weight_update", None, 409, None),
         ("/start_weight_update", {"is_checkpoint_format": False}, 400, None),
         ("/update_weights", {"update_info": {}}, 409, None),
@@ -213,5 +236,12 @@ def test_a_shutdown_without_a_group_has_nothing_to_do(url: str) -> None:
 
 def test_bodies_may_be_missing_or_empty(url: str) -> None:
     for content in (None, b"", b"{}"):
-        for path in ("/pause", "/resume", "/abort_requests", "/reset_prefix_cache", "/sleep", "/wake_up"):
+        for path in (
+            "/pause",
+            "/resume",
+            "/abort_requests",
+            "/reset_prefix_cache",
+            "/sleep",
+            "/wake_up",
+        ):
             assert httpx.post(url + path, content=content, timeout=30).status_code == 200, path

@@ -1,4 +1,6 @@
-"""Weights by vLLM's routes: real bytes of a trainer in another process, requests in flight, and what may go wrong."""
+"""Weights by vLLM's routes: real bytes of a trainer in another process, requests in flight, and
+what may go wrong.
+"""
 
 import json
 import signal
@@ -36,7 +38,11 @@ class Trainer:
     def __init__(self, url: str, folder: Path) -> None:
         self.url, self.folder = url, folder
         command = [sys.executable, "-m", "tests.serving.rl.group_trainer", str(folder)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.DEVNULL,
+        }
         self.child = subprocess.Popen(command, text=True, **pipes)
         assert self.hear() == "ready"
 
@@ -58,7 +64,12 @@ class Trainer:
     def join(self, **info: Any) -> dict[str, Any]:
         port = free_port()
         self.say("join", name="group", port=port)
-        address = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+        address = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 2,
+        }
         reply = ask(self.url, INIT, {"init_info": address | info})
         assert self.hear() == "done"
         return reply
@@ -128,8 +139,12 @@ def start(url: str, tiny_folder: Path) -> Iterator[Callable[[], Trainer]]:
 
 
 @pytest.mark.parametrize("packed", ["no", "by the group", "small runs", "by the update"])
-def test_the_trainers_bytes_arrive(url: str, tiny_folder: Path, trainer: Trainer, packed: str) -> None:
-    size = {"no": None, "by the group": 1 << 30, "small runs": 20_000, "by the update": 1 << 30}[packed]
+def test_the_trainers_bytes_arrive(
+    url: str, tiny_folder: Path, trainer: Trainer, packed: str
+) -> None:
+    size = {"no": None, "by the group": 1 << 30, "small runs": 20_000, "by the update": 1 << 30}[
+        packed
+    ]
     group: dict[str, Any] = {} if packed in ("no", "by the update") else {"packed": True}
     if packed == "small runs":
         group["packed_buffer_size_bytes"] = size
@@ -138,7 +153,8 @@ def test_the_trainers_bytes_arrive(url: str, tiny_folder: Path, trainer: Trainer
     assert ask(url, START) == {"message": "Weight update started"}
     more = {"packed": True} if packed == "by the update" else {}
     assert trainer.update(1, send_packed=size, **more) == {"message": "Weights updated"}
-    assert look(url, "/weight_info")["weight_version"] == str(before)  # nothing of it serves before it is whole
+    # nothing of it serves before it is whole
+    assert look(url, "/weight_info")["weight_version"] == str(before)
     assert ask(url, FINISH) == {"message": "Weight update finished"}
     assert serving(url) == (str(before + 1), checksums(tiny_folder, 1))
     ask(url, START, {"is_checkpoint_format": True})
@@ -199,7 +215,9 @@ def test_a_wrong_order_changes_nothing(url: str, tiny_folder: Path, trainer: Tra
     assert serving(url)[1] == checksums(tiny_folder, 5)
     ask(url, FINISH, None, 409)
     assert "start" in ask(url, UPDATE, told, 409)["message"]
-    assert "no weight transfer group" in ask(url, START, None, 409)["message"], "it may have sent already"
+    assert "no weight transfer group" in ask(url, START, None, 409)["message"], (
+        "it may have sent already"
+    )
 
 
 def changed(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -217,7 +235,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_does_not_fit_the_model_ends_the_update(url: str, tiny_folder: Path, trainer: Trainer) -> None:
+def test_what_does_not_fit_the_model_ends_the_update(
+    url: str, tiny_folder: Path, trainer: Trainer
+) -> None:
     before = serving(url)
     for wrong, said in WRONG:
         trainer.join()
@@ -225,7 +245,8 @@ def test_what_does_not_fit_the_model_ends_the_update(url: str, tiny_folder: Path
         reply = ask(url, UPDATE, changed(tiny_folder, **wrong), 400)
         assert said in reply["message"]
         ask(url, FINISH, None, 409)  # there is no update any more
-        ask(url, START, None, 409)  # and no group: what was sent into it must not be taken for the next update
+        # and no group: what was sent into it must not be taken for the next update
+        ask(url, START, None, 409)
         assert serving(url) == before
         trainer.say("leave", name="group")
         assert trainer.hear() == "done"
@@ -266,7 +287,12 @@ def test_a_trainer_that_dies_is_followed_by_another(
 
 def test_a_group_that_never_forms_has_a_deadline(tiny_folder: Path) -> None:
     with running_server(engine_config(tiny_folder), replace(RL, rl_timeout=1.0)) as url:
-        info = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
+        info = {
+            "master_address": "127.0.0.1",
+            "master_port": free_port(),
+            "rank_offset": 1,
+            "world_size": 2,
+        }
         began = time.monotonic()
         ask(url, INIT, {"init_info": info}, 504)
         assert time.monotonic() - began < 5
@@ -299,7 +325,9 @@ def test_golden_exchanges(tiny_folder: Path, request: pytest.FixtureRequest) -> 
 
         beside = {
             "joins": lambda: doing(do="join", name="group", port=port),
-            "sends": lambda: doing(do="send", group="group", names=names, seed=1, packed_bytes=1 << 30),
+            "sends": lambda: doing(
+                do="send", group="group", names=names, seed=1, packed_bytes=1 << 30
+            ),
         }
         update = request.config.getoption("--update-golden")
         try:

@@ -1,4 +1,6 @@
-"""What the tests of weights over calls have in common: a trainer's process, its weights, and requests meanwhile."""
+"""What the tests of weights over calls have in common: a trainer's process, its weights, and
+requests meanwhile.
+"""
 
 import asyncio
 import hashlib
@@ -41,7 +43,11 @@ class TrainerProcess:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         command = [sys.executable, "-m", "tests.serving.rl.group_trainer", str(folder)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.DEVNULL,
+        }
         self.child = subprocess.Popen(command, text=True, **pipes)
         self._answers = self.child.stdout
         assert self._said() == "ready"
@@ -59,7 +65,9 @@ class TrainerProcess:
         """Meet the engine in a new group."""
         port = free_port()
         self.say("join", name=name, port=port, named=named)
-        await control.join_group(name, "127.0.0.1", port, rank=1, world_size=2, named=named, timeout=20.0)
+        await control.join_group(
+            name, "127.0.0.1", port, rank=1, world_size=2, named=named, timeout=20.0
+        )
         assert await self.answer() == "done"
 
     async def leave(self, name: str = "group") -> None:
@@ -87,7 +95,9 @@ class TrainerProcess:
 def specs(weights: dict[str, Tensor], names: Iterable[str] | None = None) -> list[TensorSpec]:
     """How a trainer tells of its tensors."""
     chosen = weights if names is None else {name: weights[name] for name in names}
-    return [TensorSpec(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in chosen.items()]
+    return [
+        TensorSpec(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in chosen.items()
+    ]
 
 
 def checksums(folder: Path, seed: int, dtype: str = "float32") -> dict[str, str]:
@@ -102,7 +112,13 @@ def safetensors_of(folder: Path, names: list[str] | None, seed: int = 0) -> byte
 
 
 async def update(
-    control: Control, trainer: TrainerProcess, seed: int, *, name: str = "group", join: bool = True, **finish: Any
+    control: Control,
+    trainer: TrainerProcess,
+    seed: int,
+    *,
+    name: str = "group",
+    join: bool = True,
+    **finish: Any,
 ) -> str:
     """A whole update that works; returns its version."""
     if join:
@@ -127,7 +143,9 @@ async def refused(
         yield
     assert time.monotonic() - began < within
     assert caught.value.status == status, caught.value
-    assert not re.search(r"/\w+/\w+|Traceback|\.py\b|\.cc\b", caught.value.message), caught.value.message
+    assert not re.search(r"/\w+/\w+|Traceback|\.py\b|\.cc\b", caught.value.message), (
+        caught.value.message
+    )
     assert control.session_open == still_open
     assert (await control.serving_version(), await control.checksums()) == before
 
@@ -142,7 +160,10 @@ async def requests_meanwhile(client: EngineClient) -> AsyncIterator[None]:
     async def ask() -> None:
         nonlocal count
         while not stop.is_set():
-            assert core_of(await finished(client.submit(prompt, params, 2, stream=count % 2 == 0))) == alone
+            assert (
+                core_of(await finished(client.submit(prompt, params, 2, stream=count % 2 == 0)))
+                == alone
+            )
             count += 1
 
     task = asyncio.create_task(ask())
@@ -155,4 +176,6 @@ async def requests_meanwhile(client: EngineClient) -> AsyncIterator[None]:
 
 
 def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.to(torch.float32).contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+    return hashlib.sha256(
+        tensor.to(torch.float32).contiguous().view(-1).view(torch.uint8).numpy().data
+    ).hexdigest()

@@ -1,4 +1,5 @@
-"""Miles' own code for `/generate`, unmodified: it asks, reads the answers into its `Sample`, and scores that again.
+"""Miles' own code for `/generate`, unmodified: it asks, reads the answers into its `Sample`, and
+scores that again.
 
 Run as `python with_miles.py URL`, where Miles is. It prints what the sample has become, as JSON.
 """
@@ -10,8 +11,13 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from miles.rollout.generate_utils.generate_endpoint_utils import compute_request_payload, update_sample_from_response
-from miles.rollout.generate_utils.prefill_logprobs import recompute_samples_rollout_logprobs_via_prefill
+from miles.rollout.generate_utils.generate_endpoint_utils import (
+    compute_request_payload,
+    update_sample_from_response,
+)
+from miles.rollout.generate_utils.prefill_logprobs import (
+    recompute_samples_rollout_logprobs_via_prefill,
+)
 from miles.utils import http_utils
 from miles.utils.types import Sample
 
@@ -31,14 +37,23 @@ ARGS = SimpleNamespace(
     sglang_server_concurrency=8,
     use_distributed_post=False,
 )
-SAMPLING = {"temperature": 1.0, "top_p": 0.8, "top_k": -1, "stop": None, "stop_token_ids": None, "no_stop_trim": True}
+SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 0.8,
+    "top_k": -1,
+    "stop": None,
+    "stop_token_ids": None,
+    "no_stop_trim": True,
+}
 PROMPT = [5, 6, 7]
 
 
 async def ask(url: str, sample: Sample, max_new_tokens: int) -> dict[str, Any]:
     """A turn of the sample."""
     payload, status = compute_request_payload(
-        ARGS, sample.tokens or PROMPT, SAMPLING | {"max_new_tokens": max_new_tokens, "ignore_eos": True}
+        ARGS,
+        sample.tokens or PROMPT,
+        SAMPLING | {"max_new_tokens": max_new_tokens, "ignore_eos": True},
     )
     assert payload is not None, status
     output = await http_utils.post(f"{url}/generate", payload, max_retries=1)

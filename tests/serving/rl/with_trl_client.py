@@ -1,7 +1,9 @@
-"""What TRL's clients of a vLLM server make of this one. Run by an interpreter that has TRL; prints what it saw as JSON.
+"""What TRL's clients of a vLLM server make of this one. Run by an interpreter that has TRL; prints
+what it saw as JSON.
 
-`python with_trl_client.py URL MODEL_FOLDER`. TRL wants a package named `vllm`, of which it takes the trainer's half of
-the weight transfer; the one made here meets the server in an ordinary gloo group, so that the real bytes travel.
+`python with_trl_client.py URL MODEL_FOLDER`. TRL wants a package named `vllm`, of which it takes
+the trainer's half of the weight transfer; the one made here meets the server in an ordinary gloo
+group, so that the real bytes travel.
 """
 # pyright: reportMissingImports=false
 
@@ -57,20 +59,25 @@ def producer(
     post_iter_func: Callable[[tuple[str, Tensor]], Tensor],
 ) -> None:
     """vLLM's packed format; all of a small model is one run."""
-    flat = [post_iter_func(item).detach().contiguous().view(-1).view(torch.uint8) for item in iterator]
+    flat = [
+        post_iter_func(item).detach().contiguous().view(-1).view(torch.uint8) for item in iterator
+    ]
     group.broadcast(torch.cat(flat), src)
 
 
 def pretend_vllm() -> None:
     parts: dict[str, dict[str, Any]] = {
-        "vllm": {"__version__": "0.31.0"} | dict.fromkeys(("LLM", "RequestOutput", "SamplingParams"), object),
+        "vllm": {"__version__": "0.31.0"}
+        | dict.fromkeys(("LLM", "RequestOutput", "SamplingParams"), object),
         "vllm.sampling_params": {"StructuredOutputsParams": object},
         "vllm.utils": {},
         "vllm.utils.network_utils": {"get_ip": lambda: "127.0.0.1", "get_open_port": free_port},
         "vllm.distributed": {},
         "vllm.distributed.weight_transfer": {},
         "vllm.distributed.weight_transfer.nccl_common": {"trainer_init": trainer_init},
-        "vllm.distributed.weight_transfer.packed_tensor": {"packed_nccl_broadcast_producer": producer},
+        "vllm.distributed.weight_transfer.packed_tensor": {
+            "packed_nccl_broadcast_producer": producer
+        },
     }
     for name, content in parts.items():
         module = types.ModuleType(name)
@@ -116,7 +123,9 @@ def sampling(client: VLLMClient) -> dict[str, Any]:
         "best": client.generate(PROMPTS, n=1, max_tokens=4, logprobs=3, generation_kwargs=seeded),
         "texts": client.generate(["Hello", "Goodbye"], max_tokens=3),
         "without": client.generate(PROMPTS, max_tokens=2, logprobs=None)["logprobs"],
-        "many": len(client.generate([[4, i] for i in range(3, 67)], n=8, max_tokens=1)["completion_ids"]),
+        "many": len(
+            client.generate([[4, i] for i in range(3, 67)], n=8, max_tokens=1)["completion_ids"]
+        ),
         "chatted": client.chat(chat, n=2, max_tokens=3),
         "scored": client.get_sequence_logprobs([[5, 6, 7, 8, 9]], [2], top_logprobs=100),
     }
@@ -139,13 +148,27 @@ def whole_update(client: VLLMClient) -> dict[str, Any]:
 def update_in_flight() -> dict[str, Any]:
     """As AsyncGRPO does it: requests are frozen, and go on."""
     model, client = a_model(3), AsyncClient(URL)
-    told = [(name, str(each.dtype).removeprefix("torch."), list(each.shape)) for name, each in model.named_parameters()]
+    told = [
+        (name, str(each.dtype).removeprefix("torch."), list(each.shape))
+        for name, each in model.named_parameters()
+    ]
     names, dtypes, shapes = (list(column) for column in zip(*told, strict=True))
-    transfer = WeightTransferClient(client, {"names": names, "dtype_names": dtypes, "shapes": shapes})
+    transfer = WeightTransferClient(
+        client, {"names": names, "dtype_names": dtypes, "shapes": shapes}
+    )
     transfer.init_weight_transfer()
     replies: list[Any] = []
-    body = {"prompt": [5, 6, 7], "max_tokens": 400, "seed": 2**63 - 1, "logprobs": 0, "ignore_eos": True, "n": 1}
-    thread = threading.Thread(target=lambda: replies.append(ours(body | {"return_token_ids": True})))
+    body = {
+        "prompt": [5, 6, 7],
+        "max_tokens": 400,
+        "seed": 2**63 - 1,
+        "logprobs": 0,
+        "ignore_eos": True,
+        "n": 1,
+    }
+    thread = threading.Thread(
+        target=lambda: replies.append(ours(body | {"return_token_ids": True}))
+    )
     thread.start()
     while not requests.get(f"{URL}/stats").json()["engine"]["num_running"]:
         assert thread.is_alive()
@@ -155,7 +178,11 @@ def update_in_flight() -> dict[str, Any]:
     thread.join(60)
     transfer.destroy()
     dist.destroy_process_group()
-    return {"weights": compared(model), "choice": replies[0]["choices"][0], "length": client.get_max_model_len()}
+    return {
+        "weights": compared(model),
+        "choice": replies[0]["choices"][0],
+        "length": client.get_max_model_len(),
+    }
 
 
 torch.set_num_threads(1)

@@ -1,4 +1,5 @@
-"""What renderers and verifiers make of a server. Run by an interpreter that has them; prints what it saw as JSON.
+"""What renderers and verifiers make of a server. Run by an interpreter that has them; prints what
+it saw as JSON.
 
 `python with_verifiers.py URL TOKENIZER_FOLDER`.
 """
@@ -30,7 +31,9 @@ async def rendered() -> dict[str, Any]:
         name: await generate(**ask, sampling_params=GREEDY, **more)
         for name, more in {"plain": {}, "salted": {"cache_salt": "7", "priority": 3}}.items()
     }
-    masked = await generate(**ask, sampling_params={"top_k": 2, "return_sampling_mask": True, "max_tokens": 4})
+    masked = await generate(
+        **ask, sampling_params={"top_k": 2, "return_sampling_mask": True, "max_tokens": 4}
+    )
     refused: dict[str, str] = {}
     for name, more in {
         "too long": {"prompt_ids": [5] * 600},
@@ -41,11 +44,23 @@ async def rendered() -> dict[str, Any]:
         except (OverlongPromptError, BadRequestError) as problem:
             refused[name] = type(problem).__name__
     await client.close()
-    return {"plain": plain(told["plain"]), "salted": plain(told["salted"]), "masked": plain(masked), "refused": refused}
+    return {
+        "plain": plain(told["plain"]),
+        "salted": plain(told["salted"]),
+        "masked": plain(masked),
+        "refused": refused,
+    }
 
 
 def plain(told: dict[str, Any]) -> dict[str, Any]:
-    names = ("request_id", "prompt_ids", "completion_ids", "completion_logprobs", "finish_reason", "usage")
+    names = (
+        "request_id",
+        "prompt_ids",
+        "completion_ids",
+        "completion_logprobs",
+        "finish_reason",
+        "usage",
+    )
     return {name: told[name] for name in (*names, "sampling_mask", "routed_experts")}
 
 
@@ -57,7 +72,10 @@ async def verified(kind: Any, **more: Any) -> list[dict[str, Any]]:
         sampling = SamplingConfig(**GREEDY, cache_salt="3")
         body = {"model": "tiny", "messages": messages, **GREEDY}
         reply = await client.get_response(ChatDialect(), body, sampling, "a session")
-        messages += [{"role": "assistant", "content": reply.message.content}, {"role": "user", "content": "Go on"}]
+        messages += [
+            {"role": "assistant", "content": reply.message.content},
+            {"role": "user", "content": "Go on"},
+        ]
         seen.append(reply.model_dump(mode="json"))
     await client.close()
     return seen

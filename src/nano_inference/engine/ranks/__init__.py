@@ -1,4 +1,5 @@
-"""One engine over several processes: rank 0 has the scheduler, the others run the same steps on their parts.
+"""One engine over several processes: rank 0 has the scheduler, the others run the same steps on
+their parts.
 
 It needs msgspec: `pip install 'nano-inference[parallel]'`.
 """
@@ -15,7 +16,8 @@ __all__ = ["Handle", "Launcher", "LocalLauncher", "TorchrunLauncher", "serve_ran
 _WHERE = {"TorchrunLauncher": "torchrun", "serve_rank": "torchrun"}
 
 
-def __getattr__(name: str) -> Any:  # what is imported brings in torch, which a worker wants to do late
+# what is imported brings in torch, which a worker wants to do late
+def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_WHERE.get(name, 'launcher')}"), name)

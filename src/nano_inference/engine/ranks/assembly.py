@@ -1,4 +1,6 @@
-"""From a config to an engine of several ranks: start the others, let all build their parts, agree, be ready."""
+"""From a config to an engine of several ranks: start the others, let all build their parts, agree,
+be ready.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -25,7 +27,9 @@ logger = logging.getLogger("nano_inference")
 MEET_SECONDS = 120.0  # for the others to start
 
 
-def assemble_ranks(config: EngineConfig, launcher: Launcher | None = None, meet_seconds: float = MEET_SECONDS) -> Parts:
+def assemble_ranks(
+    config: EngineConfig, launcher: Launcher | None = None, meet_seconds: float = MEET_SECONDS
+) -> Parts:
     """Load rank 0's part of everything that a config names, and have all other ranks load theirs.
 
     Args:
@@ -47,7 +51,14 @@ def assemble_ranks(config: EngineConfig, launcher: Launcher | None = None, meet_
         handles = launcher.start(meeting.begins())
         crew = Crew(meeting.collect(handles, meet_seconds), handles, config.rank_timeout)
         where, _store = _place_to_meet(meeting, launcher)  # the store lives until all have met
-        build = Build(config, digest_of(plan), plan.numerics.fingerprint, where, ranks_here, config.rank_timeout)
+        build = Build(
+            config,
+            digest_of(plan),
+            plan.numerics.fingerprint,
+            where,
+            ranks_here,
+            config.rank_timeout,
+        )
         crew.begin(build)
         parts = _built(own, crew, where, ranks_here, launcher.host or "")
         crew.require_built()
@@ -67,7 +78,9 @@ def assemble_ranks(config: EngineConfig, launcher: Launcher | None = None, meet_
 
 
 def _built(config: EngineConfig, crew: Crew, where: str, ranks_here: int, host: str) -> Parts:
-    """Rank 0's part. What keeps another rank from having its own is raised instead of what that leads to here."""
+    """Rank 0's part. What keeps another rank from having its own is raised instead of what that
+    leads to here.
+    """
 
     def agree(size: Size) -> Size:
         agreed = least([size, *crew.sizes()])
@@ -85,7 +98,9 @@ def _built(config: EngineConfig, crew: Crew, where: str, ranks_here: int, host: 
 
 
 def _place_to_meet(meeting: Meeting, launcher: Launcher) -> tuple[str, Any]:
-    """Where process groups meet: a file in a folder that is ours alone, or a store on the network."""
+    """Where process groups meet: a file in a folder that is ours alone, or a store on the
+    network.
+    """
     if meeting.folder is not None:
         return f"file:{meeting.folder}/groups", None
     assert launcher.host is not None

@@ -1,4 +1,6 @@
-"""A rank's part of an engine: its groups, its share of the machine, what it must agree on with the others."""
+"""A rank's part of an engine: its groups, its share of the machine, what it must agree on with the
+others.
+"""
 
 import hashlib
 from collections.abc import Callable
@@ -26,7 +28,8 @@ MakeGroup = Callable[[str, tuple[int, ...]], Group]  # of a name and the ranks i
 
 
 def config_here(config: EngineConfig, ranks_here: int, local_rank: int) -> EngineConfig:
-    """The config as one of several ranks on a machine takes it: with its share of the cores, and its own card.
+    """The config as one of several ranks on a machine takes it: with its share of the cores, and
+    its own card.
 
     No step is captured into a CUDA graph: what ranks exchange is not part of one.
     """
@@ -44,7 +47,9 @@ def digest_of(plan: EnginePlan) -> str:
     return hashlib.sha256(repr(sorted(plan.specs.items())).encode()).hexdigest()
 
 
-def rank_of(config: EngineConfig, rank: int, ranks_here: int, make: MakeGroup, agree: Callable[[Size], Size]) -> Rank:
+def rank_of(
+    config: EngineConfig, rank: int, ranks_here: int, make: MakeGroup, agree: Callable[[Size], Size]
+) -> Rank:
     """One rank of an engine, with the groups that it is in."""
     place = Place(mesh_of(config), rank)
     groups = {
@@ -84,7 +89,9 @@ def least(sizes: list[Size]) -> Size:
 def process_groups(
     meeting: str, rank: int, device: torch.device, patience: float, host: str
 ) -> tuple[MakeGroup, list[ProcessGroup]]:
-    """How groups of processes are made that meet at "file:PATH" or "tcp:HOST:PORT", and all that were made."""
+    """How groups of processes are made that meet at "file:PATH" or "tcp:HOST:PORT", and all that
+    were made.
+    """
     kind, _, where = meeting.partition(":")
     if kind == "file":
         store = dist.FileStore(where, -1)
@@ -104,4 +111,6 @@ def process_groups(
 def _joined(address: str, port: int, patience: float) -> Any:
     from datetime import timedelta
 
-    return dist.TCPStore(address, port, None, False, timedelta(seconds=patience), wait_for_workers=False)
+    return dist.TCPStore(
+        address, port, None, False, timedelta(seconds=patience), wait_for_workers=False
+    )

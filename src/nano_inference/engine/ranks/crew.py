@@ -1,4 +1,6 @@
-"""Rank 0's view of the others: tells them what to do, waits for answers, and notices when one is gone."""
+"""Rank 0's view of the others: tells them what to do, waits for answers, and notices when one is
+gone.
+"""
 
 import logging
 import threading
@@ -67,8 +69,12 @@ class Crew:
         samples: of steps, where another rank draws them.
     """
 
-    def __init__(self, links: Mapping[int, Link], handles: Sequence[Handle], timeout: float) -> None:
-        self.workers = [Worker(rank, links[rank], handle) for rank, handle in enumerate(handles, start=1)]
+    def __init__(
+        self, links: Mapping[int, Link], handles: Sequence[Handle], timeout: float
+    ) -> None:
+        self.workers = [
+            Worker(rank, links[rank], handle) for rank, handle in enumerate(handles, start=1)
+        ]
         self.world_size = len(self.workers) + 1
         self.timeout = timeout
         self.lost: RankLost | None = None
@@ -79,9 +85,11 @@ class Crew:
         self._ending = False
         for worker in self.workers:
             worker.link.settle(timeout)
-            threading.Thread(target=self._listen, args=(worker,), name=worker.who, daemon=True).start()
+            threading.Thread(
+                target=self._listen, args=(worker,), name=worker.who, daemon=True
+            ).start()
 
-    # -- telling ------------------------------------------------------------------------------------------------------
+    # -- telling -----------------------------------------------------------------------------------
 
     def tell(self, message: Any) -> None:
         """Tell all. Raises `RankLost`."""
@@ -100,7 +108,8 @@ class Crew:
         self._send(self.workers[rank - 1], encode(message))
 
     def call(self, name: str, /, *, slow: bool = False, **arguments: Any) -> list[Any]:
-        """Let all do something, and wait for it; what came of it, by rank. Raises `RankLost`, or what one raised.
+        """Let all do something, and wait for it; what came of it, by rank. Raises `RankLost`, or
+        what one raised.
 
         What is `slow` may take as long as it wants, while whoever does it lives.
         """
@@ -115,7 +124,9 @@ class Crew:
         return call_id
 
     def answers(self, call_id: int, *, slow: bool = False) -> list[Any]:
-        """What came of a call, by rank. Raises `RankLost`, or the first error that there was once all have answered."""
+        """What came of a call, by rank. Raises `RankLost`, or the first error that there was once
+        all have answered.
+        """
         seconds = BUILD_SECONDS if slow else self.timeout
         self._wait(lambda worker: call_id in worker.answers, seconds, "an answer", beats=slow)
         with self._changed:
@@ -125,10 +136,12 @@ class Crew:
                 raise as_error(answer.error, f"{worker.who}: {answer.text}")
         return [answer.value for _, answer in found]
 
-    # -- the beginning ------------------------------------------------------------------------------------------------
+    # -- the beginning -----------------------------------------------------------------------------
 
     def begin(self, build: Build) -> None:
-        """Let all build their parts; returns when they are about to meet. Raises what keeps one from that."""
+        """Let all build their parts; returns when they are about to meet. Raises what keeps one
+        from that.
+        """
         self.tell(build)
         self._said(Planned)
 
@@ -159,9 +172,11 @@ class Crew:
             self.require_no_refusal()
             raise
         self.require_no_refusal()
-        return [next(each for each in worker.said if isinstance(each, kind)) for worker in self.workers]
+        return [
+            next(each for each in worker.said if isinstance(each, kind)) for worker in self.workers
+        ]
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def explain(self, problem: BaseException) -> RankLost:
         """Why a wait for the others failed, as soon as it can be known: which rank it was."""
@@ -196,7 +211,7 @@ class Crew:
         for worker in self.workers:
             worker.handle.kill()
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _send(self, worker: Worker, frame: bytes) -> None:
         if self.lost is not None:
@@ -208,16 +223,23 @@ class Crew:
 
     def _wait_for_ends(self, done: Callable[[Worker], bool], seconds: float) -> None:
         end = time.monotonic() + seconds
-        while time.monotonic() < end and any(worker.handle.alive() and not done(worker) for worker in self.workers):
+        while time.monotonic() < end and any(
+            worker.handle.alive() and not done(worker) for worker in self.workers
+        ):
             time.sleep(0.01)
 
-    def _wait(self, done: Callable[[Worker], bool], seconds: float, what: str, beats: bool = False) -> None:
-        """Until it is so of all workers. With `beats` a worker that is silent for `timeout` is lost before that."""
+    def _wait(
+        self, done: Callable[[Worker], bool], seconds: float, what: str, beats: bool = False
+    ) -> None:
+        """Until it is so of all workers. With `beats` a worker that is silent for `timeout` is lost
+        before that.
+        """
         end = time.monotonic() + seconds
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self.lost is not None or self._ending or all(map(done, self.workers)), BEAT
+                    lambda: self.lost is not None or self._ending or all(map(done, self.workers)),
+                    BEAT,
                 )
                 if self.lost is not None or self._ending:
                     raise self.lost or RankLost(ENDED)
@@ -228,7 +250,10 @@ class Crew:
             for worker in left:
                 silent = beats and now - worker.last_beat > self.timeout
                 if now > end or silent:
-                    self._lose(worker, f"did not give {what} within {self.timeout if silent else seconds:g} s")
+                    self._lose(
+                        worker,
+                        f"did not give {what} within {self.timeout if silent else seconds:g} s",
+                    )
 
     def _slowest(self) -> Worker:
         """Whom all the others wait for: who says nothing any more, else who has done least."""
@@ -237,7 +262,9 @@ class Crew:
     def _silent(self) -> Worker | None:
         """Who says nothing any more, if anybody."""
         silent = min(self.workers, key=lambda worker: worker.last_beat)
-        return silent if time.monotonic() - silent.last_beat > min(SILENCE, self.timeout / 2) else None
+        return (
+            silent if time.monotonic() - silent.last_beat > min(SILENCE, self.timeout / 2) else None
+        )
 
     def _listen(self, worker: Worker) -> None:
         """The thread that takes in what one worker says."""

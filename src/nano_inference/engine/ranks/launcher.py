@@ -1,4 +1,6 @@
-"""Who starts the processes of the other ranks. Each gets its `Begin` in a way that nobody else can read."""
+"""Who starts the processes of the other ranks. Each gets its `Begin` in a way that nobody else can
+read.
+"""
 
 import os
 import subprocess
@@ -26,7 +28,9 @@ class Handle(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it at once, if it has not ended; return when it has, as far as that can be seen from here."""
+        """End it at once, if it has not ended; return when it has, as far as that can be seen from
+        here.
+        """
         ...
 
 
@@ -34,7 +38,8 @@ class Launcher(Protocol):
     """Starts processes that call `run_worker(begin)`.
 
     Attributes:
-        host: the address under which they reach this machine; None: they run on it, and a socket in a folder does.
+        host: the address under which they reach this machine; None: they run on it, and a socket in
+            a folder does.
         port: on which rank 0 listens for them; 0: any free one.
         ranks_here: how many ranks of an engine of so many share this machine.
     """

@@ -1,8 +1,10 @@
-"""Links between rank 0 and the others: length-prefixed frames over a socket that both ends have proved to be theirs.
+"""Links between rank 0 and the others: length-prefixed frames over a socket that both ends have
+proved to be theirs.
 
-Whoever connects is asked for a proof that it knows the engine's token, and gives one; the token itself never travels.
-What travels afterwards is bytes for msgspec. It is neither encrypted nor signed, as what gloo and NCCL send is not:
-between machines a network of one's own is taken for granted.
+Whoever connects is asked for a proof that it knows the engine's token, and gives one; the token
+itself never travels. What travels afterwards is bytes for msgspec. It is neither encrypted nor
+signed, as what gloo and NCCL send is not: between machines a network of one's own is taken for
+granted.
 """
 
 import contextlib
@@ -61,7 +63,8 @@ class Link:
             try:
                 header = _LENGTH.pack(len(frame))
                 sent = self._socket.sendmsg([header, frame])
-                if sent < len(header) + len(frame):  # the header is far smaller than what the system takes at once
+                # the header is far smaller than what the system takes at once
+                if sent < len(header) + len(frame):
                     self._socket.sendall(memoryview(frame)[sent - len(header) :])
             except (TimeoutError, BlockingIOError):
                 self.close()  # half a frame was sent, maybe
@@ -87,8 +90,8 @@ class Link:
             self._socket.close()
 
     def set_deadline(self, seconds: float | None) -> None:
-        """All that is waited for from now on has so many seconds together, however it comes; None: it has no end but
-        the link's. For greetings.
+        """All that is waited for from now on has so many seconds together, however it comes; None:
+        it has no end but the link's. For greetings.
         """
         self._end = None if seconds is None else time.monotonic() + seconds
         self._socket.settimeout(seconds)
@@ -129,7 +132,8 @@ class Link:
 
     def _read(self, target: memoryview) -> int:
         try:
-            if self._end is not None:  # one that brings a byte now and then has no longer than one that says nothing
+            # one that brings a byte now and then has no longer than one that says nothing
+            if self._end is not None:
                 self._socket.settimeout(max(self._end - time.monotonic(), 0.001))
             count = self._socket.recv_into(target)
         except TimeoutError:
@@ -167,7 +171,9 @@ class Listener:
         except OSError:
             self._socket.close()
             raise
-        self.address = f"unix:{path}" if path is not None else f"tcp:{host}:{self._socket.getsockname()[1]}"
+        self.address = (
+            f"unix:{path}" if path is not None else f"tcp:{host}:{self._socket.getsockname()[1]}"
+        )
 
     def accept(self, seconds: float) -> Link | None:
         """Who connects next; None: nobody within so many seconds."""
@@ -191,7 +197,11 @@ def connect(address: str, seconds: float) -> Link:
             if kind == "unix":
                 return Link(_connected(where, max(end - time.monotonic(), 0.001)))
             host, _, port = where.rpartition(":")
-            return Link(socket.create_connection((host, int(port)), timeout=max(end - time.monotonic(), 0.001)))
+            return Link(
+                socket.create_connection(
+                    (host, int(port)), timeout=max(end - time.monotonic(), 0.001)
+                )
+            )
         except OSError as problem:
             if time.monotonic() > end:
                 raise LinkLost(f"rank 0 is not to be reached at {address}: {problem}") from problem
@@ -220,7 +230,9 @@ class Identity:
         protocol: that it speaks.
     """
 
-    def __init__(self, token: bytes, version: str, world_size: int, rank: int = 0, protocol: int = PROTOCOL) -> None:
+    def __init__(
+        self, token: bytes, version: str, world_size: int, rank: int = 0, protocol: int = PROTOCOL
+    ) -> None:
         self.token, self.version, self.world_size, self.rank = token, version, world_size, rank
         self.protocol = protocol
 
@@ -230,8 +242,8 @@ class Identity:
         return hmac.new(self.token, said, "sha256").digest()
 
 
-# A greeting: rank 0 says its protocol and a nonce; the worker its own protocol, a nonce, who it is and a proof; rank 0
-# its proof, or why not. Who gives no proof is told nothing but that.
+# A greeting: rank 0 says its protocol and a nonce; the worker its own protocol, a nonce, who it is
+# and a proof; rank 0 its proof, or why not. Who gives no proof is told nothing but that.
 
 
 def greet_rank_0(link: Link, me: Identity, seconds: float) -> None:
@@ -254,8 +266,11 @@ def greet_rank_0(link: Link, me: Identity, seconds: float) -> None:
     raise NotOurs(reason.decode(errors="replace"))
 
 
-def greet_worker(link: Link, me: Identity, claim: Callable[[int], bool], seconds: float = ACCEPT_SECONDS) -> int:
-    """Find out which rank has connected, and prove who this is; returns it. Raises `NotOurs` or `LinkLost`.
+def greet_worker(
+    link: Link, me: Identity, claim: Callable[[int], bool], seconds: float = ACCEPT_SECONDS
+) -> int:
+    """Find out which rank has connected, and prove who this is; returns it. Raises `NotOurs` or
+    `LinkLost`.
 
     A worker of ours that cannot be taken is told why.
 
@@ -273,7 +288,11 @@ def greet_worker(link: Link, me: Identity, claim: Callable[[int], bool], seconds
     if answer[:start] != _MAGIC or len(answer) < start + 2 + 64:
         raise NotOurs("a stranger connected: it does not speak as a rank does.")
     protocol = answer[start : start + 2]
-    theirs, proof, said = answer[start + 2 : start + 34], answer[start + 34 : start + 66], answer[start + 66 :]
+    theirs, proof, said = (
+        answer[start + 2 : start + 34],
+        answer[start + 34 : start + 66],
+        answer[start + 66 :],
+    )
     if not hmac.compare_digest(proof, me.proof(b"worker", mine, theirs, protocol, said)):
         link.send(b"\0" * 32)
         raise NotOurs("a stranger connected: it does not know this engine's token.")
@@ -287,13 +306,17 @@ def greet_worker(link: Link, me: Identity, claim: Callable[[int], bool], seconds
     spoken = int.from_bytes(protocol, "big")
     if (spoken, version) != (me.protocol, me.version):
         refuse(
-            f"{who} runs nano-inference {version} (protocol {spoken}), rank 0 {me.version} (protocol {me.protocol}); "
+            f"{who} runs nano-inference {version} (protocol {spoken}), rank 0 {me.version} "
+            f"(protocol {me.protocol}); "
             "install the same version everywhere."
         )
     if int(world_size) != me.world_size:
         refuse(f"{who} was started as one of {world_size} ranks, rank 0 as one of {me.world_size}.")
     if not 1 <= int(rank) < me.world_size:
-        refuse(f"{who} is no rank of an engine of {me.world_size}: those of workers are 1 to {me.world_size - 1}.")
+        refuse(
+            f"{who} is no rank of an engine of {me.world_size}: those of workers are 1 to "
+            f"{me.world_size - 1}."
+        )
     if not claim(int(rank)):
         refuse(f"{who} is here already; a second process of that rank was refused.")
     link.send(me.proof(b"rank 0", theirs, mine, said))

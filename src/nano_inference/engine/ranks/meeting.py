@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nano_inference.engine.ranks.launcher import Handle, Launcher
-from nano_inference.engine.ranks.link import Identity, Link, LinkLost, Listener, NotOurs, greet_worker
+from nano_inference.engine.ranks.link import (
+    Identity,
+    Link,
+    LinkLost,
+    Listener,
+    NotOurs,
+    greet_worker,
+)
 from nano_inference.engine.ranks.messages import Begin
 from nano_inference.errors import ConfigError
 
@@ -49,26 +56,36 @@ class Meeting:
                 self._listener = Listener(host=launcher.host, port=launcher.port)
         except OSError as problem:
             self.close()
-            where = f"{launcher.host}:{launcher.port}" if launcher.host is not None else str(self.folder)
-            raise ConfigError(f"rank 0 cannot listen at {where} for the other ranks: {problem}.") from problem
+            where = (
+                f"{launcher.host}:{launcher.port}"
+                if launcher.host is not None
+                else str(self.folder)
+            )
+            raise ConfigError(
+                f"rank 0 cannot listen at {where} for the other ranks: {problem}."
+            ) from problem
 
     def begins(self) -> list[Begin]:
         """What each of the others must know."""
         level = logger.getEffectiveLevel()
         address = self._listener.address
         return [
-            Begin(rank, self.world_size, address, self.token, log_level=level) for rank in range(1, self.world_size)
+            Begin(rank, self.world_size, address, self.token, log_level=level)
+            for rank in range(1, self.world_size)
         ]
 
     def collect(self, handles: Sequence[Handle], seconds: float) -> dict[int, Link]:
         """The links to all ranks, by rank. `handles` are of rank 1 and on.
 
-        Raises `ConfigError` if not all are here in time, or one has ended. Whoever else connects is turned away.
+        Raises `ConfigError` if not all are here in time, or one has ended. Whoever else connects is
+        turned away.
         """
         links: dict[int, Link] = {}
         end = time.monotonic() + seconds
         stop = threading.Event()
-        accepting = threading.Thread(target=self._accept, args=(stop,), name="meet ranks", daemon=True)
+        accepting = threading.Thread(
+            target=self._accept, args=(stop,), name="meet ranks", daemon=True
+        )
         self._waiting = True  # before anybody can arrive
         accepting.start()
         try:
@@ -80,12 +97,16 @@ class Meeting:
                 for rank, handle in enumerate(handles, start=1):
                     if rank not in links and not handle.alive():
                         raise ConfigError(
-                            f"rank {rank} of {self.world_size} {handle.ended()} before it came{self._others()}."
+                            f"rank {rank} of {self.world_size} {handle.ended()} before it "
+                            f"came{self._others()}."
                         )
                 if time.monotonic() > end:
-                    absent = ", ".join(str(rank) for rank in range(1, self.world_size) if rank not in links)
+                    absent = ", ".join(
+                        str(rank) for rank in range(1, self.world_size) if rank not in links
+                    )
                     raise ConfigError(
-                        f"rank {absent} of {self.world_size} did not come within {seconds:g} s{self._others()}."
+                        f"rank {absent} of {self.world_size} did not come within {seconds:g} "
+                        f"s{self._others()}."
                     )
         except BaseException:
             self._give_up(list(links.values()))
@@ -103,7 +124,9 @@ class Meeting:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _give_up(self, links: list[Link]) -> None:
-        """Hang up on all who came, and on who is being greeted: they would wait for an engine that will not be."""
+        """Hang up on all who came, and on who is being greeted: they would wait for an engine that
+        will not be.
+        """
         with self._claiming:
             self._waiting = False
         with contextlib.suppress(queue.Empty):
@@ -126,12 +149,17 @@ class Meeting:
                 continue
             with self._claiming:
                 self._strangers[link] = None
-                oldest = next(iter(self._strangers)) if len(self._strangers) > MOST_STRANGERS else None
-                if oldest is not None:  # a rank of ours says who it is at once; it is not to wait behind these
+                oldest = (
+                    next(iter(self._strangers)) if len(self._strangers) > MOST_STRANGERS else None
+                )
+                # a rank of ours says who it is at once; it is not to wait behind these
+                if oldest is not None:
                     del self._strangers[oldest]
             if oldest is not None:
                 oldest.close()
-            threading.Thread(target=self._greet, args=(link,), name="greet a rank", daemon=True).start()
+            threading.Thread(
+                target=self._greet, args=(link,), name="greet a rank", daemon=True
+            ).start()
 
     def _greet(self, link: Link) -> None:
         try:

@@ -13,14 +13,17 @@ from nano_inference.errors import NanoInferenceError
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """What a worker must know to find rank 0 and to prove that it is meant. A launcher brings it to its process.
+    """What a worker must know to find rank 0 and to prove that it is meant. A launcher brings it to
+    its process.
 
     Attributes:
         rank, world_size: whose it is.
         address: where rank 0 listens, as `Listener` says it.
-        token: the engine's secret; it must not stand on a command line, in an environment or in a log.
+        token: the engine's secret; it must not stand on a command line, in an environment or in a
+            log.
         log_level: of the package's logger.
-        parent: process id of rank 0 if it starts this one itself: it ends with it. 0: somebody else does.
+        parent: process id of rank 0 if it starts this one itself: it ends with it. 0: somebody else
+            does.
         local_rank: which of the cards of its machine is its own.
         host: the address of its machine that the others reach; empty: all are on one.
     """
@@ -35,7 +38,7 @@ class Begin(msgspec.Struct, frozen=True):
     host: str = ""
 
 
-# -- from rank 0 --------------------------------------------------------------------------------------------------
+# -- from rank 0 -----------------------------------------------------------------------------------
 
 
 class Build(msgspec.Struct, tag="build", frozen=True):
@@ -75,13 +78,15 @@ class Call(msgspec.Struct, tag="call", frozen=True):
 
 
 class Piece(msgspec.Struct, tag="piece", frozen=True):
-    """Bytes of a tensor of a weight update, from place `offset` on; the first one makes memory for all of it.
+    """Bytes of a tensor of a weight update, from place `offset` on; the first one makes memory for
+    all of it.
 
     Attributes:
         update: number of the update.
         name: checkpoint name.
         dtype, shape: of the part of it that is this rank's.
-        patch: it is no tensor but numbers of one: int64 places in the part that is this rank's, and then values.
+        patch: it is no tensor but numbers of one: int64 places in the part that is this rank's, and
+            then values.
     """
 
     update: int
@@ -100,7 +105,7 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
 ToWorker = Forward | Draw | Build | Size | Call | Piece | Stop
 
 
-# -- from a worker ------------------------------------------------------------------------------------------------
+# -- from a worker ---------------------------------------------------------------------------------
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -111,7 +116,9 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class CannotBuild(msgspec.Struct, tag="cannot build", frozen=True):
-    """Why this rank's part cannot be built: the name of a class of `nano_inference.errors`, and a text."""
+    """Why this rank's part cannot be built: the name of a class of `nano_inference.errors`, and a
+    text.
+    """
 
     error: str
     text: str
@@ -156,8 +163,14 @@ decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 
 
 def as_error(name: str, text: str) -> Exception:
-    """What another process raised, by the name of its class: one of ours, out of memory, or `NanoInferenceError`."""
+    """What another process raised, by the name of its class: one of ours, out of memory, or
+    `NanoInferenceError`.
+    """
     if name == torch.OutOfMemoryError.__name__:
         return torch.OutOfMemoryError(text)
     kind = getattr(errors, name, None)
-    return kind(text) if isinstance(kind, type) and issubclass(kind, Exception) else NanoInferenceError(text)
+    return (
+        kind(text)
+        if isinstance(kind, type) and issubclass(kind, Exception)
+        else NanoInferenceError(text)
+    )

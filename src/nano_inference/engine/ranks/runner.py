@@ -1,5 +1,5 @@
-"""`RankedRunner`: what the loop drives where several ranks share the models. It tells the others each step, then runs
-rank 0's own part of it.
+"""`RankedRunner`: what the loop drives where several ranks share the models. It tells the others
+each step, then runs rank 0's own part of it.
 """
 
 import weakref
@@ -38,7 +38,9 @@ class RankedRunner(ModelRunner):
         units: what stands behind blocks, where that is not the blocks themselves.
     """
 
-    def __init__(self, own: ModelRunner, crew: Crew, groups: list[ProcessGroup], units: UnitPool | None) -> None:
+    def __init__(
+        self, own: ModelRunner, crew: Crew, groups: list[ProcessGroup], units: UnitPool | None
+    ) -> None:
         self.own, self.crew = own, crew
         self.models, self.storages, self.device = own.models, own.storages, own.device
         self.shares = self._sent = SentUpdates(crew, own.models[POLICY])
@@ -61,16 +63,22 @@ class RankedRunner(ModelRunner):
         return [*self.own.rank_times(), *(worker.times for worker in self.crew.workers)]
 
     def forward(
-        self, batches: tuple[ForwardBatch, ...], block_copies: tuple[tuple[int, int], ...], previous: Any
+        self,
+        batches: tuple[ForwardBatch, ...],
+        block_copies: tuple[tuple[int, int], ...],
+        previous: Any,
     ) -> Any:
         """See `ModelRunner`."""
         self.crew.tell(self._encoder.forward(batches, block_copies, self._units))
-        if self._units is not None and self.device.type == "cpu":  # else rank 0's own mirror does it
+        # else rank 0's own mirror does it
+        if self._units is not None and self.device.type == "cpu":
             self._units.changed.clear()
         return self._together(lambda: self.own.forward(batches, block_copies, previous))
 
     def sample(self, result: Any, batch: SamplingBatch) -> Any:
-        """See `ModelRunner`. What it raises is never one sample's: the others have drawn already."""
+        """See `ModelRunner`. What it raises is never one sample's: the others have drawn
+        already.
+        """
         place = self.own.models[POLICY].part.place
         if not place.is_last_stage:
             self.crew.tell_some(place.drawing_ranks, self._encoder.draw(batch))
@@ -81,12 +89,16 @@ class RankedRunner(ModelRunner):
         except Exception as problem:
             if is_device_failure(problem):
                 raise
-            raise RankLost(f"rank 0 of {self.crew.world_size} failed in a draw: {problem!r}") from problem
+            raise RankLost(
+                f"rank 0 of {self.crew.world_size} failed in a draw: {problem!r}"
+            ) from problem
 
     def set_aside_for(self, update: WeightUpdate) -> None:
         """See `ModelRunner`. On all ranks or, as far as it is new, on none."""
         is_new = PREVIOUS not in self.models
-        asked = self.crew.ask("set_aside", weight_set=POLICY, name=PREVIOUS, update=self._sent.number(update))
+        asked = self.crew.ask(
+            "set_aside", weight_set=POLICY, name=PREVIOUS, update=self._sent.number(update)
+        )
         try:
             try:
                 self.own.set_aside_for(update)
@@ -111,16 +123,27 @@ class RankedRunner(ModelRunner):
         return RankedSleep(self.crew, memory, lambda: self.own.give_back(memory))
 
     def block_shapes(self) -> list[tuple[int, ...]]:
-        """See `ModelRunner`. Raises `InvalidRequest` where blocks are not their own memory on every rank."""
-        if self._units is not None:  # what stands behind blocks travels with steps, and these have none
-            raise InvalidRequest("blocks of layers with a window are not exchanged by engines of several ranks.")
-        return [*self.own.block_shapes(), *(tuple(shape) for shape in self.crew.call("block_shape"))]
+        """See `ModelRunner`. Raises `InvalidRequest` where blocks are not their own memory on every
+        rank.
+        """
+        # what stands behind blocks travels with steps, and these have none
+        if self._units is not None:
+            raise InvalidRequest(
+                "blocks of layers with a window are not exchanged by engines of several ranks."
+            )
+        return [
+            *self.own.block_shapes(),
+            *(tuple(shape) for shape in self.crew.call("block_shape")),
+        ]
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[Tensor]:
         """See `ModelRunner`."""
         asked = self.crew.ask("read_blocks", block_ids=list(block_ids))
         own = self.own.read_blocks(block_ids)
-        others = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in self.crew.answers(asked)]
+        others = [
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            for data in self.crew.answers(asked)
+        ]
         return [*own, *(data.view(len(block_ids), -1) for data in others)]
 
     def write_blocks(self, block_ids: Sequence[int], parts: Sequence[Tensor]) -> None:
@@ -157,7 +180,9 @@ class RankedRunner(ModelRunner):
         self.own.close()
 
     def _together(self, run: Callable[[], Any]) -> Any:
-        """What a part of a step gives, that waits for the other ranks. Raises `RankLost`, which says for which."""
+        """What a part of a step gives, that waits for the other ranks. Raises `RankLost`, which
+        says for which.
+        """
         try:
             return run()
         except RankLost as problem:

@@ -1,4 +1,6 @@
-"""A step's samples on their way back: the last stage of a pipeline draws them, rank 0 waits for them."""
+"""A step's samples on their way back: the last stage of a pipeline draws them, rank 0 waits for
+them.
+"""
 
 import threading
 import time
@@ -20,7 +22,8 @@ class Samples(msgspec.Struct, tag="samples", frozen=True):
 
     Attributes:
         token_ids: int64 [R].
-        reals: float64 [3, R]: logprobs, raw logprobs, log_kept_mass. A float32 is one of them, bit for bit.
+        reals: float64 [3, R]: logprobs, raw logprobs, log_kept_mass. A float32 is one of them, bit
+            for bit.
         scores: float64 [P].
         masks: see `PackedRow`.
         top, score_best: as in `SampledTokens`.
@@ -38,7 +41,9 @@ def to_message(tokens: SampledTokens) -> Samples:
     """Samples as they travel."""
     return Samples(
         np.array(tokens.token_ids, dtype=np.int64).tobytes(),
-        np.array((tokens.logprobs, tokens.raw_logprobs, tokens.log_kept_mass), dtype=np.float64).tobytes(),
+        np.array(
+            (tokens.logprobs, tokens.raw_logprobs, tokens.log_kept_mass), dtype=np.float64
+        ).tobytes(),
         np.array(tokens.scores, dtype=np.float64).tobytes(),
         None if tokens.masks is None else [pack(row) for row in tokens.masks],
         None if tokens.top is None else [_row(row) for row in tokens.top],
@@ -48,7 +53,9 @@ def to_message(tokens: SampledTokens) -> Samples:
 
 def from_message(message: Samples) -> SampledTokens:
     """Samples as the loop takes them in."""
-    logprobs, raw_logprobs, log_kept_mass = np.frombuffer(message.reals, dtype=np.float64).reshape(3, -1).tolist()
+    logprobs, raw_logprobs, log_kept_mass = (
+        np.frombuffer(message.reals, dtype=np.float64).reshape(3, -1).tolist()
+    )
     return SampledTokens(
         token_ids=np.frombuffer(message.token_ids, dtype=np.int64).tolist(),
         logprobs=logprobs,
@@ -62,14 +69,17 @@ def from_message(message: Samples) -> SampledTokens:
 
 
 class SampleQueue:
-    """Samples that are on their way to rank 0. Whoever listens to the last stage puts them here, in order.
+    """Samples that are on their way to rank 0. Whoever listens to the last stage puts them here, in
+    order.
 
     Args:
         timeout: seconds that a step may take, from when rank 0 begins to wait for it.
         why_lost: why nothing will come any more; None: all ranks are here.
     """
 
-    def __init__(self, timeout: float, why_lost: Callable[[], RankLost | None] = lambda: None) -> None:
+    def __init__(
+        self, timeout: float, why_lost: Callable[[], RankLost | None] = lambda: None
+    ) -> None:
         self._timeout, self._why_lost = timeout, why_lost
         self._changed = threading.Condition()
         self._come: deque[Samples] = deque()
@@ -101,8 +111,13 @@ class SampleQueue:
                     lost = self._why_lost()
                     if lost is not None:
                         raise lost
-                    if not self._changed.wait(max(end - time.monotonic(), 0.0)) and time.monotonic() >= end:
-                        raise RankLost(f"the last stage brought no samples within {self._timeout:g} s.")
+                    if (
+                        not self._changed.wait(max(end - time.monotonic(), 0.0))
+                        and time.monotonic() >= end
+                    ):
+                        raise RankLost(
+                            f"the last stage brought no samples within {self._timeout:g} s."
+                        )
                 message = self._come.popleft()
             self._early[self._num_taken] = from_message(message)
             self._num_taken += 1

@@ -1,4 +1,6 @@
-"""What one worker runs: its part of the models on its device, driven by messages instead of a scheduler."""
+"""What one worker runs: its part of the models on its device, driven by messages instead of a
+scheduler.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -22,24 +24,32 @@ from nano_inference.scheduling.sequence import POLICY
 
 
 class Shard:
-    """One rank's part of an engine. Complete at birth: it has met the others, and agreed on the KV cache.
+    """One rank's part of an engine. Complete at birth: it has met the others, and agreed on the KV
+    cache.
 
     Raises `ConfigError` or `ModelLoadError`.
     """
 
-    def __init__(self, build: Build, begin: Begin, planned: Callable[[], None], agree: Callable[[Size], Size]) -> None:
+    def __init__(
+        self, build: Build, begin: Begin, planned: Callable[[], None], agree: Callable[[Size], Size]
+    ) -> None:
         config = config_here(build.config, build.ranks_here, begin.local_rank)
         device = choose_device(config.device)
         plan = plan_engine(config)
         if digest_of(plan) != build.model:
-            raise ConfigError(f"config.json of model_path={config.model_path!r} differs here from rank 0's.")
+            raise ConfigError(
+                f"config.json of model_path={config.model_path!r} differs here from rank 0's."
+            )
         if plan.numerics.fingerprint != build.numerics:
             raise ConfigError(
-                f"the numerics are {plan.numerics.fingerprint} here and {build.numerics} on rank 0; all ranks need the "
+                f"the numerics are {plan.numerics.fingerprint} here and {build.numerics} on rank "
+                "0; all ranks need the "
                 "same backend, device and torch."
             )
         planned()
-        make, self._groups = process_groups(build.meeting, begin.rank, device, build.timeout, begin.host)
+        make, self._groups = process_groups(
+            build.meeting, begin.rank, device, build.timeout, begin.host
+        )
         rank = rank_of(config, begin.rank, build.ranks_here, make, agree)
         parts = assemble(config, rank=rank)
         self.runner = parts.runner
@@ -56,7 +66,9 @@ class Shard:
         self._result: Any = None
         self._drawn: deque[Any] = deque()  # of the last steps, the newest last
         self._asleep: dict[str, Sleep] = {}
-        self._slots = slots(param_table(self.runner.models[POLICY].part.whole, self.runner.models[POLICY].part))
+        self._slots = slots(
+            param_table(self.runner.models[POLICY].part.whole, self.runner.models[POLICY].part)
+        )
         self.updates = StagedUpdates(self.runner.models[POLICY], self._slots)
 
     def forward(self, message: Forward) -> None:
@@ -64,12 +76,17 @@ class Shard:
         if self._units is not None:
             self._units.follow(message.units)
         batches, copies = self._steps.forward(message)
-        self._result = self.runner.forward(batches, copies, self._drawn[-1] if self._drawn else None)
+        self._result = self.runner.forward(
+            batches, copies, self._drawn[-1] if self._drawn else None
+        )
 
     def draw(self, message: Draw) -> Samples | None:
-        """The draw of a step. Where rank 0 is in another stage, one rank of the last one has samples for it."""
+        """The draw of a step. Where rank 0 is in another stage, one rank of the last one has
+        samples for it.
+        """
         drawn = self.runner.sample(self._result, self._steps.draw(message))
-        if self.place.mesh.pipeline > 1:  # nothing is handed on to the next step: who waits for a token is in none
+        # nothing is handed on to the next step: who waits for a token is in none
+        if self.place.mesh.pipeline > 1:
             return to_message(drawn.wait()) if self.place == self.place.teller else None
         self._drawn.append(drawn)
         if len(self._drawn) > 1:  # the newest is what the next step may take its tokens from
@@ -78,7 +95,9 @@ class Shard:
 
     @property
     def times(self) -> tuple[int, int]:
-        """Nanoseconds that this rank was busy in steps, and that it waited in them for another stage."""
+        """Nanoseconds that this rank was busy in steps, and that it waited in them for another
+        stage.
+        """
         return self.runner.rank_times()[0]
 
     def call(self, name: str, arguments: dict[str, Any]) -> Any:
@@ -92,7 +111,7 @@ class Shard:
         for group in self._groups:
             group.close()
 
-    # -- calls --------------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def _on_drop(self, weight_set: str) -> None:
         if weight_set in self.runner.models:
@@ -131,7 +150,9 @@ class Shard:
 
     @torch.no_grad()
     def _on_read(self, name: str, start: int) -> bytes:
-        """Some bytes of this rank's part of a checkpoint tensor, from place `start` on; none where it has none."""
+        """Some bytes of this rank's part of a checkpoint tensor, from place `start` on; none where
+        it has none.
+        """
         slot = self._slots.get(name)
         if slot is None:
             return b""

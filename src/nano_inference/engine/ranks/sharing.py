@@ -1,4 +1,6 @@
-"""Weight updates from rank 0 to the others: each gets its slices, bucket by bucket; nobody gathers the whole."""
+"""Weight updates from rank 0 to the others: each gets its slices, bucket by bucket; nobody gathers
+the whole.
+"""
 
 import itertools
 import threading
@@ -26,7 +28,9 @@ class SentUpdates:
     def __init__(self, crew: Crew, model: Decoder) -> None:
         spec, mesh = model.part.whole, model.part.place.mesh
         self._crew, self._model = crew, model
-        tables = [param_table(spec, part_of(spec, Place(mesh, rank))) for rank in range(mesh.world_size)]
+        tables = [
+            param_table(spec, part_of(spec, Place(mesh, rank))) for rank in range(mesh.world_size)
+        ]
         self._slots: list[dict[str, Slot]] = [slots(table) for table in tables]
         self._dtypes = {
             source.name: torch.float32 if param.keep_float32 else model.dtype
@@ -67,7 +71,14 @@ class SentUpdates:
             if slot is None:
                 continue
             if indices is None:
-                self._send(rank, number, name, _bytes_of(slot.take(values.detach()), dtype), dtype, slot.local_shape)
+                self._send(
+                    rank,
+                    number,
+                    name,
+                    _bytes_of(slot.take(values.detach()), dtype),
+                    dtype,
+                    slot.local_shape,
+                )
             else:
                 places, numbers = slot.take_places(indices.to(values.device), values.detach())
                 data = torch.cat([_bytes_of(places, torch.int64), _bytes_of(numbers, dtype)])
@@ -78,7 +89,9 @@ class SentUpdates:
         try:
             self._crew.call("settle", slow=True, update=self.number(update))
         except RankLost as problem:
-            raise WeightTransferError(f"the update did not reach every rank: {problem}") from problem
+            raise WeightTransferError(
+                f"the update did not reach every rank: {problem}"
+            ) from problem
         except Exception as problem:
             raise WeightUpdateError(f"not every rank can take the update: {problem}") from problem
 
@@ -117,7 +130,13 @@ class SentUpdates:
         own = self._slots[0].get(name)
         found: list[Tensor | None] = [None if own is None else read(self._model.params, own).cpu()]
         data: list[list[Tensor]] = [[] for _ in self._crew.workers]
-        start, most = 0, max((_num_bytes(table.get(name), self._dtypes[name]) for table in self._slots[1:]), default=0)
+        start, most = (
+            0,
+            max(
+                (_num_bytes(table.get(name), self._dtypes[name]) for table in self._slots[1:]),
+                default=0,
+            ),
+        )
         while start < most:
             answers = self._crew.call("read", slow=True, name=name, start=start)
             start += PIECE_BYTES
@@ -126,21 +145,35 @@ class SentUpdates:
                     mine.append(torch.frombuffer(bytearray(answer), dtype=torch.uint8))
         for table, mine in zip(self._slots[1:], data, strict=True):
             slot = table.get(name)
-            whole = torch.cat([torch.empty(0, dtype=torch.uint8), *mine])  # of an expert it may have nothing
-            found.append(None if slot is None else whole.view(self._dtypes[name]).view(slot.local_shape))
+            # of an expert it may have nothing
+            whole = torch.cat([torch.empty(0, dtype=torch.uint8), *mine])
+            found.append(
+                None if slot is None else whole.view(self._dtypes[name]).view(slot.local_shape)
+            )
         return found
 
     def _send(
-        self, rank: int, number: int, name: str, data: Tensor, dtype: torch.dtype, shape: Any, patch: bool = False
+        self,
+        rank: int,
+        number: int,
+        name: str,
+        data: Tensor,
+        dtype: torch.dtype,
+        shape: Any,
+        patch: bool = False,
     ) -> None:
         numbers = data.numpy()
         kind = str(dtype).removeprefix("torch.")
         for start in range(0, max(len(numbers), 1), PIECE_BYTES):
             piece = numbers[start : start + PIECE_BYTES].tobytes()
             try:
-                self._crew.tell_one(rank, Piece(number, name, kind, list(shape), start, piece, patch))
+                self._crew.tell_one(
+                    rank, Piece(number, name, kind, list(shape), start, piece, patch)
+                )
             except RankLost as problem:
-                raise WeightTransferError(f"the update did not reach every rank: {problem}") from problem
+                raise WeightTransferError(
+                    f"the update did not reach every rank: {problem}"
+                ) from problem
 
 
 def _bytes_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,6 @@
-"""Weight updates on a worker: its part of each, put aside until all ranks have theirs, then written by all or none."""
+"""Weight updates on a worker: its part of each, put aside until all ranks have theirs, then written
+by all or none.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -46,13 +48,19 @@ class StagedUpdates:
         try:
             self._take(staged, piece)
         except (MemoryError, RuntimeError, ValueError, KeyError) as problem:
-            staged.problem = f"{piece.name!r} could not be put aside: {type(problem).__name__}: {problem}"
+            staged.problem = (
+                f"{piece.name!r} could not be put aside: {type(problem).__name__}: {problem}"
+            )
             staged.changes, staged.heads, staged.filling = [], [], None
 
     def params_of(self, update: int) -> Collection[str]:
         """The decoder's names of the parameters that it changes here."""
         staged = self._staged.get(update)
-        return frozenset() if staged is None else frozenset(change.slot.param for change in staged.changes)
+        return (
+            frozenset()
+            if staged is None
+            else frozenset(change.slot.param for change in staged.changes)
+        )
 
     def settle(self, update: int) -> None:
         """All of it was sent. Raises `WeightUpdateError` if it cannot be written as it is."""
@@ -90,7 +98,11 @@ class StagedUpdates:
                 raise ValueError("it came before another one was whole")
             staged.filling, staged.filled = torch.empty(num_bytes, dtype=torch.uint8), 0
         filling = staged.filling
-        if filling is None or piece.offset != staged.filled or staged.filled + len(piece.data) > len(filling):
+        if (
+            filling is None
+            or piece.offset != staged.filled
+            or staged.filled + len(piece.data) > len(filling)
+        ):
             raise ValueError("its pieces do not fit together")
         if piece.data:
             filling[piece.offset : piece.offset + len(piece.data)] = torch.frombuffer(
@@ -99,9 +111,13 @@ class StagedUpdates:
         staged.filled += len(piece.data)
         if staged.filled == len(filling):
             staged.filling = None
-            (staged.heads if tied else staged.changes).append(self._change(slot, filling, piece, dtype, count))
+            (staged.heads if tied else staged.changes).append(
+                self._change(slot, filling, piece, dtype, count)
+            )
 
-    def _change(self, slot: Slot, data: Tensor, piece: Piece, dtype: torch.dtype, count: int) -> Change:
+    def _change(
+        self, slot: Slot, data: Tensor, piece: Piece, dtype: torch.dtype, count: int
+    ) -> Change:
         if not piece.patch:
             if tuple(piece.shape) != slot.local_shape:
                 raise ValueError(f"it has shape {piece.shape} here, expected {slot.local_shape}")
@@ -122,10 +138,18 @@ class StagedUpdates:
     def _require_tied(self, staged: _Staged) -> None:
         name = next(iter(TIED))
         slot = self._slots[TIED[name]]
-        pending = [change for update in self._settled for change in self._staged[update].changes if change.slot == slot]
+        pending = [
+            change
+            for update in self._settled
+            for change in self._staged[update].changes
+            if change.slot == slot
+        ]
         tied = [change for change in staged.changes if change.slot == slot]
         params: dict[str, Any] = self._model.params
         if not torch.equal(
-            value_of(params, slot, [*pending, *staged.heads]), value_of(params, slot, [*pending, *tied])
+            value_of(params, slot, [*pending, *staged.heads]),
+            value_of(params, slot, [*pending, *tied]),
         ):
-            raise WeightUpdateError(f"{name!r} is tied to {TIED[name]!r} in this model and differs from it.")
+            raise WeightUpdateError(
+                f"{name!r} is tied to {TIED[name]!r} in this model and differs from it."
+            )

@@ -1,8 +1,10 @@
-"""A step on the wire: what the others cannot know yet. Both ends keep the same mirror of what they can.
+"""A step on the wire: what the others cannot know yet. Both ends keep the same mirror of what they
+can.
 
-Block tables are mirrored by the rows that `BatchBuilder` keeps for sequences: of one that grew its new blocks travel.
-Positions, slots and the rows of chunks follow from where chunks start and how long they are. How samples are drawn
-travels once for as long as the same samples are drawn. Everything is compared by value, or known to be the same object.
+Block tables are mirrored by the rows that `BatchBuilder` keeps for sequences: of one that grew its
+new blocks travel. Positions, slots and the rows of chunks follow from where chunks start and how
+long they are. How samples are drawn travels once for as long as the same samples are drawn.
+Everything is compared by value, or known to be the same object.
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,17 @@ from nano_inference.sampling.sampling_batch import NO_ENTRIES, Entries, Sampling
 Numbers = np.ndarray  # int64
 
 # Parameters of a draw that stay while the same samples are drawn.
-_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "presence", "frequency", "repetition", "restricted", "streams")
+_COLUMNS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence",
+    "frequency",
+    "repetition",
+    "restricted",
+    "streams",
+)
 _FLAGS = ("any_filter", "any_greedy", "any_raw", "any_mask", "most_top")
 _ENTRIES = ("allowed", "bias", "banned")
 
@@ -28,9 +40,10 @@ _ENTRIES = ("allowed", "bias", "banned")
 class Part(msgspec.Struct, array_like=True):
     """One `ForwardBatch`. `numbers` holds these in turn, as many as `sizes` says: int64.
 
-    table rows [S], starts [S], lengths [S], input ids [N], logits indices [L], relay rows [R], relay sources [R],
-    score rows [P], score targets [P], best rows [T], changed table rows [C], the first changed block of each [C], and
-    how many [C], the changed blocks. A batch without table rows has its whole tables there instead.
+    table rows [S], starts [S], lengths [S], input ids [N], logits indices [L], relay rows [R],
+    relay sources [R], score rows [P], score targets [P], best rows [T], changed table rows [C], the
+    first changed block of each [C], and how many [C], the changed blocks. A batch without table
+    rows has its whole tables there instead.
     """
 
     weight_set: str
@@ -44,7 +57,9 @@ class Part(msgspec.Struct, array_like=True):
 
 
 class Forward(msgspec.Struct, tag="forward"):
-    """A forward: copies of blocks int64 [2, K], the parts, and units that stand behind blocks now: int64 [1 + U, B]."""
+    """A forward: copies of blocks int64 [2, K], the parts, and units that stand behind blocks now:
+    int64 [1 + U, B].
+    """
 
     copies: bytes
     parts: list[Part]
@@ -60,8 +75,9 @@ class Draw(msgspec.Struct, tag="draw"):
         flags: `_FLAGS`, likewise.
         allowed, bias, banned: entries, if they are not those of the draw before.
         counts: entries, all of them; None: none, or as `grown` says.
-        grown: what became of the entries of the draw before, of the same samples: how many each sample has now, int64
-            [R], ids and values of those that are new, places and values of those that changed.
+        grown: what became of the entries of the draw before, of the same samples: how many each
+            sample has now, int64 [R], ids and values of those that are new, places and values of
+            those that changed.
     """
 
     numbers: bytes
@@ -88,7 +104,9 @@ class StepEncoder:
         copies: Sequence[tuple[int, int]],
         units: UnitPool | None = None,
     ) -> Forward:
-        """A forward. `units`: what stands behind blocks, where that is not the blocks themselves."""
+        """A forward. `units`: what stands behind blocks, where that is not the blocks
+        themselves.
+        """
         return Forward(
             np.array(copies, dtype=np.int64).tobytes() if copies else b"",
             [self._part(batch) for batch in batches],
@@ -100,7 +118,9 @@ class StepEncoder:
         before, self._draw = self._draw, batch
         columns = batch.rows.numpy(), batch.positions.numpy(), batch.noise_keys.numpy().ravel()
         message = Draw(np.concatenate(columns).tobytes())
-        if before is None or any(getattr(batch, name) is not getattr(before, name) for name in _COLUMNS):
+        if before is None or any(
+            getattr(batch, name) is not getattr(before, name) for name in _COLUMNS
+        ):
             message.parameters = [_bytes(getattr(batch, name)) for name in _COLUMNS]
             message.flags = [int(getattr(batch, name)) for name in _FLAGS]
         for name in _ENTRIES:
@@ -116,9 +136,12 @@ class StepEncoder:
 
     def _changed_units(self, pool: UnitPool) -> bytes:
         """Blocks whose units changed and, below, these units."""
-        # What changed is not forgotten here: where the units are mirrored on a device, that mirror does it.
+        # What changed is not forgotten here: where the units are mirrored on a device, that mirror
+        # does it.
         blocks = np.fromiter(pool.changed, dtype=np.int64, count=len(pool.changed))
-        units = np.frombuffer(pool.unit_of, dtype=np.int64).reshape(pool.layout.num_units, pool.num_blocks)
+        units = np.frombuffer(pool.unit_of, dtype=np.int64).reshape(
+            pool.layout.num_units, pool.num_blocks
+        )
         return np.concatenate((blocks[None], units[:, blocks])).tobytes()
 
     def _part(self, batch: ForwardBatch) -> Part:
@@ -154,7 +177,9 @@ class StepEncoder:
         )
 
     def _changes(self, batch: ForwardBatch, tables: Numbers) -> list[Numbers]:
-        """Table rows that changed, the first changed block of each, how many from there on, and all these blocks."""
+        """Table rows that changed, the first changed block of each, how many from there on, and all
+        these blocks.
+        """
         assert batch.table_rows is not None
         rows, marks, count = batch.table_rows
         self._tables, self._marks = _roomy(self._tables, self._marks, count, tables.shape[1])
@@ -188,7 +213,9 @@ class StepDecoder:
         self._fixed: dict[str, Any] = {}
         self._counts = NO_ENTRIES
 
-    def forward(self, message: Forward) -> tuple[tuple[ForwardBatch, ...], tuple[tuple[int, int], ...]]:
+    def forward(
+        self, message: Forward
+    ) -> tuple[tuple[ForwardBatch, ...], tuple[tuple[int, int], ...]]:
         """The batches, and copies of blocks."""
         copies = np.frombuffer(message.copies, dtype=np.int64).reshape(-1, 2)
         return tuple(map(self._batch, message.parts)), tuple((a, b) for a, b in copies.tolist())
@@ -228,9 +255,27 @@ class StepDecoder:
         for size in part.sizes:
             columns.append(numbers[start : start + size])
             start += size
-        rows, starts, lengths, ids, logits, relay_rows, relay_sources, scored, targets, best, *changes = columns
-        tables = self._followed(part, rows, *changes) if len(rows) else changes[-1].reshape(-1, part.width)
-        cu_seqlens, row_chunks, positions, slots = layout_of_rows(starts, lengths, tables, self._block_size)
+        (
+            rows,
+            starts,
+            lengths,
+            ids,
+            logits,
+            relay_rows,
+            relay_sources,
+            scored,
+            targets,
+            best,
+            *changes,
+        ) = columns
+        tables = (
+            self._followed(part, rows, *changes)
+            if len(rows)
+            else changes[-1].reshape(-1, part.width)
+        )
+        cu_seqlens, row_chunks, positions, slots = layout_of_rows(
+            starts, lengths, tables, self._block_size
+        )
         return ForwardBatch(
             weight_set=part.weight_set,
             input_ids=torch.from_numpy(ids),
@@ -243,7 +288,9 @@ class StepDecoder:
             logits_indices=torch.from_numpy(logits),
             score_rows=_or_nothing(scored),
             score_targets=_or_nothing(targets),
-            score_temperatures=_tensor(part.temperatures, np.float64) if part.temperatures else NO_TEMPERATURES,
+            score_temperatures=_tensor(part.temperatures, np.float64)
+            if part.temperatures
+            else NO_TEMPERATURES,
             scored=(),
             relay_rows=_or_nothing(relay_rows),
             relay_sources=_or_nothing(relay_sources),
@@ -253,17 +300,28 @@ class StepDecoder:
         )
 
     def _followed(
-        self, part: Part, rows: Numbers, changed: Numbers, firsts: Numbers, counts: Numbers, blocks: Numbers
+        self,
+        part: Part,
+        rows: Numbers,
+        changed: Numbers,
+        firsts: Numbers,
+        counts: Numbers,
+        blocks: Numbers,
     ) -> Numbers:
         """The tables of these rows, once the changes are made."""
         if len(changed):
             ends = firsts + counts
-            self._tables = _roomy(self._tables, None, part.num_rows, max(part.width, int(ends.max())))[0]
-            if len(blocks) == len(changed) and counts.min() == 1:  # a block for each, as where sequences decode
+            self._tables = _roomy(
+                self._tables, None, part.num_rows, max(part.width, int(ends.max()))
+            )[0]
+            # a block for each, as where sequences decode
+            if len(blocks) == len(changed) and counts.min() == 1:
                 self._tables[changed, firsts] = blocks
             else:
                 start = 0
-                for row, first, end in zip(changed.tolist(), firsts.tolist(), ends.tolist(), strict=True):
+                for row, first, end in zip(
+                    changed.tolist(), firsts.tolist(), ends.tolist(), strict=True
+                ):
                     self._tables[row, first:end] = blocks[start : start + end - first]
                     start += end - first
         return self._tables[rows, : part.width]
@@ -281,7 +339,9 @@ class MirroredUnits:
     def follow(self, units: bytes) -> None:
         """Take in what changed."""
         if units:
-            blocks, *behind = np.frombuffer(units, dtype=np.int64).reshape(1 + self.layout.num_units, -1)
+            blocks, *behind = np.frombuffer(units, dtype=np.int64).reshape(
+                1 + self.layout.num_units, -1
+            )
             self.unit_of.reshape(self.layout.num_units, -1)[:, blocks] = behind
             self.changed.update(blocks.tolist())
 
@@ -322,8 +382,8 @@ def _entries(parts: Sequence[bytes]) -> Entries:
 
 
 def _moved(rows: Numbers, old: Numbers, new: Numbers) -> Numbers:
-    """Where entries of these rows stand once rows have so many entries instead of so many before; new ones stand behind
-    those of their row.
+    """Where entries of these rows stand once rows have so many entries instead of so many before;
+    new ones stand behind those of their row.
     """
     return np.arange(len(rows)) + ((new.cumsum() - new) - (old.cumsum() - old))[rows]
 
@@ -341,18 +401,29 @@ def _grown(before: Entries, after: Entries, num: int) -> list[bytes] | None:
     fresh = np.ones(len(new_ids), dtype=np.bool_)
     fresh[places] = False
     changed = places[new_values[places] != values]
-    columns = (sizes.astype(np.int64), new_ids[fresh], new_values[fresh], changed, new_values[changed])
+    columns = (
+        sizes.astype(np.int64),
+        new_ids[fresh],
+        new_values[fresh],
+        changed,
+        new_values[changed],
+    )
     return [column.tobytes() for column in columns]
 
 
 def _with_growth(before: Entries, grown: Sequence[bytes]) -> Entries:
     """The inverse of `_grown`."""
     kinds: tuple[Any, ...] = (np.int64, np.int64, np.float32, np.int64, np.float32)
-    columns: list[np.ndarray] = [np.frombuffer(data, dtype=kind) for data, kind in zip(grown, kinds, strict=True)]
+    columns: list[np.ndarray] = [
+        np.frombuffer(data, dtype=kind) for data, kind in zip(grown, kinds, strict=True)
+    ]
     sizes, fresh_ids, fresh_values, changed, changes = columns
     rows, ids, values = (part.numpy() for part in before)
     places = _moved(rows, np.bincount(rows, minlength=len(sizes)), sizes)
-    new_ids, new_values = np.empty(sizes.sum(), dtype=np.int64), np.empty(sizes.sum(), dtype=np.float32)
+    new_ids, new_values = (
+        np.empty(sizes.sum(), dtype=np.int64),
+        np.empty(sizes.sum(), dtype=np.float32),
+    )
     fresh = np.ones(len(new_ids), dtype=np.bool_)
     fresh[places] = False
     new_ids[places], new_ids[fresh] = ids, fresh_ids

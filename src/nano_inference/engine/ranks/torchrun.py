@@ -9,8 +9,9 @@
     else:
         serve_rank()
 
-They find each other through torchrun's own store, which brings each its `Begin`. Whoever reaches that store can read
-the engine's token there, as they could join a group of `torch.distributed`: its network must be one's own.
+They find each other through torchrun's own store, which brings each its `Begin`. Whoever reaches
+that store can read the engine's token there, as they could join a group of `torch.distributed`: its
+network must be one's own.
 """
 
 import os
@@ -34,7 +35,8 @@ NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 
 class TorchrunLauncher:
-    """For rank 0: the other processes are there already. One engine at a time, of as many ranks as torchrun started.
+    """For rank 0: the other processes are there already. One engine at a time, of as many ranks as
+    torchrun started.
 
     Raises `ConfigError` outside of torchrun.
     """
@@ -47,14 +49,18 @@ class TorchrunLauncher:
             raise ConfigError("TorchrunLauncher is for rank 0; the other ranks call serve_rank().")
         here = int(self._environment["LOCAL_WORLD_SIZE"])
         everybody = here == int(self._environment["WORLD_SIZE"])
-        self.host: str | None = "127.0.0.1" if everybody else _own_address(self._environment["MASTER_ADDR"])
+        self.host: str | None = (
+            "127.0.0.1" if everybody else _own_address(self._environment["MASTER_ADDR"])
+        )
         self._store: Any = None
 
     def ranks_here(self, world_size: int) -> int:
         """As many as torchrun has started on this machine."""
         started = int(self._environment["WORLD_SIZE"])
         if started != world_size:
-            raise ConfigError(f"torchrun has started {started} processes, and the config has {world_size} ranks.")
+            raise ConfigError(
+                f"torchrun has started {started} processes, and the config has {world_size} ranks."
+            )
         return int(self._environment["LOCAL_WORLD_SIZE"])
 
     def start(self, begins: Sequence[Begin]) -> list["TorchrunHandle"]:
@@ -84,12 +90,15 @@ class TorchrunHandle:
 def serve_rank() -> None:
     """Be one rank of the engine that rank 0 builds; returns when that is shut down.
 
-    When rank 0 is lost amid a step this process ends. Raises `ConfigError` where it cannot be part of the engine.
+    When rank 0 is lost amid a step this process ends. Raises `ConfigError` where it cannot be part
+    of the engine.
     """
     told = environment()
     rank = told["RANK"]
     if rank == "0":
-        raise ConfigError("rank 0 builds the engine, with TorchrunLauncher(); serve_rank() is for the others.")
+        raise ConfigError(
+            "rank 0 builds the engine, with TorchrunLauncher(); serve_rank() is for the others."
+        )
     store = _store()
     round_ = _engines_served + 1
     try:
@@ -107,7 +116,9 @@ def environment(read: Callable[[str], str | None] = os.environ.get) -> dict[str,
     found = {name: read(name) for name in NEEDED}
     missing = [name for name, value in found.items() if value is None]
     if missing:
-        raise ConfigError(f"torchrun has not set {', '.join(missing)}: start the script with torchrun.")
+        raise ConfigError(
+            f"torchrun has not set {', '.join(missing)}: start the script with torchrun."
+        )
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -1,7 +1,8 @@
-"""A worker: `python -m nano_inference.engine.ranks.worker`, started by `LocalLauncher`; or `run_worker` in any process.
+"""A worker: `python -m nano_inference.engine.ranks.worker`, started by `LocalLauncher`; or
+`run_worker` in any process.
 
-It builds its part of the model, then does what rank 0 says, message by message, until it is told to stop. It ends with
-rank 0, however that ends, and with the process that started it.
+It builds its part of the model, then does what rank 0 says, message by message, until it is told to
+stop. It ends with rank 0, however that ends, and with the process that started it.
 """
 
 import logging
@@ -15,7 +16,14 @@ from typing import Any, NoReturn
 
 import nano_inference
 from nano_inference.child_process import be_child
-from nano_inference.engine.ranks.link import Identity, Link, LinkLost, NotOurs, connect, greet_rank_0
+from nano_inference.engine.ranks.link import (
+    Identity,
+    Link,
+    LinkLost,
+    NotOurs,
+    connect,
+    greet_rank_0,
+)
 from nano_inference.engine.ranks.messages import (
     Answer,
     Beat,
@@ -65,8 +73,9 @@ def _end(code: int) -> NoReturn:
 
 
 def run_worker(begin: Begin, end: Callable[[int], object] = _end) -> None:
-    """Be one rank of an engine until rank 0 ends it. Raises `ConfigError` where it does not take this process, and
-    `RankLost` when it is gone; amid a step, where nothing can be raised, it calls `end` with an exit code.
+    """Be one rank of an engine until rank 0 ends it. Raises `ConfigError` where it does not take
+    this process, and `RankLost` when it is gone; amid a step, where nothing can be raised, it calls
+    `end` with an exit code.
     """
     identity = Identity(begin.token, nano_inference.__version__, begin.world_size, begin.rank)
     link: Link | None = None
@@ -76,7 +85,9 @@ def run_worker(begin: Begin, end: Callable[[int], object] = _end) -> None:
     except (LinkLost, NotOurs) as problem:
         if link is not None:
             link.close()
-        raise ConfigError(f"rank {begin.rank} was not taken into the engine: {problem}") from problem
+        raise ConfigError(
+            f"rank {begin.rank} was not taken into the engine: {problem}"
+        ) from problem
     link.settle(CONNECT_SECONDS)
     ours = WorkerProcess(link, begin, end)
     try:
@@ -115,7 +126,8 @@ class WorkerProcess:
 
     def _built(self, message: Build) -> Any:
         """This rank's part; None: it cannot be built, and rank 0 knows why."""
-        from nano_inference.engine.ranks.shard import Shard  # seconds, for torch; rank 0 may end meanwhile
+        # seconds, for torch; rank 0 may end meanwhile
+        from nano_inference.engine.ranks.shard import Shard
 
         try:
             part = Shard(message, self._begin, lambda: self._tell(Planned()), self._agree)
@@ -201,7 +213,8 @@ class WorkerProcess:
         """Tell rank 0 that this process lives, also amid a step."""
         parent = self._begin.parent
         while not self._ended.wait(BEAT):
-            if parent and os.getppid() != parent:  # the other end of stdin is open only in a fork of it
+            # the other end of stdin is open only in a fork of it
+            if parent and os.getppid() != parent:
                 self._end(1)
             try:
                 self._link.send(encode(Beat(self._handled, *self._times())))

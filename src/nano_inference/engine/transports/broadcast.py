@@ -1,7 +1,8 @@
-"""Weights by `torch.distributed` broadcast, the engine's side: gloo on a CPU, NCCL on CUDA, by the same code.
+"""Weights by `torch.distributed` broadcast, the engine's side: gloo on a CPU, NCCL on CUDA, by the
+same code.
 
-The order of an update: the length of its description, the description, whether everybody accepts it, then each bucket
-as one flat run of bytes, and whether everybody has them all.
+The order of an update: the length of its description, the description, whether everybody accepts
+it, then each bucket as one flat run of bytes, and whether everybody has them all.
 """
 
 import threading
@@ -31,21 +32,23 @@ from nano_inference.errors import WeightTransferError, WeightUpdateError
 
 
 class BroadcastReceiver:
-    """An engine's end of a group that has the trainer as rank 0; the trainer uses `sender.WeightSender`.
+    """An engine's end of a group that has the trainer as rank 0; the trainer uses
+    `sender.WeightSender`.
 
-    The group is made with the first update and kept for the next ones, as is the memory that it was staged in. After an
-    error in the middle of an update it is gone on both sides, and the next update makes a new one. A description that
-    is refused leaves it standing.
+    The group is made with the first update and kept for the next ones, as is the memory that it was
+    staged in. After an error in the middle of an update it is gone on both sides, and the next
+    update makes a new one. A description that is refused leaves it standing.
 
     Args:
         address: "tcp://host:port" of the trainer.
         rank: of this engine, from 1 on.
         world_size: the trainer and all engines.
         backend: "gloo" or "nccl".
-        device: where the weights arrive; None: the CPU with gloo, the current CUDA device with NCCL.
+        device: where the weights arrive; None: the CPU with gloo, the current CUDA device with
+            NCCL.
         host: address of this machine that the trainer reaches it at; gloo listens there alone.
-        default_group: the trainer called `init_process_group` and sends by `WeightSender.over`. Such a group cannot be
-            joined a second time.
+        default_group: the trainer called `init_process_group` and sends by `WeightSender.over`.
+            Such a group cannot be joined a second time.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class BroadcastReceiver:
 
     @classmethod
     def over(cls, group: Group, memory: ReusedMemory) -> "BroadcastReceiver":
-        """A receiver over a group that was joined already, and whose trainer sends by `WeightSender.over`."""
+        """A receiver over a group that was joined already, and whose trainer sends by
+        `WeightSender.over`.
+        """
         receiver = cls.__new__(cls)
         receiver.address, receiver.device = None, group.device
         receiver._group, receiver._memory, receiver._closing = group, memory, threading.Lock()
@@ -84,12 +89,14 @@ class BroadcastReceiver:
             length = self._empty(1, torch.int64)
             group.broadcast(length, deadline, "the description of the weights")
             size, most = int(length.item()), wire.most_bytes(shapes)
-            # A trainer that speaks another format sends a small number first, such as how many messages will come; then
-            # something longer, at which gloo would end this process.
+            # A trainer that speaks another format sends a small number first, such as how many
+            # messages will come; then something longer, at which gloo would end this process.
             if not wire.LEAST_BYTES <= size <= most:
                 raise WeightUpdateError(
-                    f"the trainer announces a description of {size} bytes; from {wire.LEAST_BYTES} to {most} make "
-                    "sense. Only what WeightSender sends is understood: descriptions of other kinds may be pickles."
+                    f"the trainer announces a description of {size} bytes; from "
+                    f"{wire.LEAST_BYTES} to {most} make "
+                    "sense. Only what WeightSender sends is understood: descriptions of other "
+                    "kinds may be pickles."
                 )
             content = self._empty(size, torch.uint8)
             group.broadcast(content, deadline, "the description of the weights")
@@ -133,14 +140,20 @@ class BroadcastReceiver:
                     works.append(group.begin_broadcast(flat[start:stop], deadline, what))
                 under_way.append((flat, works, what))
                 if len(under_way) == 2:
-                    yield wire.unpack(plan.buckets[number - 2], self._arrived(group, under_way.popleft(), deadline))
+                    yield wire.unpack(
+                        plan.buckets[number - 2],
+                        self._arrived(group, under_way.popleft(), deadline),
+                    )
             yield wire.unpack(plan.buckets[-1], self._arrived(group, under_way.popleft(), deadline))
             group.agree(True, deadline, "the confirmation")
-        except BaseException:  # also of whoever stops taking buckets, maybe when the next update has begun
+        except BaseException:
+            # also of whoever stops taking buckets, maybe when the next update has begun
             self._drop(group)
             raise
 
-    def _arrived(self, group: Group, under_way: tuple[Tensor, list[Any], str], deadline: Deadline) -> Tensor:
+    def _arrived(
+        self, group: Group, under_way: tuple[Tensor, list[Any], str], deadline: Deadline
+    ) -> Tensor:
         flat, works, what = under_way
         group.wait(works, what, deadline)
         return flat
@@ -150,8 +163,21 @@ class BroadcastReceiver:
             if self.address is None:
                 raise WeightTransferError("the group that the receiver was given was closed.")
             store = join_store(self.address, self.world_size, deadline)
-            room = default_room(self.backend) if self.default_group else ask_for_room(store, self.rank, deadline)
-            made = join_group(store, room, self.rank, self.world_size, self.backend, self.device, self.host, deadline)
+            room = (
+                default_room(self.backend)
+                if self.default_group
+                else ask_for_room(store, self.rank, deadline)
+            )
+            made = join_group(
+                store,
+                room,
+                self.rank,
+                self.world_size,
+                self.backend,
+                self.device,
+                self.host,
+                deadline,
+            )
             self._group = Group(made, self.device, alive=lambda: store.check(["alive"]))
         return self._group
 
@@ -167,7 +193,9 @@ class BroadcastReceiver:
 def check_ranks(rank: int, world_size: int) -> None:
     """Raise `WeightUpdateError` unless an engine can have this rank."""
     if not 1 <= rank < world_size:
-        raise WeightUpdateError(f"rank={rank} must be from 1 to world_size - 1 = {world_size - 1}; 0 is the trainer.")
+        raise WeightUpdateError(
+            f"rank={rank} must be from 1 to world_size - 1 = {world_size - 1}; 0 is the trainer."
+        )
 
 
 def _decode(content: bytes, shapes: Shapes) -> tuple[wire.Plan | None, WeightUpdateError | None]:

@@ -1,4 +1,6 @@
-"""Weights as files: a folder of safetensors, and a marker that is written last, by an atomic rename."""
+"""Weights as files: a folder of safetensors, and a marker that is written last, by an atomic
+rename.
+"""
 
 import json
 import os
@@ -29,13 +31,17 @@ def write_folder(
     version: int | None = None,
     max_file_bytes: int = 16 * BUCKET_BYTES,
 ) -> Path:
-    """Write an update for `WeightFolder` to read; returns the folder. What it held of an earlier one is replaced.
+    """Write an update for `WeightFolder` to read; returns the folder. What it held of an earlier
+    one is replaced.
 
-    Nothing is complete before the marker is there, and each file appears whole: a reader never sees half of one.
+    Nothing is complete before the marker is there, and each file appears whole: a reader never sees
+    half of one.
     """
     folder = Path(folder)
     if not weights:
-        raise WeightUpdateError("there is nothing to write: weights must be a non-empty state dict.")
+        raise WeightUpdateError(
+            "there is nothing to write: weights must be a non-empty state dict."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).unlink(missing_ok=True)
     for old in folder.glob("*.safetensors"):
@@ -45,7 +51,10 @@ def write_folder(
         name = f"weights-{number:05d}.safetensors"
         unfinished = folder / f".{name}.unfinished"
         # Clones: safetensors refuses tensors that share memory.
-        save_file({key: tensor.detach().clone().contiguous() for key, tensor in bucket.items()}, unfinished)
+        save_file(
+            {key: tensor.detach().clone().contiguous() for key, tensor in bucket.items()},
+            unfinished,
+        )
         sizes[name] = unfinished.stat().st_size
         unfinished.rename(folder / name)
     unfinished = folder / f".{MARKER}.unfinished"
@@ -61,7 +70,9 @@ class WeightFolder:
         self.folder = Path(folder)
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
-        """Wait for the marker. Raises `WeightUpdateError` naming what is missing, cut short or not readable."""
+        """Wait for the marker. Raises `WeightUpdateError` naming what is missing, cut short or not
+        readable.
+        """
         marker = self.folder / MARKER
         while not marker.exists():
             deadline.check(f"{marker} was not written")
@@ -73,9 +84,12 @@ class WeightFolder:
                 raise WeightUpdateError(f"{path} is named by {MARKER} and missing.")
             if path.stat().st_size != size:
                 raise WeightUpdateError(
-                    f"{path} has {path.stat().st_size} bytes, {MARKER} says {size}: it was cut short."
+                    f"{path} has {path.stat().st_size} bytes, {MARKER} says {size}: it was cut "
+                    "short."
                 )
-        return Incoming(told["version"], self._buckets([self.folder / name for name in told["files"]], deadline))
+        return Incoming(
+            told["version"], self._buckets([self.folder / name for name in told["files"]], deadline)
+        )
 
     def close(self) -> None:
         """Nothing is open."""
@@ -88,13 +102,15 @@ class WeightFolder:
 
 
 class WeightFiles:
-    """Weights that are on disk already: a safetensors file, or a folder of them, with a marker or without.
+    """Weights that are on disk already: a safetensors file, or a folder of them, with a marker or
+    without.
 
     Errors call files by their names alone.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).absolute()  # of ".", taken out of a message, nothing would be left but words
+        # of ".", taken out of a message, nothing would be left but words
+        self.path = Path(path).absolute()
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
         """Look what is there. Raises `WeightUpdateError`."""
@@ -135,13 +151,14 @@ def _by_names_alone(told: str, folder: str) -> str:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # a name that is too long, that runs in circles, or that holds a zero byte
+    except (OSError, ValueError):
+        # a name that is too long, that runs in circles, or that holds a zero byte
         return False
 
 
 def _copied(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
-    """Tensors of their own. Those of a file are its pages: written over before the update is applied, they would be the
-    new file's, and of one that was cut short they would end the process.
+    """Tensors of their own. Those of a file are its pages: written over before the update is
+    applied, they would be the new file's, and of one that was cut short they would end the process.
     """
     for bucket in buckets:
         yield {name: tensor.clone() for name, tensor in cast(Mapping[str, Tensor], bucket).items()}
@@ -153,6 +170,10 @@ def _read_marker(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as problem:
         raise WeightUpdateError(f"{path} cannot be read: {problem}") from problem
     files = told.get("files") if isinstance(told, dict) else None
-    if not isinstance(files, dict) or not files or not all(isinstance(size, int) for size in files.values()):
+    if (
+        not isinstance(files, dict)
+        or not files
+        or not all(isinstance(size, int) for size in files.values())
+    ):
         raise WeightUpdateError(f"{path} does not name files and their sizes.")
     return {"version": version_of(told.get("version"), path), "files": files}

@@ -1,9 +1,11 @@
-"""A `torch.distributed` group of one trainer and its engines that no other group of the process knows of.
+"""A `torch.distributed` group of one trainer and its engines that no other group of the process
+knows of.
 
-It is made of public classes: a `TCPStore`, and the backend's own (`ProcessGroupGloo`, `ProcessGroupNCCL`), which needs
-no default group and registers nothing. Ranks find each other by keys of the store. Those of a process's first ordinary
-group are known ("default_pg", its name "0", the device), so that an engine can also meet a trainer that called
-`init_process_group` itself; seen with torch 2.13. The private `_new_process_group_helper` is not needed for that.
+It is made of public classes: a `TCPStore`, and the backend's own (`ProcessGroupGloo`,
+`ProcessGroupNCCL`), which needs no default group and registers nothing. Ranks find each other by
+keys of the store. Those of a process's first ordinary group are known ("default_pg", its name "0",
+the device), so that an engine can also meet a trainer that called `init_process_group` itself; seen
+with torch 2.13. The private `_new_process_group_helper` is not needed for that.
 """
 
 import atexit
@@ -32,7 +34,8 @@ logger = logging.getLogger("nano_inference")
 
 AT_EXIT = 5.0  # seconds that a process waits for groups to end
 LOOK = 0.1  # seconds between two looks at whether the trainer still lives
-LATER = timedelta(seconds=1)  # than a deadline, the backend itself gives up: who waits says it better
+# than a deadline, the backend itself gives up: who waits says it better
+LATER = timedelta(seconds=1)
 Address = tuple[str, int]
 Made = TypeVar("Made")
 
@@ -55,7 +58,11 @@ def parse_address(address: str) -> Address:
 def check_host(host: str) -> None:
     """Raise `WeightUpdateError` for what can be no name or address of a machine."""
     try:
-        fits = 0 < len(host.encode("idna")) <= 255 and host.isprintable() and not set(host) & set(" /?#@%\\")
+        fits = (
+            0 < len(host.encode("idna")) <= 255
+            and host.isprintable()
+            and not set(host) & set(" /?#@%\\")
+        )
     except UnicodeError:
         fits = False
     if not fits:
@@ -69,7 +76,9 @@ def url_of(address: Address) -> str:
 
 
 def serve_store(address: Address, timeout: float) -> Any:
-    """The store that a group meets at, on this host alone or on whatever address is given; port 0: any free one."""
+    """The store that a group meets at, on this host alone or on whatever address is given; port 0:
+    any free one.
+    """
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -96,31 +105,40 @@ def join_store(address: Address, world_size: int, deadline: Deadline) -> Any:
 
     def join() -> Any:
         socket.create_connection(address, timeout=deadline.at_most()).close()
-        # A trainer that came by init_process_group waits until the store has counted all of its workers.
-        # It keeps no deadline while it waits for the first word of whatever listens there.
+        # A trainer that came by init_process_group waits until the store has counted all of its
+        # workers. It keeps no deadline while it waits for the first word of whatever listens there.
         return before(deadline, lambda: _store_at(address, world_size, deadline), url_of(address))
 
-    return when_served(address, deadline, join)  # the store's own way to wait says little and in many lines
+    # the store's own way to wait says little and in many lines
+    return when_served(address, deadline, join)
 
 
 def when_served(address: Address, deadline: Deadline, connect: Callable[[], Made]) -> Made:
-    """What `connect` returns, tried again until the trainer is there. Raises `WeightTransferError` at the deadline."""
+    """What `connect` returns, tried again until the trainer is there. Raises `WeightTransferError`
+    at the deadline.
+    """
     while True:
         try:
             return connect()
         except (OSError, RuntimeError) as problem:
             if not deadline.left():
-                told = f"no trainer at {url_of(address)} within {deadline.seconds:g} s: {_said(problem)}"
+                told = (
+                    f"no trainer at {url_of(address)} within {deadline.seconds:g} s: "
+                    f"{_said(problem)}"
+                )
                 raise WeightTransferError(told) from problem
             time.sleep(deadline.at_most(0.05))
 
 
 def _store_at(address: Address, world_size: int, deadline: Deadline) -> Any:
-    return dist.TCPStore(address[0], address[1], world_size, False, deadline.remaining(), wait_for_workers=True)
+    return dist.TCPStore(
+        address[0], address[1], world_size, False, deadline.remaining(), wait_for_workers=True
+    )
 
 
 class Group:
-    """Rank `rank` of a group whose rank 0 is the trainer. Every wait has a deadline; whatever fails ends the group.
+    """Rank `rank` of a group whose rank 0 is the trainer. Every wait has a deadline; whatever fails
+    ends the group.
 
     Args:
         process_group: what `dist` calls a backend or a process group.
@@ -128,7 +146,9 @@ class Group:
         alive: called now and then while a collective is under way; raises when the trainer is gone.
     """
 
-    def __init__(self, process_group: Any, device: torch.device, alive: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, process_group: Any, device: torch.device, alive: Callable[[], object] | None = None
+    ) -> None:
         self.device = device
         self._group = process_group
         self._alive = alive
@@ -157,7 +177,9 @@ class Group:
         return bool(flag.item())
 
     def wait(self, works: Iterable[Any], what: str, deadline: Deadline) -> None:
-        """Until collectives are done. Raises `WeightUpdateError` at the deadline, or when the other side is gone."""
+        """Until collectives are done. Raises `WeightUpdateError` at the deadline, or when the other
+        side is gone.
+        """
         try:
             for work in works:
                 while not _completed(work, self.device):
@@ -176,17 +198,23 @@ class Group:
         # What NCCL may still write to is nobody else's memory until the group has ended.
         holder, self._group, self._alive = [self._group, self._travelling], None, None
         self._travelling = {}
-        # The last reference must go on a thread of its own: the destructor waits for the backend's threads, which may
-        # be in a collective until its own deadline.
+        # The last reference must go on a thread of its own: the destructor waits for the backend's
+        # threads, which may be in a collective until its own deadline.
         end = threading.Thread(target=_let_go, args=(holder,), name="weight-group-end", daemon=True)
         end.start()
-        atexit.register(end.join, AT_EXIT)  # a destructor that is cut off in the middle would abort the process
+        # a destructor that is cut off in the middle would abort the process
+        atexit.register(end.join, AT_EXIT)
 
     def _begun(self, call: Callable[[], Any], tensor: Tensor, deadline: Deadline, what: str) -> Any:
-        """A collective that was begun; on CUDA the tensor is held until it is done, or the group has ended."""
+        """A collective that was begun; on CUDA the tensor is held until it is done, or the group
+        has ended.
+        """
         try:
-            if self._is_new:  # the first one makes the communicator, and waits for all ranks without a limit
-                work = before(deadline, lambda: _on_device(call, self.device), "a rank of the group")
+            # the first one makes the communicator, and waits for all ranks without a limit
+            if self._is_new:
+                work = before(
+                    deadline, lambda: _on_device(call, self.device), "a rank of the group"
+                )
                 self._is_new = False
             else:
                 work = call()
@@ -203,9 +231,11 @@ class Group:
 
 
 def ask_for_room(store: Any, rank: int, deadline: Deadline) -> str:
-    """Say that this engine is here, and wait until the trainer names the place in the store where both meet.
+    """Say that this engine is here, and wait until the trainer names the place in the store where
+    both meet.
 
-    Each try has a token of its own, so that neither takes what is left of an earlier one for the other's.
+    Each try has a token of its own, so that neither takes what is left of an earlier one for the
+    other's.
     """
     here, token = f"engine/{rank}", secrets.token_hex(8)
     room = f"room/{rank}/{token}"
@@ -233,7 +263,9 @@ def open_room(store: Any, num_receivers: int, name: str, deadline: Deadline) -> 
             store.delete_key(f"engine/{rank}")
             store.set(f"room/{rank}/{token}", name)
     except RuntimeError as problem:
-        raise WeightTransferError(f"the engines cannot be found: {_first_line(problem)}") from problem
+        raise WeightTransferError(
+            f"the engines cannot be found: {_first_line(problem)}"
+        ) from problem
 
 
 def default_room(backend: str) -> str:
@@ -242,14 +274,25 @@ def default_room(backend: str) -> str:
 
 
 def device_room(group_name: str, backend: str) -> str:
-    """Where the ranks of a group that torch knows by this name meet, below what its maker put in front of its store."""
+    """Where the ranks of a group that torch knows by this name meet, below what its maker put in
+    front of its store.
+    """
     return f"{group_name}//" + ("cpu/" if backend == "gloo" else "cuda/")
 
 
 def join_group(
-    store: Any, room: str, rank: int, world_size: int, backend: str, device: torch.device, host: str, deadline: Deadline
+    store: Any,
+    room: str,
+    rank: int,
+    world_size: int,
+    backend: str,
+    device: torch.device,
+    host: str,
+    deadline: Deadline,
 ) -> Any:
-    """A backend whose ranks meet in a room of a store. Raises `WeightUpdateError` if they do not in time."""
+    """A backend whose ranks meet in a room of a store. Raises `WeightUpdateError` if they do not in
+    time.
+    """
     store = dist.PrefixStore(room, store)
     try:
         if backend == "nccl":
@@ -263,19 +306,23 @@ def join_group(
         return dist.ProcessGroupGloo(store, rank, world_size, options)
     except RuntimeError as problem:
         raise WeightTransferError(
-            f"rank {rank} of {world_size} found no group within {deadline.seconds:g} s: {_first_line(problem)}"
+            f"rank {rank} of {world_size} found no group within {deadline.seconds:g} s: "
+            f"{_first_line(problem)}"
         ) from problem
 
 
-# Left to itself, torch's watchdog ends the whole process when a peer is gone or a collective is late, and another
-# thread does when the watchdog itself hangs. 2: it ends the group, and says so to whoever waits. Read as one is made.
+# Left to itself, torch's watchdog ends the whole process when a peer is gone or a collective is
+# late, and another thread does when the watchdog itself hangs. 2: it ends the group, and says so to
+# whoever waits. Read as one is made.
 _SURVIVING = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _settings_lock = threading.Lock()
 
 
 @contextmanager
 def _surviving_faults() -> Iterator[None]:
-    """A fault of a group of NCCL that is made in here is an error of its update, and not the end of the process."""
+    """A fault of a group of NCCL that is made in here is an error of its update, and not the end of
+    the process.
+    """
     with _settings_lock:
         before_it = {name: os.environ.get(name) for name in _SURVIVING}
         os.environ.update(_SURVIVING)
@@ -290,7 +337,8 @@ def _surviving_faults() -> Iterator[None]:
 
 
 def device_for(backend: str, device: str | torch.device | None) -> torch.device:
-    """Where what travels must lie: the CPU with gloo, the current CUDA device with NCCL, or the one that is given.
+    """Where what travels must lie: the CPU with gloo, the current CUDA device with NCCL, or the one
+    that is given.
 
     A CUDA device gets its number here: on another thread the current one is another.
     """
@@ -309,14 +357,18 @@ def check_backend(backend: str) -> None:
 
 
 def _completed(work: Any, device: torch.device) -> bool:
-    """Whether a collective is done, after a wait of at most `LOOK` seconds. Raises what it failed with."""
+    """Whether a collective is done, after a wait of at most `LOOK` seconds. Raises what it failed
+    with.
+    """
     if device.type == "cpu":
         try:
             work.wait(timedelta(seconds=LOOK))
         except RuntimeError:
             if not work.is_completed():  # it is only late
                 return False
-            work.wait()  # raises what it failed with, if it did, and not because that wait was over a moment before
+            # raises what it failed with, if it did, and not because that wait was over a moment
+            # before
+            work.wait()
         return True
     until = time.monotonic() + LOOK  # on a device, to wait means to let the stream wait
     while not work.is_completed() and time.monotonic() < until:
@@ -337,7 +389,9 @@ def _let_go(holder: list[Any]) -> None:
         if holder[0] is not None:
             holder[0].abort()
     except RuntimeError as problem:  # of a device that has failed; there is nothing left to end
-        logger.warning("a group of trainer and engines did not end in order: %s", _first_line(problem))
+        logger.warning(
+            "a group of trainer and engines did not end in order: %s", _first_line(problem)
+        )
     finally:
         holder.clear()
 

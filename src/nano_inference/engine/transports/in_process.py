@@ -16,9 +16,15 @@ class InProcess:
     The engine keeps the tensors as they are until they serve; do not write to them before.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor] | Iterable[Bucket], *, version: int | None = None) -> None:
+    def __init__(
+        self, weights: Mapping[str, Tensor] | Iterable[Bucket], *, version: int | None = None
+    ) -> None:
         self.version = version
-        buckets = cut_into_buckets(cast(Mapping[str, Tensor], weights)) if isinstance(weights, Mapping) else weights
+        buckets = (
+            cut_into_buckets(cast(Mapping[str, Tensor], weights))
+            if isinstance(weights, Mapping)
+            else weights
+        )
         self._buckets: Iterator[Bucket] = iter(buckets)
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:

@@ -26,7 +26,9 @@ class Deadline:
         return max(0.0, self._at - time.monotonic())
 
     def at_most(self, seconds: float = math.inf) -> float:
-        """So many seconds, or `left` if that is less, and never nothing: to some calls 0 means no limit."""
+        """So many seconds, or `left` if that is less, and never nothing: to some calls 0 means no
+        limit.
+        """
         return min(seconds, max(self.left(), 0.001))
 
     def remaining(self) -> timedelta:
@@ -56,12 +58,14 @@ class WeightTransport(Protocol):
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
         """Wait for an update to begin. Raises `WeightUpdateError`, as the buckets' iterator does.
 
-        What the peer says is checked against `shapes`, the model's own table, before anything is allocated.
+        What the peer says is checked against `shapes`, the model's own table, before anything is
+        allocated.
         """
         ...
 
     def close(self) -> None:
-        """Tear down what is open; called from another thread while `receive` or its iterator may wait, or twice.
+        """Tear down what is open; called from another thread while `receive` or its iterator may
+        wait, or twice.
 
         A later `receive` starts anew.
         """

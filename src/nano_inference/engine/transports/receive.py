@@ -1,4 +1,6 @@
-"""Runs a transport into a session of the manager, on threads of its own and with a deadline that holds."""
+"""Runs a transport into a session of the manager, on threads of its own and with a deadline that
+holds.
+"""
 
 import queue
 import threading
@@ -29,11 +31,13 @@ def receive_update(
     kv_policy: KvPolicy | None = None,
     timeout: float = 300.0,
 ) -> WeightUpdate:
-    """Begin to receive an update and return at once; it is queued and announced when all of it was checked.
+    """Begin to receive an update and return at once; it is queued and announced when all of it was
+    checked.
 
-    Two threads: one waits for the transport, one checks what it brings and keeps the deadline, even where a call into
-    a library does not come back. Whatever goes wrong fails the returned update, closes the session and, in the middle
-    of the bytes, the transport, and leaves the old version serving.
+    Two threads: one waits for the transport, one checks what it brings and keeps the deadline, even
+    where a call into a library does not come back. Whatever goes wrong fails the returned update,
+    closes the session and, in the middle of the bytes, the transport, and leaves the old version
+    serving.
 
     Args:
         manager: whose session it is; raises `WeightUpdateError` at once if one is open.
@@ -45,10 +49,15 @@ def receive_update(
         timeout: seconds from now by which everything must have arrived.
     """
     deadline = Deadline(timeout)
-    update = manager.begin(version=version, complete=complete, check_finite=check_finite, kv_policy=kv_policy)
+    update = manager.begin(
+        version=version, complete=complete, check_finite=check_finite, kv_policy=kv_policy
+    )
     arrivals = _Arrivals(transport, manager.shapes, deadline, update)
     receive = threading.Thread(
-        target=_receive, args=(manager, arrivals, update, version), name="weight-session", daemon=True
+        target=_receive,
+        args=(manager, arrivals, update, version),
+        name="weight-session",
+        daemon=True,
     )
     receive.start()
     return update
@@ -57,10 +66,11 @@ def receive_update(
 def receive_into(
     manager: WeightSyncManager, transport: WeightTransport, update: WeightUpdate, deadline: Deadline
 ) -> int | None:
-    """Run a transport into the session that is open, on the calling thread; returns the version that the peer named.
+    """Run a transport into the session that is open, on the calling thread; returns the version
+    that the peer named.
 
-    Whatever goes wrong closes the session and, in the middle of the bytes, the transport; so does a session that is
-    cancelled meanwhile. Raises `WeightUpdateError`.
+    Whatever goes wrong closes the session and, in the middle of the bytes, the transport; so does a
+    session that is cancelled meanwhile. Raises `WeightUpdateError`.
     """
     arrivals = _Arrivals(transport, manager.shapes, deadline, update)
     try:
@@ -68,36 +78,53 @@ def receive_into(
         while (bucket := arrivals.take())[0] != "done":
             manager.receive(bucket[1], copy=False, of=update, undo=arrivals.stop)
     except Exception as problem:
-        arrivals.stop()  # first: whoever sees the update failed may begin the next one with this transport
+        # first: whoever sees the update failed may begin the next one with this transport
+        arrivals.stop()
         manager.cancel(_reason(problem), of=update)
         raise
     return theirs
 
 
-def _receive(manager: WeightSyncManager, arrivals: "_Arrivals", update: WeightUpdate, version: int | None) -> None:
+def _receive(
+    manager: WeightSyncManager, arrivals: "_Arrivals", update: WeightUpdate, version: int | None
+) -> None:
     try:
         _, theirs = arrivals.take()
         if None not in (version, theirs) and version != theirs:
-            raise WeightUpdateError(f"the trainer sent weight version {theirs}, expected {version}.")
+            raise WeightUpdateError(
+                f"the trainer sent weight version {theirs}, expected {version}."
+            )
         version = theirs if version is None else version
         manager.check_version(version)
         while (bucket := arrivals.take())[0] != "done":
             manager.receive(bucket[1], copy=False, of=update, undo=arrivals.stop)
         manager.end(version=version, of=update)
     except Exception as problem:
-        arrivals.stop()  # first: whoever sees the update failed may begin the next one with this transport
+        # first: whoever sees the update failed may begin the next one with this transport
+        arrivals.stop()
         manager.cancel(_reason(problem), of=update)
 
 
 def _reason(problem: Exception) -> str:
-    return str(problem) if isinstance(problem, WeightUpdateError) else f"weights cannot be received: {problem!r}"
+    return (
+        str(problem)
+        if isinstance(problem, WeightUpdateError)
+        else f"weights cannot be received: {problem!r}"
+    )
 
 
 class _Arrivals:
     """What a transport brings, on a thread of its own: its version, then its buckets."""
 
-    def __init__(self, transport: WeightTransport, shapes: Shapes, deadline: Deadline, update: WeightUpdate) -> None:
-        self.transport, self.shapes, self.deadline, self.update = transport, shapes, deadline, update
+    def __init__(
+        self, transport: WeightTransport, shapes: Shapes, deadline: Deadline, update: WeightUpdate
+    ) -> None:
+        self.transport, self.shapes, self.deadline, self.update = (
+            transport,
+            shapes,
+            deadline,
+            update,
+        )
         self._arrived: queue.Queue[tuple[Kind, Any]] = queue.Queue(AHEAD)
         self._stopped = threading.Event()
         self._settled = False  # the transport has nothing under way
@@ -118,7 +145,8 @@ class _Arrivals:
                     raise self.update.error from None
                 if not late.left():
                     came = (
-                        f"the weights did not arrive within {self.deadline.seconds:g} s; {self._buckets} buckets did."
+                        f"the weights did not arrive within {self.deadline.seconds:g} s; "
+                        f"{self._buckets} buckets did."
                     )
                     raise WeightTransferError(came) from None
         self._settled = kind in ("done", "failed")
@@ -128,14 +156,16 @@ class _Arrivals:
         return kind, content
 
     def stop(self) -> None:
-        """Take no more; what is under way is torn down, unless that waits for a call that does not come back. Once: the
-        transport may be another update's afterwards.
+        """Take no more; what is under way is torn down, unless that waits for a call that does not
+        come back. Once: the transport may be another update's afterwards.
         """
         if self._stopped.is_set():
             return
         self._stopped.set()
         if not self._settled:
-            teardown = threading.Thread(target=self.transport.close, name="weight-teardown", daemon=True)
+            teardown = threading.Thread(
+                target=self.transport.close, name="weight-teardown", daemon=True
+            )
             teardown.start()
             teardown.join(GRACE)
 
@@ -148,7 +178,8 @@ class _Arrivals:
                 self._put("bucket", bucket)
             self._put("done", None)
         except Exception as problem:
-            traceback.clear_frames(problem.__traceback__)  # works that they hold would keep their group's sockets open
+            # works that they hold would keep their group's sockets open
+            traceback.clear_frames(problem.__traceback__)
             if not self._stopped.is_set():
                 self._put("failed", problem)
 

@@ -11,14 +11,17 @@ from nano_inference.ops.cpu.memory import HUGE_PAGE, advise_huge_pages, populate
 
 
 class ReusedMemory:
-    """Gives out pieces of host memory. A piece comes back when the last tensor on it is gone, whoever holds it."""
+    """Gives out pieces of host memory. A piece comes back when the last tensor on it is gone,
+    whoever holds it.
+    """
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, num_bytes: int, slack: int = 0) -> Tensor:
-        """A tensor uint8 [num_bytes + slack], not initialised. From 2 MiB on its memory is one that was used before, if
-        any. For the slack the system finds pages only if somebody writes to them.
+        """A tensor uint8 [num_bytes + slack], not initialised. From 2 MiB on its memory is one that
+        was used before, if any. For the slack the system finds pages only if somebody writes to
+        them.
         """
         used, num_bytes = num_bytes, num_bytes + slack
         if used < HUGE_PAGE:
@@ -30,7 +33,8 @@ class ReusedMemory:
             populate(piece[:used])
         kind: Any = type("Lease", (ctypes.c_uint8 * num_bytes,), {})
         lease = kind.from_address(piece.data_ptr())
-        weakref.finalize(lease, self._free.append, piece).atexit = False  # torch holds the lease while it holds memory
+        # torch holds the lease while it holds memory
+        weakref.finalize(lease, self._free.append, piece).atexit = False
         return torch.frombuffer(lease, dtype=torch.uint8)
 
     def forget(self) -> None:
@@ -39,5 +43,8 @@ class ReusedMemory:
 
     def _find(self, num_bytes: int) -> Tensor | None:
         """The smallest free piece that is large enough, and not twice as large."""
-        fitting = [(len(p), at) for at, p in enumerate(self._free) if num_bytes <= len(p) < 2 * num_bytes]
-        return self._free.pop(min(fitting)[1]) if fitting else None  # in place: leases append to this very list
+        fitting = [
+            (len(p), at) for at, p in enumerate(self._free) if num_bytes <= len(p) < 2 * num_bytes
+        ]
+        # in place: leases append to this very list
+        return self._free.pop(min(fitting)[1]) if fitting else None

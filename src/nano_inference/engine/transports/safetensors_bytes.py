@@ -1,4 +1,6 @@
-"""A safetensors file that comes as bytes, in parts: its header is checked before there is memory for the rest."""
+"""A safetensors file that comes as bytes, in parts: its header is checked before there is memory
+for the rest.
+"""
 
 import json
 from collections.abc import Iterator
@@ -41,16 +43,22 @@ class SafetensorsBytes:
         return self._places is not None and self._filled == len(self._data)
 
     def add(self, part: bytes) -> None:
-        """Take the next part. Raises `WeightUpdateError` as soon as it is known that the file is of no use."""
+        """Take the next part. Raises `WeightUpdateError` as soon as it is known that the file is of
+        no use.
+        """
         if self._places is None:
             self._head += part
             start = self._header_end()
             if start is None or len(self._head) < start:
                 if len(self._head) >= self._size:
-                    raise WeightUpdateError("these bytes end in the middle of a safetensors header.")
+                    raise WeightUpdateError(
+                        "these bytes end in the middle of a safetensors header."
+                    )
                 return
             part = bytes(self._head[start:])
-            self._places = _places(bytes(self._head[LENGTH:start]), self._size - start, self._shapes, self._seen)
+            self._places = _places(
+                bytes(self._head[LENGTH:start]), self._size - start, self._shapes, self._seen
+            )
             self._data = self._memory.take(self._size - start)
             self._head.clear()
         if self._filled + len(part) > len(self._data):
@@ -73,7 +81,9 @@ class SafetensorsBytes:
         length = int.from_bytes(self._head[:LENGTH], "little")
         most = wire.most_bytes(self._shapes) + METADATA
         if not 2 <= length <= most:
-            raise WeightUpdateError(f"these bytes are not a safetensors file: its header would have {length} bytes.")
+            raise WeightUpdateError(
+                f"these bytes are not a safetensors file: its header would have {length} bytes."
+            )
         return LENGTH + length
 
     def _buckets(self) -> Iterator[dict[str, Tensor]]:
@@ -85,24 +95,39 @@ class SafetensorsBytes:
             yield {piece.name: flat.view(piece.dtype).view(piece.shape)}
 
 
-def _places(header: bytes, size: int, shapes: Shapes, seen: set[str]) -> list[tuple[wire.Piece, int, int]]:
-    """Each tensor with where it stands, in order. They must fill the file without gaps, as the format wants."""
+def _places(
+    header: bytes, size: int, shapes: Shapes, seen: set[str]
+) -> list[tuple[wire.Piece, int, int]]:
+    """Each tensor with where it stands, in order. They must fill the file without gaps, as the
+    format wants.
+    """
     try:
         told: dict[str, Any] = json.loads(header)
         told.pop("__metadata__", None)
-        entries = [(name, each["dtype"], each["shape"], *each["data_offsets"]) for name, each in told.items()]
+        entries = [
+            (name, each["dtype"], each["shape"], *each["data_offsets"])
+            for name, each in told.items()
+        ]
         entries.sort(key=lambda entry: entry[3:])
-        described = [(name, DTYPES.get(dtype, str(dtype)), shape) for name, dtype, shape, _, _ in entries]
+        described = [
+            (name, DTYPES.get(dtype, str(dtype)), shape) for name, dtype, shape, _, _ in entries
+        ]
         pieces = wire.pieces(described, shapes, seen)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise WeightUpdateError(f"the safetensors header cannot be read: {type(problem).__name__}.") from problem
+        raise WeightUpdateError(
+            f"the safetensors header cannot be read: {type(problem).__name__}."
+        ) from problem
     places: list[tuple[wire.Piece, int, int]] = []
     at = 0
     for piece, (name, _, _, start, stop) in zip(pieces, entries, strict=True):
         if start != at or stop != start + piece.dtype.itemsize * prod(piece.shape):
-            raise WeightUpdateError(f"the safetensors header gives {name!r} bytes {start!r} to {stop!r}, not its size.")
+            raise WeightUpdateError(
+                f"the safetensors header gives {name!r} bytes {start!r} to {stop!r}, not its size."
+            )
         places.append((piece, start, stop))
         at = stop
     if not places or at != size:
-        raise WeightUpdateError(f"the safetensors header tells of {at} bytes of tensors, and {size} came.")
+        raise WeightUpdateError(
+            f"the safetensors header tells of {at} bytes of tensors, and {size} came."
+        )
     return places

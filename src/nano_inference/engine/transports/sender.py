@@ -25,17 +25,19 @@ UNDER_WAY = 3  # runs that travel at once
 
 
 class WeightSender:
-    """Sends state dicts to engines that receive with `broadcast.BroadcastReceiver`. A context manager.
+    """Sends state dicts to engines that receive with `broadcast.BroadcastReceiver`. A context
+    manager.
 
-    An error in the middle of an update ends the group; the next `send` waits for the engines to join a new one. One
-    that engines refuse by its description alone leaves it standing.
+    An error in the middle of an update ends the group; the next `send` waits for the engines to
+    join a new one. One that engines refuse by its description alone leaves it standing.
 
     Args:
-        address: where the engines join, "tcp://host:port"; port 0: any free one, see `address` afterwards. Nothing
-            listens elsewhere.
+        address: where the engines join, "tcp://host:port"; port 0: any free one, see `address`
+            afterwards. Nothing listens elsewhere.
         num_receivers: engines, of ranks 1 to `num_receivers`.
         backend: "gloo" or "nccl".
-        device: from where the weights leave; None: the CPU with gloo, the current CUDA device with NCCL.
+        device: from where the weights leave; None: the CPU with gloo, the current CUDA device with
+            NCCL.
         bucket_bytes: how much travels at once.
         timeout: seconds that `connect` and `send` may take.
     """
@@ -75,7 +77,9 @@ class WeightSender:
         bucket_bytes: int = BUCKET_BYTES,
         timeout: float = 300.0,
     ) -> "WeightSender":
-        """A sender over a group that there is already and whose rank 0 this is, like `dist.group.WORLD`."""
+        """A sender over a group that there is already and whose rank 0 this is, like
+        `dist.group.WORLD`.
+        """
         sender = cls.__new__(cls)
         sender.bucket_bytes, sender.timeout = bucket_bytes, timeout
         sender.device = device_for("gloo", device)
@@ -93,7 +97,8 @@ class WeightSender:
         version: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Send an update; returns when every engine has all its bytes. What they then make of it, they say.
+        """Send an update; returns when every engine has all its bytes. What they then make of it,
+        they say.
 
         Raises `WeightUpdateError`: within `timeout` seconds whatever the engines do.
         """
@@ -109,7 +114,8 @@ class WeightSender:
             raise
         if not accepted:
             raise WeightUpdateError(
-                "an engine refused the weights by their names, shapes or types; its error says which."
+                "an engine refused the weights by their names, shapes or types; its error says "
+                "which."
             )
 
     def close(self) -> None:
@@ -124,7 +130,9 @@ class WeightSender:
         self.close()
 
     def _describe(self, plan: wire.Plan, deadline: Deadline) -> bool:
-        """Whether every engine accepts what will come. Those that ended the group since the last update join again."""
+        """Whether every engine accepts what will come. Those that ended the group since the last
+        update join again.
+        """
         kept = self._store is not None and self._group is not None
         what = "the description of the weights"
         content = torch.frombuffer(bytearray(wire.encode(plan)), dtype=torch.uint8).to(self.device)
@@ -165,12 +173,16 @@ class WeightSender:
     def _connect(self, deadline: Deadline) -> Group:
         if self._group is None:
             if self._store is None:
-                raise WeightUpdateError("the sender is closed, or the group that it was given is; make a new one.")
+                raise WeightUpdateError(
+                    "the sender is closed, or the group that it was given is; make a new one."
+                )
             room = f"group/{self._groups}/"
             self._groups += 1
             open_room(self._store, self.num_receivers, room, deadline)
             world_size = self.num_receivers + 1
-            made = join_group(self._store, room, 0, world_size, self.backend, self.device, self._host, deadline)
+            made = join_group(
+                self._store, room, 0, world_size, self.backend, self.device, self._host, deadline
+            )
             self._group = Group(made, self.device)
         return self._group
 

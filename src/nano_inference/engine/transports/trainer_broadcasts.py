@@ -1,4 +1,6 @@
-"""Tensors that a trainer broadcasts by itself, in an order that it told by other means: one each, or packed."""
+"""Tensors that a trainer broadcasts by itself, in an order that it told by other means: one each,
+or packed.
+"""
 
 import secrets
 from collections import deque
@@ -25,22 +27,30 @@ Run = Sequence[Piece]  # what travels by one broadcast, one behind the other wit
 class TrainerBroadcasts:
     """A transport of tensors that were described already, and checked.
 
-    Gloo looks at no sizes: of a message that is too short the rest of the memory stays as it was, and one that is too
-    long ends the process (seen with torch 2.13). So each one gets room for far more, and its ends are marked.
+    Gloo looks at no sizes: of a message that is too short the rest of the memory stays as it was,
+    and one that is too long ends the process (seen with torch 2.13). So each one gets room for far
+    more, and its ends are marked.
 
     Args:
         joined: the trainer's group.
         pieces: the tensors, in the trainer's order.
-        packed_bytes: they come as flat runs, of tensors up to the one with which a run is longer than this; None: each
-            alone.
+        packed_bytes: they come as flat runs, of tensors up to the one with which a run is longer
+            than this; None: each alone.
         memory: for what arrives, on a CPU.
     """
 
     def __init__(
-        self, joined: TrainerGroup, pieces: Sequence[Piece], *, packed_bytes: int | None, memory: ReusedMemory
+        self,
+        joined: TrainerGroup,
+        pieces: Sequence[Piece],
+        *,
+        packed_bytes: int | None,
+        memory: ReusedMemory,
     ) -> None:
         self._joined, self._memory = joined, memory
-        self._runs = [[piece] for piece in pieces] if packed_bytes is None else packed(pieces, packed_bytes)
+        self._runs = (
+            [[piece] for piece in pieces] if packed_bytes is None else packed(pieces, packed_bytes)
+        )
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
         """Begin; there is nothing to wait for."""
@@ -48,11 +58,15 @@ class TrainerBroadcasts:
         return Incoming(None, self._buckets(deadline, slack))
 
     def close(self) -> None:
-        """Leave the group: what the trainer has sent and nobody took would be taken for what it sends next."""
+        """Leave the group: what the trainer has sent and nobody took would be taken for what it
+        sends next.
+        """
         self._joined.close()
 
     def _sees_sizes(self) -> bool:
-        """Whether what this rank has received goes to no other one: gloo would pass the whole room on."""
+        """Whether what this rank has received goes to no other one: gloo would pass the whole room
+        on.
+        """
         rank, world_size, group = self._joined.rank, self._joined.world_size, self._joined.group
         return group.device.type == "cpu" and (rank % 2 == 1 or rank + 1 == world_size)
 
@@ -72,7 +86,11 @@ class TrainerBroadcasts:
             flat = self._memory.take(size, slack)
         else:
             flat = torch.empty(size, dtype=torch.uint8, device=self._joined.group.device)
-        mark = torch.frombuffer(bytearray(secrets.token_bytes(CANARY)), dtype=torch.uint8) if slack else None
+        mark = (
+            torch.frombuffer(bytearray(secrets.token_bytes(CANARY)), dtype=torch.uint8)
+            if slack
+            else None
+        )
         works: list[Any] = []
         if mark is not None:  # all marks, before the first byte can come
             for start, stop in starts:
@@ -104,7 +122,9 @@ class _Bucket:
 
 
 def packed(pieces: Sequence[Piece], max_bytes: int) -> list[list[Piece]]:
-    """Pieces in runs; a run ends with the piece that makes it longer than `max_bytes`, as vLLM packs them."""
+    """Pieces in runs; a run ends with the piece that makes it longer than `max_bytes`, as vLLM
+    packs them.
+    """
     runs: list[list[Piece]] = [[]]
     size = 0
     for piece in pieces:
@@ -136,9 +156,13 @@ def _ends(flat: Tensor, start: int, stop: int, mark: Tensor) -> None:
 def _require_size(flat: Tensor, start: int, stop: int, mark: Tensor, what: str) -> None:
     inside = min(CANARY, stop - start)
     if not torch.equal(flat[stop : stop + CANARY], mark):
-        raise WeightUpdateError(f"the trainer sent more than the {stop - start} bytes that it told of {what}.")
+        raise WeightUpdateError(
+            f"the trainer sent more than the {stop - start} bytes that it told of {what}."
+        )
     if inside and torch.equal(flat[stop - inside : stop], mark[:inside]):
-        raise WeightUpdateError(f"the trainer sent less than the {stop - start} bytes that it told of {what}.")
+        raise WeightUpdateError(
+            f"the trainer sent less than the {stop - start} bytes that it told of {what}."
+        )
 
 
 def _unpacked(run: Run, flat: Tensor) -> dict[str, Tensor]:
@@ -154,7 +178,11 @@ def _unpacked(run: Run, flat: Tensor) -> dict[str, Tensor]:
 
 
 def _named(run: Run) -> str:
-    return repr(run[0].name) if len(run) == 1 else f"{run[0].name!r} and {len(run) - 1} tensors behind it"
+    return (
+        repr(run[0].name)
+        if len(run) == 1
+        else f"{run[0].name!r} and {len(run) - 1} tensors behind it"
+    )
 
 
 def _size(piece: Piece) -> int:

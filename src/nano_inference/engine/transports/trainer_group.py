@@ -1,9 +1,11 @@
-"""An engine in a trainer's `torch.distributed` group: rank 0 is the trainer, and the store that all meet at is its.
+"""An engine in a trainer's `torch.distributed` group: rank 0 is the trainer, and the store that all
+meet at is its.
 
-Two ways of making such a group are known. An ordinary one is the first `init_process_group` of the trainer's process.
-A named one stands beside it, as trainers of the SGLang kind make it: by a rendezvous of its own, whose store gets the
-group's name as prefix, and torch's `_new_process_group_helper(..., group_name=name)`, which puts the name and the
-device in front once more (so in torch 2.13, and in the sources of older ones).
+Two ways of making such a group are known. An ordinary one is the first `init_process_group` of the
+trainer's process. A named one stands beside it, as trainers of the SGLang kind make it: by a
+rendezvous of its own, whose store gets the group's name as prefix, and torch's
+`_new_process_group_helper(..., group_name=name)`, which puts the name and the device in front once
+more (so in torch 2.13, and in the sources of older ones).
 """
 
 import socket
@@ -75,7 +77,8 @@ def join_trainer(
         world_size: the trainer and all engines.
         deadline: by which all of them must be there.
         backend: "gloo" or "nccl".
-        device: where what is received must lie; None: the CPU with gloo, the current CUDA device with NCCL.
+        device: where what is received must lie; None: the CPU with gloo, the current CUDA device
+            with NCCL.
         name: of a named group; None: an ordinary one.
 
     Raises `WeightUpdateError`; `WeightTransferError` if they are not there in time.
@@ -88,7 +91,8 @@ def join_trainer(
     try:
         room = default_room(backend) if name is None else f"{name}/{device_room(name, backend)}"
         host = watch.getsockname()[0]
-        made = before(  # a store whose process was stopped keeps whoever asks it, whatever its deadline
+        # a store whose process was stopped keeps whoever asks it, whatever its deadline
+        made = before(
             deadline,
             lambda: join_group(store, room, rank, world_size, backend, device, host, deadline),
             url_of(address),
@@ -108,8 +112,8 @@ def join_trainer(
 def _watch(address: Address, deadline: Deadline) -> socket.socket:
     """A connection to the store that nothing is ever sent over: it ends with the trainer's process.
 
-    Its own end has the address of this machine that the trainer reaches. To ask the store something instead would wait
-    for a trainer that is stopped, without a limit.
+    Its own end has the address of this machine that the trainer reaches. To ask the store something
+    instead would wait for a trainer that is stopped, without a limit.
     """
 
     def connect() -> socket.socket:
@@ -122,7 +126,9 @@ def _watch(address: Address, deadline: Deadline) -> socket.socket:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Let the system ask now and then whether the other machine is still there: one that is cut off says no goodbye."""
+    """Let the system ask now and then whether the other machine is still there: one that is cut off
+    says no goodbye.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, option):

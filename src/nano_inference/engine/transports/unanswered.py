@@ -1,4 +1,6 @@
-"""`before`: a call that may never return, ended by a deadline. Its thread stays behind; there may be few of those."""
+"""`before`: a call that may never return, ended by a deadline. Its thread stays behind; there may
+be few of those.
+"""
 
 import threading
 from collections.abc import Callable
@@ -41,16 +43,21 @@ class _Call(Generic[Made]):
 def before(deadline: Deadline, make: Callable[[], Made], what: str, *, grace: float = 0.0) -> Made:
     """What `make` returns or raises.
 
-    Raises `WeightTransferError` at the deadline, or `grace` seconds later where the call usually keeps it and says
-    more, and `WeightUpdateConflict` where too many such calls are under way or hang; `what` names the other side.
+    Raises `WeightTransferError` at the deadline, or `grace` seconds later where the call usually
+    keeps it and says more, and `WeightUpdateConflict` where too many such calls are under way or
+    hang; `what` names the other side.
     """
     if not _places.acquire(blocking=False):
-        raise WeightUpdateConflict(f"{MOST} peers have accepted a connection and say nothing yet; {what} has to wait.")
+        raise WeightUpdateConflict(
+            f"{MOST} peers have accepted a connection and say nothing yet; {what} has to wait."
+        )
     call = _Call(make)
     threading.Thread(target=call.run, name=f"call of {what}", daemon=True).start()
     if not call.done.wait(deadline.at_most() + grace):
         call.is_awaited = False
-        raise WeightTransferError(f"{what} accepted a connection and said nothing within {deadline.seconds:g} s.")
+        raise WeightTransferError(
+            f"{what} accepted a connection and said nothing within {deadline.seconds:g} s."
+        )
     problem, call.problem = call.problem, None
     if problem is not None:
         try:

@@ -1,7 +1,8 @@
-"""What goes ahead of the bytes: a description of every bucket in JSON, checked against the model before it is used.
+"""What goes ahead of the bytes: a description of every bucket in JSON, checked against the model
+before it is used.
 
-A bucket is one flat run of bytes. Its pieces lie one after the other, each from a multiple of 16 on: whole tensors row
-by row; of a patch the int64 indices, then the values.
+A bucket is one flat run of bytes. Its pieces lie one after the other, each from a multiple of 16
+on: whole tensors row by row; of a patch the int64 indices, then the values.
 """
 
 import json
@@ -21,7 +22,8 @@ FORMAT = 1
 ALIGNMENT = 16
 RUN_BYTES = 2**23  # that travel at once: fewer cost more messages, more leave less to do meanwhile
 DTYPES = {
-    str(each).removeprefix("torch."): each for each in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    str(each).removeprefix("torch."): each
+    for each in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -58,13 +60,25 @@ def sendable(weights: Mapping[str, Tensor] | Iterable[WeightPatch]) -> list[Send
     found: list[Sendable] = []
     if isinstance(weights, Mapping):
         for name, tensor in cast(Mapping[str, Tensor], weights).items():
-            found.append((Piece(name, _known(name, tensor.dtype), tuple(tensor.shape)), [tensor.detach().contiguous()]))
+            found.append(
+                (
+                    Piece(name, _known(name, tensor.dtype), tuple(tensor.shape)),
+                    [tensor.detach().contiguous()],
+                )
+            )
     else:
         for name, indices, values in weights:
             piece = Piece(name, _known(name, values.dtype), (), len(indices))
-            found.append((piece, [indices.detach().to(torch.int64).contiguous(), values.detach().contiguous()]))
+            found.append(
+                (
+                    piece,
+                    [indices.detach().to(torch.int64).contiguous(), values.detach().contiguous()],
+                )
+            )
     if not found:
-        raise WeightUpdateError("there is nothing to send: weights must be a non-empty state dict or patches.")
+        raise WeightUpdateError(
+            "there is nothing to send: weights must be a non-empty state dict or patches."
+        )
     return found
 
 
@@ -76,7 +90,8 @@ def cut(pieces: list[Sendable], max_bytes: int = BUCKET_BYTES) -> list[list[Send
 def encode(plan: Plan) -> bytes:
     """The plan as JSON."""
     buckets = [
-        [[each.name, DTYPE_NAMES[each.dtype], each.shape, each.count] for each in bucket] for bucket in plan.buckets
+        [[each.name, DTYPE_NAMES[each.dtype], each.shape, each.count] for each in bucket]
+        for bucket in plan.buckets
     ]
     return json.dumps({"format": FORMAT, "version": plan.version, "buckets": buckets}).encode()
 
@@ -90,28 +105,44 @@ def most_bytes(shapes: Shapes) -> int:
 
 
 def decode(content: bytes, shapes: Shapes) -> Plan:
-    """A plan from its JSON, with every name, shape, type and size checked. Raises `WeightUpdateError`."""
+    """A plan from its JSON, with every name, shape, type and size checked. Raises
+    `WeightUpdateError`.
+    """
     try:
         told = json.loads(content)
         if told["format"] != FORMAT:
-            raise WeightUpdateError(f"the trainer speaks format {told['format']!r} of weight updates, not {FORMAT}.")
+            raise WeightUpdateError(
+                f"the trainer speaks format {told['format']!r} of weight updates, not {FORMAT}."
+            )
         version = version_of(told["version"], "the trainer's description")
-        buckets = [[(str(name), dtype, shape, count) for name, dtype, shape, count in each] for each in told["buckets"]]
+        buckets = [
+            [(str(name), dtype, shape, count) for name, dtype, shape, count in each]
+            for each in told["buckets"]
+        ]
     except (ValueError, KeyError, TypeError) as problem:
-        raise WeightUpdateError(f"the trainer's description of its weights cannot be read: {problem!r}") from problem
+        raise WeightUpdateError(
+            f"the trainer's description of its weights cannot be read: {problem!r}"
+        ) from problem
     seen: set[str] = set()
-    plan = Plan(version, tuple(tuple(_checked(each, shapes, seen) for each in bucket) for bucket in buckets))
+    plan = Plan(
+        version, tuple(tuple(_checked(each, shapes, seen) for each in bucket) for bucket in buckets)
+    )
     if not seen:
         raise WeightUpdateError("the trainer sent an update of no tensors.")
     if any(len({piece.count is None for piece in bucket}) != 1 for bucket in plan.buckets):
-        raise WeightUpdateError("the trainer sent a bucket that is empty, or of both tensors and patches.")
+        raise WeightUpdateError(
+            "the trainer sent a bucket that is empty, or of both tensors and patches."
+        )
     return plan
 
 
-def pieces(told: Iterable[tuple[str, str, Sequence[int]]], shapes: Shapes, seen: set[str]) -> list[Piece]:
+def pieces(
+    told: Iterable[tuple[str, str, Sequence[int]]], shapes: Shapes, seen: set[str]
+) -> list[Piece]:
     """Whole tensors that a trainer describes by (name, dtype, shape), checked against the model.
 
-    `seen` has the names that came before in this update, and gets theirs. Raises `WeightUpdateError`.
+    `seen` has the names that came before in this update, and gets theirs. Raises
+    `WeightUpdateError`.
     """
     return [_checked((name, dtype, list(shape), None), shapes, seen) for name, dtype, shape in told]
 
@@ -127,14 +158,20 @@ def runs(size: int) -> Iterator[tuple[int, int]]:
 
 
 def laid_out(bucket: list[Sendable], start: int, stop: int, room: Tensor) -> Tensor:
-    """Bytes [start, stop) of a bucket: where they lie if they are of one tensor, else copied into `room`, uint8."""
+    """Bytes [start, stop) of a bucket: where they lie if they are of one tensor, else copied into
+    `room`, uint8.
+    """
     flat = room[: stop - start]
     at = 0
     for _, tensors in bucket:
         for tensor in tensors:
             end = at + tensor.nbytes
             if at < stop and end > start:
-                source = tensor.view(-1).view(torch.uint8)[max(start - at, 0) : stop - at].to(room.device)
+                source = (
+                    tensor.view(-1)
+                    .view(torch.uint8)[max(start - at, 0) : stop - at]
+                    .to(room.device)
+                )
                 if len(source) == len(flat):
                     return source
                 low = max(at - start, 0)
@@ -156,7 +193,9 @@ def unpack(bucket: Iterable[Piece], flat: Tensor) -> dict[str, Tensor] | list[We
         if piece.count is None:
             tensors[piece.name] = views[0].view(piece.dtype).view(piece.shape)
         else:
-            patches.append(WeightPatch(piece.name, views[0].view(torch.int64), views[1].view(piece.dtype)))
+            patches.append(
+                WeightPatch(piece.name, views[0].view(torch.int64), views[1].view(piece.dtype))
+            )
     return tensors or patches
 
 
@@ -164,7 +203,9 @@ def _checked(told: tuple[str, Any, Any, Any], shapes: Shapes, seen: set[str]) ->
     name, dtype, shape, count = told
     known = shapes.get(name)
     if known is None:
-        raise WeightUpdateError(f"{name!r} is not a tensor of this model; names are those of its checkpoint.")
+        raise WeightUpdateError(
+            f"{name!r} is not a tensor of this model; names are those of its checkpoint."
+        )
     if name in seen:
         raise WeightUpdateError(f"{name!r} came twice in one update.")
     seen.add(name)
@@ -175,7 +216,8 @@ def _checked(told: tuple[str, Any, Any, Any], shapes: Shapes, seen: set[str]) ->
             raise WeightUpdateError(f"{name!r} has shape {shape!r}, expected {known}.")
     elif not is_whole(count, 0) or count > torch.Size(known).numel():
         raise WeightUpdateError(
-            f"the patch of {name!r} has {count!r} numbers, of {torch.Size(known).numel()} there are."
+            f"the patch of {name!r} has {count!r} numbers, of {torch.Size(known).numel()} there "
+            "are."
         )
     return Piece(name, DTYPES[dtype], known, count)
 

@@ -1,4 +1,6 @@
-"""The CPU backend as a value: operations one by one on tensors, and whole decoders recorded and replayed."""
+"""The CPU backend as a value: operations one by one on tensors, and whole decoders recorded and
+replayed.
+"""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -35,14 +37,28 @@ class CpuOps:
         self.partial = partial_attention(self.kernels, num_threads)
         self.head_parts = head_parts(self.kernels, num_threads)
 
-    def embed(self, input_ids: Tensor, weight: Any, scale: float = 1.0, part: tuple[int, int] | None = None) -> Tensor:
+    def embed(
+        self,
+        input_ids: Tensor,
+        weight: Any,
+        scale: float = 1.0,
+        part: tuple[int, int] | None = None,
+    ) -> Tensor:
         """See `Ops.embed`."""
-        return self._run(lambda r: r.embed(input_ids, weight, scale, part), dtype=weight.dtype, input_ids=input_ids)[0]
+        return self._run(
+            lambda r: r.embed(input_ids, weight, scale, part),
+            dtype=weight.dtype,
+            input_ids=input_ids,
+        )[0]
 
     call = staticmethod(call)
 
     def linear(
-        self, x: Tensor, weight: Any, bias: Tensor | None = None, segments: tuple[int, ...] | None = None
+        self,
+        x: Tensor,
+        weight: Any,
+        bias: Tensor | None = None,
+        segments: tuple[int, ...] | None = None,
     ) -> Tensor:
         """See `Ops.linear`."""
         return self._run(lambda r, x: r.linear(x, weight, bias, segments), x, dtype=weight.dtype)[0]
@@ -51,11 +67,15 @@ class CpuOps:
         """See `Ops.columns`; a copy, since kernels read whole rows."""
         return x[:, start:stop].contiguous()
 
-    def rms_norm(self, x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    def rms_norm(
+        self, x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
         """See `Ops.rms_norm`."""
         residual = residual if x is None else residual.clone()
         x = None if x is None else x.float()
-        normed = self._run(lambda r, x, s: r.rms_norm(x, s, norm, scale)[0], x, residual, dtype=norm.dtype)[0]
+        normed = self._run(
+            lambda r, x, s: r.rms_norm(x, s, norm, scale)[0], x, residual, dtype=norm.dtype
+        )[0]
         return normed, residual
 
     def rope_and_store(
@@ -85,7 +105,9 @@ class CpuOps:
         )[0]
         return q.view(len(q), num_heads, -1)
 
-    def plan_attention(self, batch: ForwardBatch, _block_size: int, window: int = 0) -> tuple[ForwardBatch, int]:
+    def plan_attention(
+        self, batch: ForwardBatch, _block_size: int, window: int = 0
+    ) -> tuple[ForwardBatch, int]:
         """C++ plans each step by itself."""
         return batch, window
 
@@ -102,7 +124,9 @@ class CpuOps:
             recorder.describe_heads(Heads(num_heads, kv_heads, head_dim))
             return recorder.attention(x, view, layer, window, scale)
 
-        return self._run(record, q.flatten(1).contiguous(), dtype=q.dtype, storage=storage, batch=batch)[0]
+        return self._run(
+            record, q.flatten(1).contiguous(), dtype=q.dtype, storage=storage, batch=batch
+        )[0]
 
     def gate(self, x: Tensor, activation: str = "silu", dtype: torch.dtype | None = None) -> Tensor:
         """See `Ops.gate`; `dtype` is what it is rounded to, by default that of x."""
@@ -124,18 +148,30 @@ class CpuOps:
         self, hidden: Tensor, weight: Any, divisor: float, token_ids: Tensor, temperatures: Tensor
     ) -> Tensor:
         """See `Ops.gather_logprobs`."""
-        return head.score(self.kernels, hidden, as_packed(weight), divisor, token_ids, temperatures, self.num_threads)
+        return head.score(
+            self.kernels,
+            hidden,
+            as_packed(weight),
+            divisor,
+            token_ids,
+            temperatures,
+            self.num_threads,
+        )
 
     def score_logits(self, logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
         """See `Ops.score_logits`."""
         return head.score_logits(self.kernels, logits, token_ids, temperatures, self.num_threads)
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> PackedWeight:
+    def allocate(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> PackedWeight:
         """See `Ops.allocate`."""
         rows, columns = shape
         return PackedWeight(rows, columns, dtype, self.num_threads, self.arena)
 
-    def compile(self, trunk: Callable[..., Any], batch: ForwardBatch, view: KvcacheView, dtype: torch.dtype) -> Any:
+    def compile(
+        self, trunk: Callable[..., Any], batch: ForwardBatch, view: KvcacheView, dtype: torch.dtype
+    ) -> Any:
         """Record what `trunk` calls; returns a function of a batch that replays it."""
         storage: Any = view.storage
         recorder = Recorder(dtype, self.moe)
@@ -143,8 +179,12 @@ class CpuOps:
         program = Program(recorder, (), (hidden,), storage, self.num_threads, self.kernels)
         return Replay(program)
 
-    def _run(self, record: Callable[..., Any], *inputs: Tensor | None, **options: Any) -> list[Tensor]:
-        return run_once(record, *inputs, num_threads=self.num_threads, kernels=self.kernels, **options)
+    def _run(
+        self, record: Callable[..., Any], *inputs: Tensor | None, **options: Any
+    ) -> list[Tensor]:
+        return run_once(
+            record, *inputs, num_threads=self.num_threads, kernels=self.kernels, **options
+        )
 
 
 class Replay:

@@ -1,8 +1,10 @@
-"""Builds the kernels with the system's C++ compiler, once for each (source, compiler, instruction set).
+"""Builds the kernels with the system's C++ compiler, once for each (source, compiler, instruction
+set).
 
-The library lies in `~/.cache/nano-inference/kernels/` (see `cache_folder`), which only its owner may enter. One process
-builds, in a folder that it renames into place, and others wait for it. What does not have the bytes that its manifest
-tells of is built anew: a library that was cut short would end the process that loads it.
+The library lies in `~/.cache/nano-inference/kernels/` (see `cache_folder`), which only its owner
+may enter. One process builds, in a folder that it renames into place, and others wait for it. What
+does not have the bytes that its manifest tells of is built anew: a library that was cut short would
+end the process that loads it.
 """
 
 import hashlib
@@ -25,14 +27,33 @@ logger = logging.getLogger("nano_inference")
 
 SOURCES = Path(__file__).parent / "kernels"
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-mtune=native", "-fvisibility=default", "-w")
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=off",
+    "-mtune=native",
+    "-fvisibility=default",
+    "-w",
+)
 LIBRARY = "libnano.so"
 MOST_WORDS = 3000  # characters of a compiler's complaint that are passed on
 
-_failed: dict[Path, str] = {}  # what this process need not try again: the same source with the same compiler
+# what this process need not try again: the same source with the same compiler
+_failed: dict[Path, str] = {}
 
-_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-DNANO_AVX512")
-# Instruction set -> (flags of the processor that it needs, flags of the compiler). Best first. All give the same bits.
+_AVX512 = (
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mfma",
+    "-mf16c",
+    "-DNANO_AVX512",
+)
+# Instruction set -> (flags of the processor that it needs, flags of the compiler). Best first. All
+# give the same bits.
 INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512_bf16": (
         frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}),
@@ -54,7 +75,11 @@ def best_instruction_set() -> str:
     return next(name for name, (needs, _) in INSTRUCTION_SETS.items() if needs <= has)
 
 
-def build(instruction_set: str | None = None, cache_root: Path | None = None, defines: tuple[str, ...] = ()) -> Path:
+def build(
+    instruction_set: str | None = None,
+    cache_root: Path | None = None,
+    defines: tuple[str, ...] = (),
+) -> Path:
     """The library's path; it is built if it is not there. Raises `KernelsUnavailable`.
 
     Args:
@@ -64,7 +89,9 @@ def build(instruction_set: str | None = None, cache_root: Path | None = None, de
     """
     name = instruction_set or best_instruction_set()
     if name not in INSTRUCTION_SETS:
-        raise KernelsUnavailable(f"instruction set {name!r} is unknown; choose one of {', '.join(INSTRUCTION_SETS)}.")
+        raise KernelsUnavailable(
+            f"instruction set {name!r} is unknown; choose one of {', '.join(INSTRUCTION_SETS)}."
+        )
     compiler, version = _compiler()
     flags = (*FLAGS, *INSTRUCTION_SETS[name][1], *(f"-D{each}" for each in defines))
     root = cache_folder("kernels") if cache_root is None else cache_root
@@ -78,7 +105,9 @@ def build(instruction_set: str | None = None, cache_root: Path | None = None, de
                     _build_once(folder, compiler, flags, name)
         _require_own(folder)
     except OSError as problem:
-        raise KernelsUnavailable(f"the CPU kernels cannot be kept in {root}: {problem}") from problem
+        raise KernelsUnavailable(
+            f"the CPU kernels cannot be kept in {root}: {problem}"
+        ) from problem
     return folder / LIBRARY
 
 
@@ -115,7 +144,8 @@ def _build_into(folder: Path, compiler: str, flags: tuple[str, ...], name: str) 
         try:
             stored.put(unfinished, LIBRARY, folder)
         except OSError:
-            if not stored.is_whole(folder / LIBRARY):  # else another process was first, where there are no locks
+            # else another process was first, where there are no locks
+            if not stored.is_whole(folder / LIBRARY):
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -126,10 +156,14 @@ def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     except subprocess.TimeoutExpired:
-        raise KernelsUnavailable(f"building the CPU kernels took more than 600 s: {' '.join(command)}") from None
+        raise KernelsUnavailable(
+            f"building the CPU kernels took more than 600 s: {' '.join(command)}"
+        ) from None
     if done.returncode:
         complaint = done.stderr.strip()[:MOST_WORDS]
-        raise KernelsUnavailable(f"the CPU kernels could not be built: {' '.join(command)}\n{complaint}")
+        raise KernelsUnavailable(
+            f"the CPU kernels could not be built: {' '.join(command)}\n{complaint}"
+        )
 
 
 def _compiler() -> tuple[str, str]:
@@ -137,10 +171,14 @@ def _compiler() -> tuple[str, str]:
     for name in COMPILERS:
         path = shutil.which(name)
         if path is not None:
-            asked = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
+            asked = subprocess.run(
+                [path, "--version"], capture_output=True, text=True, timeout=60, check=False
+            )
             if asked.returncode == 0:
                 return path, asked.stdout
-    raise KernelsUnavailable(f"no C++ compiler was found ({', '.join(COMPILERS)}); install one, g++ for example.")
+    raise KernelsUnavailable(
+        f"no C++ compiler was found ({', '.join(COMPILERS)}); install one, g++ for example."
+    )
 
 
 def _key(version: str, flags: tuple[str, ...]) -> str:
@@ -157,7 +195,9 @@ def _require_own(folder: Path) -> None:
     for path in (folder.parent, folder, folder / LIBRARY, folder / stored.MANIFEST):
         found = path.stat()
         if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise KernelsUnavailable(f"{path} can be written by others; remove it or make it your own (chmod go-w).")
+            raise KernelsUnavailable(
+                f"{path} can be written by others; remove it or make it your own (chmod go-w)."
+            )
 
 
 def _processor_flags() -> frozenset[str]:
@@ -167,4 +207,6 @@ def _processor_flags() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
+    return frozenset(
+        next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split()
+    )

@@ -1,4 +1,6 @@
-"""The end of a step on the CPU: draws, scores and logits of hidden rows, each one call of the kernels in head.cpp."""
+"""The end of a step on the CPU: draws, scores and logits of hidden rows, each one call of the
+kernels in head.cpp.
+"""
 
 import ctypes
 from ctypes import Structure, c_float, c_int, c_int64, c_void_p
@@ -31,7 +33,10 @@ class HeadInput(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("hidden", "weight", "logits")),
-        *((name, c_int64) for name in ("hidden_stride", "logits_stride", "num_rows", "vocab", "columns")),
+        *(
+            (name, c_int64)
+            for name in ("hidden_stride", "logits_stride", "num_rows", "vocab", "columns")
+        ),
         *((name, c_int64) for name in ("element_size", "num_threads")),
         ("divisor", c_float),
         ("first", c_int64),
@@ -77,7 +82,12 @@ class ScoreBatch(Structure):
 class HeadPart(Structure):
     """`HeadPart` of head.h."""
 
-    _fields_ = (("maxima", c_void_p), ("sums", c_void_p), ("best", c_void_p), ("num_views", c_int64))
+    _fields_ = (
+        ("maxima", c_void_p),
+        ("sums", c_void_p),
+        ("best", c_void_p),
+        ("num_views", c_int64),
+    )
 
 
 def declare(kernels: ctypes.CDLL) -> None:
@@ -92,7 +102,12 @@ def declare(kernels: ctypes.CDLL) -> None:
 
 
 def draw(
-    kernels: Any, hidden: Tensor, weight: PackedWeight, divisor: float, batch: SamplingBatch, num_threads: int
+    kernels: Any,
+    hidden: Tensor,
+    weight: PackedWeight,
+    divisor: float,
+    batch: SamplingBatch,
+    num_threads: int,
 ) -> Draw:
     """Draw one token for each sample, without storing the logits.
 
@@ -111,7 +126,9 @@ def draw(
 
 
 def draw_logits(kernels: Any, logits: Tensor, batch: SamplingBatch, num_threads: int) -> Draw:
-    """The same from logits that are there already: float32 [L, V], divided by what they are to be divided by."""
+    """The same from logits that are there already: float32 [L, V], divided by what they are to be
+    divided by.
+    """
     given, _alive = _given(logits, num_threads)
     return _draw(kernels, given, batch)
 
@@ -123,7 +140,9 @@ def _given(logits: Tensor, num_threads: int) -> tuple[HeadInput, Tensor]:
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     num_rows, vocab = logits.shape
-    given = HeadInput(None, None, logits.data_ptr(), 0, logits.stride(0), num_rows, vocab, 0, 4, num_threads, 1.0)
+    given = HeadInput(
+        None, None, logits.data_ptr(), 0, logits.stride(0), num_rows, vocab, 0, 4, num_threads, 1.0
+    )
     return given, logits
 
 
@@ -138,8 +157,8 @@ def score(
 ) -> Tensor:
     """Log-probability of one token a row under softmax(logits / temperature).
 
-    It is to the bit what `draw` reports of that token: at temperature 1 as the raw logprob, at another as the logprob
-    of a sample that was drawn there without filters.
+    It is to the bit what `draw` reports of that token: at temperature 1 as the raw logprob, at
+    another as the logprob of a sample that was drawn there without filters.
 
     Args:
         kernels: as in `draw`, like all that is not said here.
@@ -156,19 +175,26 @@ def score(
     Raises:
         IndexError: a token is not in the vocabulary.
     """
-    given, targets = products(hidden, weight, divisor, num_threads), Targets(token_ids, temperatures)
+    given, targets = (
+        products(hidden, weight, divisor, num_threads),
+        Targets(token_ids, temperatures),
+    )
     check(kernels.nano_score(ctypes.addressof(given), targets.address), given)
     return targets.logprobs
 
 
-def score_logits(kernels: Any, logits: Tensor, token_ids: Tensor, temperatures: Tensor, num_threads: int) -> Tensor:
+def score_logits(
+    kernels: Any, logits: Tensor, token_ids: Tensor, temperatures: Tensor, num_threads: int
+) -> Tensor:
     """The same from logits that are there already, as in `draw_logits`."""
     given, targets = _given(logits, num_threads), Targets(token_ids, temperatures)
     check(kernels.nano_score(ctypes.addressof(given[0]), targets.address), given[0])
     return targets.logprobs
 
 
-def logits(kernels: Any, hidden: Tensor, weight: PackedWeight, divisor: float, num_threads: int) -> Tensor:
+def logits(
+    kernels: Any, hidden: Tensor, weight: PackedWeight, divisor: float, num_threads: int
+) -> Tensor:
     """Products over the divisor, float32 [L, V]; arguments as in `draw`."""
     out = torch.empty((len(hidden), weight.rows))
     given = products(hidden, weight, divisor, num_threads)
@@ -178,7 +204,11 @@ def logits(kernels: Any, hidden: Tensor, weight: PackedWeight, divisor: float, n
 
 def products(hidden: Tensor, weight: PackedWeight, divisor: float, num_threads: int) -> HeadInput:
     """The input of calls that multiply. Raises ValueError for rows that do not fit."""
-    if hidden.dtype != weight.dtype or hidden.shape[1:] != (weight.columns,) or hidden.stride(1) != 1:
+    if (
+        hidden.dtype != weight.dtype
+        or hidden.shape[1:] != (weight.columns,)
+        or hidden.stride(1) != 1
+    ):
         raise ValueError(
             f"hidden rows must be {weight.dtype} [L, {weight.columns}] with whole rows, "
             f"not {hidden.dtype} {list(hidden.shape)}."
@@ -208,7 +238,10 @@ class Targets:
     """A `ScoreBatch` with the memory that it points to, and the logprobs that it fills."""
 
     def __init__(self, token_ids: Tensor, temperatures: Tensor) -> None:
-        token_ids, temperatures = _plain(token_ids, torch.int64), _plain(temperatures, torch.float64)
+        token_ids, temperatures = (
+            _plain(token_ids, torch.int64),
+            _plain(temperatures, torch.float64),
+        )
         rows, self.logprobs = torch.arange(len(token_ids)), torch.empty(len(token_ids))
         self._alive = token_ids, temperatures, rows
         pointers = (tensor.data_ptr() for tensor in (rows, token_ids, temperatures, self.logprobs))
@@ -231,14 +264,20 @@ class Request:
             _plain(batch.repetition, torch.float32),
             _plain(batch.noise_keys, torch.int64),
         ]
-        entries = [_plain_entries(each) for each in (batch.bias, batch.allowed, batch.banned, batch.counts)]
+        entries = [
+            _plain_entries(each) for each in (batch.bias, batch.allowed, batch.banned, batch.counts)
+        ]
         restricted = _plain(batch.restricted, torch.bool)
         self._alive = parts, entries, restricted
         self.draw = _empty_draw(batch, vocab)
         self._struct = DrawBatch(
             len(batch),
             *(part.data_ptr() for part in parts),
-            *(field for each in entries for field in (*(part.data_ptr() for part in each), len(each.ids))),
+            *(
+                field
+                for each in entries
+                for field in (*(part.data_ptr() for part in each), len(each.ids))
+            ),
             restricted.data_ptr(),
             batch.any_raw,
             self.draw.top_ids.shape[1],
@@ -253,10 +292,18 @@ class Request:
 def _empty_draw(batch: SamplingBatch, vocab: int) -> Draw:
     num, num_top = len(batch), min(batch.most_top, vocab)
     logprobs, raw_logprobs, mass = torch.empty((3, num)).unbind()
-    kept = torch.empty((num, vocab), dtype=torch.bool) if batch.any_mask and batch.any_filter else None
+    kept = (
+        torch.empty((num, vocab), dtype=torch.bool) if batch.any_mask and batch.any_filter else None
+    )
     top_ids = torch.empty((num, num_top), dtype=torch.int64)
     return Draw(
-        torch.empty(num, dtype=torch.int64), logprobs, raw_logprobs, mass, kept, top_ids, torch.empty((num, num_top))
+        torch.empty(num, dtype=torch.int64),
+        logprobs,
+        raw_logprobs,
+        mass,
+        kept,
+        top_ids,
+        torch.empty((num, num_top)),
     )
 
 
@@ -269,7 +316,9 @@ def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _plain_entries(entries: Entries) -> Entries:
     rows, ids, values = entries
-    return Entries(_plain(rows, torch.int64), _plain(ids, torch.int64), _plain(values, torch.float32))
+    return Entries(
+        _plain(rows, torch.int64), _plain(ids, torch.int64), _plain(values, torch.float32)
+    )
 
 
 def check(error: int, given: HeadInput) -> None:
@@ -277,6 +326,8 @@ def check(error: int, given: HeadInput) -> None:
     if error == _MEMORY:
         raise MemoryError("there is not enough memory for the logits of this step.")
     if error == _ROW:
-        raise IndexError(f"a sample names a row that is not among the {given.num_rows} rows of this step.")
+        raise IndexError(
+            f"a sample names a row that is not among the {given.num_rows} rows of this step."
+        )
     if error == _ID:
         raise IndexError(f"a token id is not below the vocabulary's {given.whole or given.vocab}.")

@@ -15,7 +15,13 @@ from nano_inference.ops.cpu.memory import Arena
 class NormWeight(Structure):
     """`NormWeight` of rows.h."""
 
-    _fields_ = (("data", c_void_p), ("size", c_int64), ("is_float", c_int), ("eps", c_float), ("offset", c_float))
+    _fields_ = (
+        ("data", c_void_p),
+        ("size", c_int64),
+        ("is_float", c_int),
+        ("eps", c_float),
+        ("offset", c_float),
+    )
 
 
 class Segments(Structure):
@@ -28,7 +34,10 @@ class Op(Structure):
     """`Op` of program.h."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("kind", "finish", "input", "output", "residual", "layer", "plan", "wide")),
+        *(
+            (name, c_int32)
+            for name in ("kind", "finish", "input", "output", "residual", "layer", "plan", "wide")
+        ),
         ("scale", c_float),
         ("read_once", c_int32),
         ("first_column", c_int64),
@@ -66,7 +75,10 @@ class ProgramSpec(Structure):
         ("ops", POINTER(Op)),
         ("layers", POINTER(Layer)),
         ("windows", POINTER(Window)),
-        *((name, c_int64) for name in ("is_bf16", "num_heads", "num_kv_heads", "head_dim", "block_size")),
+        *(
+            (name, c_int64)
+            for name in ("is_bf16", "num_heads", "num_kv_heads", "head_dim", "block_size")
+        ),
         *((name, c_int64) for name in ("num_units", "num_blocks", "num_positions")),
     )
 
@@ -77,7 +89,10 @@ class Step(Structure):
     _fields_ = (
         ("num_rows", c_int64),
         ("num_chunks", c_int64),
-        *((name, c_void_p) for name in ("positions", "slots", "row_chunks", "cu_seqlens", "seq_lens", "tables")),
+        *(
+            (name, c_void_p)
+            for name in ("positions", "slots", "row_chunks", "cu_seqlens", "seq_lens", "tables")
+        ),
         ("table_stride", c_int64),
         ("input_ids", c_void_p),
         ("buffers", POINTER(c_void_p)),
@@ -97,7 +112,9 @@ class Library:
         try:
             self.c = ctypes.CDLL(str(path))
         except OSError as problem:
-            raise KernelsUnavailable(f"the CPU kernels cannot be loaded from {path}: {problem}") from problem
+            raise KernelsUnavailable(
+                f"the CPU kernels cannot be loaded from {path}: {problem}"
+            ) from problem
         c = self.c
         sizes = (c_int64 * 3)()
         c.nano_sizes(sizes)
@@ -116,10 +133,35 @@ class Library:
         c.nano_pack.argtypes = [c_void_p, c_int64, c_void_p, *[c_int64] * 5]
         c.nano_unpack.argtypes = [c_void_p, c_void_p, *[c_int64] * 4]
         head.declare(c)
-        c.nano_moe_route.argtypes = [c_void_p, c_int64, c_int64, c_void_p, *[c_int64] * 4, c_void_p, c_void_p, c_int64]
-        c.nano_moe_products.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4, c_void_p, c_void_p]
+        c.nano_moe_route.argtypes = [
+            c_void_p,
+            c_int64,
+            c_int64,
+            c_void_p,
+            *[c_int64] * 4,
+            c_void_p,
+            c_void_p,
+            c_int64,
+        ]
+        c.nano_moe_products.argtypes = [
+            c_void_p,
+            c_int64,
+            c_void_p,
+            c_void_p,
+            *[c_int64] * 4,
+            c_void_p,
+            c_void_p,
+        ]
         c.nano_moe_products.argtypes += [c_int64, c_int64, c_void_p, c_int64]
-        c.nano_moe_combine.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64]
+        c.nano_moe_combine.argtypes = [
+            c_void_p,
+            c_void_p,
+            c_int64,
+            c_int64,
+            c_int64,
+            c_void_p,
+            c_int64,
+        ]
         partial.declare(c)
 
     def ping(self, rounds: int = 20000) -> float:
@@ -130,10 +172,14 @@ class Library:
         """Bytes a second that threads read from memory; the best of three passes."""
         data = Arena().take((num_bytes // 4,), torch.float32)
         data.fill_(1.0)
-        return max(self.c.nano_read_rate(data.data_ptr(), data.numel(), num_threads) for _ in range(3))
+        return max(
+            self.c.nano_read_rate(data.data_ptr(), data.numel(), num_threads) for _ in range(3)
+        )
 
     def product_rate(self, num_threads: int = 2) -> float:
-        """Operations a second of bf16 products out of the caches, two for each pair of numbers; the best of three."""
+        """Operations a second of bf16 products out of the caches, two for each pair of numbers; the
+        best of three.
+        """
         return max(self.c.nano_product_rate(num_threads) for _ in range(3))
 
 

@@ -1,4 +1,6 @@
-"""Memory in huge pages, where the system has them: reading weights then costs fewer walks of page tables."""
+"""Memory in huge pages, where the system has them: reading weights then costs fewer walks of page
+tables.
+"""
 
 import contextlib
 import ctypes
@@ -32,13 +34,17 @@ class Arena:
 
 
 def advise_huge_pages(tensor: Tensor) -> None:
-    """Ask for huge pages behind a large tensor that was just allocated; nothing happens where there are none."""
+    """Ask for huge pages behind a large tensor that was just allocated; nothing happens where there
+    are none.
+    """
     if hasattr(mmap, "MADV_HUGEPAGE"):
         _advise(tensor, mmap.MADV_HUGEPAGE)
 
 
 def discard(tensor: Tensor) -> None:
-    """Give the pages behind a large tensor back to the system. It keeps its address; what it held is lost."""
+    """Give the pages behind a large tensor back to the system. It keeps its address; what it held
+    is lost.
+    """
     if hasattr(mmap, "MADV_DONTNEED"):
         _advise(tensor, mmap.MADV_DONTNEED)
 
@@ -57,7 +63,8 @@ def _advise(tensor: Tensor, advice: int) -> None:
 
 
 def _mapping(size: int) -> Tensor:
-    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones get none
+    # shared ones get none
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -21,7 +21,11 @@ class CpuMoe:
         self.steps = MoeSteps(self.route, self.products, self.combine)
 
     def __call__(
-        self, x: Tensor, experts: Experts, exchange: Exchange | None = None, note: Note | None = None
+        self,
+        x: Tensor,
+        experts: Experts,
+        exchange: Exchange | None = None,
+        note: Note | None = None,
     ) -> Tensor:
         """See `Ops.moe`."""
         return mixture(self.steps, x.contiguous(), experts, exchange, ROW_BLOCK, note)
@@ -33,7 +37,9 @@ class CpuMoe:
         ids = torch.empty((len(x), experts.per_token), dtype=torch.int64)
         weights = torch.empty((len(x), experts.per_token))
         if not 1 <= experts.per_token <= router.rows:
-            raise ValueError(f"{experts.per_token} experts a row cannot be chosen of {router.rows}.")
+            raise ValueError(
+                f"{experts.per_token} experts a row cannot be chosen of {router.rows}."
+            )
         self._c.nano_moe_route(
             x.data_ptr(),
             len(x),
@@ -57,10 +63,12 @@ class CpuMoe:
         _require_rows(x, hidden, gate_up.dtype)
         if gate_up.rows != experts.num_held * 2 * inner or down.dtype != gate_up.dtype:
             raise ValueError(
-                f"weights {tuple(gate_up.shape)} and {tuple(down.shape)} are not those of the same experts."
+                f"weights {tuple(gate_up.shape)} and {tuple(down.shape)} are not those of the "
+                "same experts."
             )
         if any(
-            each.dtype != torch.int64 or not each.is_contiguous() or each.shape != rows.shape for each in (rows, held)
+            each.dtype != torch.int64 or not each.is_contiguous() or each.shape != rows.shape
+            for each in (rows, held)
         ):
             raise ValueError("rows and experts must be contiguous int64 tensors of one size.")
         out = torch.empty((len(rows), hidden))
@@ -104,9 +112,13 @@ class CpuMoe:
 def require_sizes(hidden: int, inner: int) -> None:
     """Raise ValueError unless the weights of an expert begin where a panel does."""
     if hidden % LANES or inner % LANES:
-        raise ValueError(f"experts of {hidden} x {inner} cannot be packed: both must be multiples of {LANES}.")
+        raise ValueError(
+            f"experts of {hidden} x {inner} cannot be packed: both must be multiples of {LANES}."
+        )
 
 
 def _require_rows(x: Tensor, columns: int, dtype: torch.dtype) -> None:
     if x.dim() != 2 or x.shape[1] != columns or x.dtype != dtype or not x.is_contiguous():
-        raise ValueError(f"expected contiguous rows of {columns} {dtype}, not {x.dtype} {tuple(x.shape)}.")
+        raise ValueError(
+            f"expected contiguous rows of {columns} {dtype}, not {x.dtype} {tuple(x.shape)}."
+        )

@@ -1,4 +1,6 @@
-"""Attention of the CPU kernels over a part of the keys: states of segments, and their merge. See `PartialAttention`."""
+"""Attention of the CPU kernels over a part of the keys: states of segments, and their merge. See
+`PartialAttention`.
+"""
 
 import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
@@ -18,7 +20,10 @@ class Shape(Structure):
     """`AttentionShape` of attention.h."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "window")),
+        *(
+            (name, c_int64)
+            for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "window")
+        ),
         ("scale", c_float),
     )
 
@@ -28,7 +33,10 @@ class BatchRows(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("num_rows", "num_chunks")),
-        *((name, c_void_p) for name in ("positions", "slots", "row_chunks", "cu_seqlens", "seq_lens", "tables")),
+        *(
+            (name, c_void_p)
+            for name in ("positions", "slots", "row_chunks", "cu_seqlens", "seq_lens", "tables")
+        ),
         ("table_stride", c_int64),
     )
 
@@ -65,21 +73,39 @@ def declare(kernels: ctypes.CDLL) -> None:
 
 
 def plan_states(rows: SegmentRows, block_size: int) -> StatesPlan:
-    """See `PartialAttention.plan`. Rows that share a table and follow each other become one chunk."""
+    """See `PartialAttention.plan`. Rows that share a table and follow each other become one
+    chunk.
+    """
     positions, own = rows.positions, rows.row_chunks
     begins = torch.ones(len(positions), dtype=torch.bool)
     begins[1:] = (own[1:] != own[:-1]) | (positions[1:] != positions[:-1] + 1)
     firsts = begins.nonzero()[:, 0]
     row_chunks = begins.cumsum(0) - 1
     bounds = torch.cat([firsts, torch.tensor([len(positions)])])
-    kept = (positions, row_chunks, bounds, positions[bounds[1:] - 1] + 1, rows.block_tables[own[firsts]])
+    kept = (
+        positions,
+        row_chunks,
+        bounds,
+        positions[bounds[1:] - 1] + 1,
+        rows.block_tables[own[firsts]],
+    )
     kept = tuple(tensor.contiguous() for tensor in kept)
     positions, row_chunks, bounds, seq_lens, tables = (tensor.data_ptr() for tensor in kept)
     batch = BatchRows(
-        len(rows.positions), len(firsts), positions, None, row_chunks, bounds, seq_lens, tables, kept[-1].shape[1]
+        len(rows.positions),
+        len(firsts),
+        positions,
+        None,
+        row_chunks,
+        bounds,
+        seq_lens,
+        tables,
+        kept[-1].shape[1],
     )
     windows = len(rows.begins) > 0 and int(rows.begins.max()) > 0
-    return StatesPlan(batch, rows.begins.contiguous() if windows else None, kept, _bounds(rows.counts), block_size)
+    return StatesPlan(
+        batch, rows.begins.contiguous() if windows else None, kept, _bounds(rows.counts), block_size
+    )
 
 
 def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttention:
@@ -90,8 +116,14 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
         (num_rows, num_heads, head_dim), keys = q.shape, storage.keys
         unit, place = storage.places[layer]
         units = None if storage.unit_map is None else storage.unit_map.units()[unit].data_ptr()
-        if q.dtype != keys.dtype or plan.block_size != keys.shape[3] or num_rows != plan.rows.num_rows:
-            raise ValueError(f"{num_rows} rows of {q.dtype} do not fit the plan, or keys of {keys.dtype}.")
+        if (
+            q.dtype != keys.dtype
+            or plan.block_size != keys.shape[3]
+            or num_rows != plan.rows.num_rows
+        ):
+            raise ValueError(
+                f"{num_rows} rows of {q.dtype} do not fit the plan, or keys of {keys.dtype}."
+            )
         out = torch.empty((int(plan.first_states[-1]), num_heads, 1 + LANES + head_dim))
         shape = Shape(num_heads, keys.shape[1], head_dim, plan.block_size, 0, scale)
         addresses = (units, keys[place].data_ptr(), storage.values[place].data_ptr())
@@ -99,9 +131,16 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
         rows = q.contiguous()
         begins = None if plan.begins is None else plan.begins.data_ptr()
         if num_rows and kernels.nano_attention_states(
-            problem, begins, rows.data_ptr(), plan.first_states.data_ptr(), out.data_ptr(), num_threads
+            problem,
+            begins,
+            rows.data_ptr(),
+            plan.first_states.data_ptr(),
+            out.data_ptr(),
+            num_threads,
         ):
-            raise ValueError(f"the CPU kernels have no attention for {num_heads} heads of {head_dim}.")
+            raise ValueError(
+                f"the CPU kernels have no attention for {num_heads} heads of {head_dim}."
+            )
         return out
 
     def merge(states: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,6 @@
-"""`Program`: recorded operations with their memory, run on batches by one call each; and single operations."""
+"""`Program`: recorded operations with their memory, run on batches by one call each; and single
+operations.
+"""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -9,7 +11,15 @@ from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.ops.cpu import library
-from nano_inference.ops.cpu.recorder import CALL, Buffer, Heads, Operation, Recorder, place_buffers, to_struct
+from nano_inference.ops.cpu.recorder import (
+    CALL,
+    Buffer,
+    Heads,
+    Operation,
+    Recorder,
+    place_buffers,
+    to_struct,
+)
 
 ALIGNMENT = 64  # bytes
 NO_TABLE = 2**62  # positions that a program without a rotary table may have
@@ -55,7 +65,9 @@ class Program:
         self._pieces = _pieces(self.operations)
         self._row_bytes = (ctypes.c_int64 * len(self._sizes))(*self._sizes)
         self._pointers = (ctypes.c_void_p * len(self._sizes))()
-        self._step = library.Step(buffers=self._pointers, row_bytes=self._row_bytes, num_threads=num_threads)
+        self._step = library.Step(
+            buffers=self._pointers, row_bytes=self._row_bytes, num_threads=num_threads
+        )
         self._capacity = 0
         self._memory: list[Tensor] = []
 
@@ -65,18 +77,28 @@ class Program:
             self._program = None
 
     def run(
-        self, num_rows: int, inputs: Sequence[Tensor] = (), batch: ForwardBatch | None = None, **rows: Tensor
+        self,
+        num_rows: int,
+        inputs: Sequence[Tensor] = (),
+        batch: ForwardBatch | None = None,
+        **rows: Tensor,
     ) -> list[Tensor]:
-        """Run it on so many rows; returns views [N, columns] of the outputs, good until the next run.
+        """Run it on so many rows; returns views [N, columns] of the outputs, good until the next
+        run.
 
         Raises ValueError for tensors that do not fit; nothing has been read or written then.
         """
         self._grow(max(num_rows, 1))
         for buffer, tensor in zip(self._inputs, inputs, strict=True):
             expected = (num_rows, buffer.columns)
-            if tuple(tensor.shape) != expected or tensor.dtype != buffer.dtype or not tensor.is_contiguous():
+            if (
+                tuple(tensor.shape) != expected
+                or tensor.dtype != buffer.dtype
+                or not tensor.is_contiguous()
+            ):
                 raise ValueError(
-                    f"expected a contiguous {buffer.dtype} tensor {expected}, not {tensor.dtype} {tuple(tensor.shape)}."
+                    f"expected a contiguous {buffer.dtype} tensor {expected}, not {tensor.dtype} "
+                    f"{tuple(tensor.shape)}."
                 )
             self._pointers[self._places[buffer.index]] = tensor.data_ptr()
         step = self._step
@@ -93,8 +115,14 @@ class Program:
             }
             step.num_chunks, step.table_stride = batch.block_tables.shape
         for name, tensor in rows.items():
-            if tensor.dtype != torch.int64 or not tensor.is_contiguous() or tensor.device.type != "cpu":
-                raise ValueError(f"{name} must be a contiguous int64 tensor on the CPU, not {tensor.dtype}.")
+            if (
+                tensor.dtype != torch.int64
+                or not tensor.is_contiguous()
+                or tensor.device.type != "cpu"
+            ):
+                raise ValueError(
+                    f"{name} must be a contiguous int64 tensor on the CPU, not {tensor.dtype}."
+                )
             size = num_rows
             if name in OF_CHUNKS:
                 size = (step.num_chunks + 1, step.num_chunks, tensor.numel())[OF_CHUNKS.index(name)]
@@ -129,7 +157,10 @@ class Program:
         if num_rows <= self._capacity:
             return
         self._capacity = max(16, 2 ** (num_rows - 1).bit_length())
-        self._memory = [torch.empty(self._capacity * size + ALIGNMENT, dtype=torch.uint8) for size in self._sizes]
+        self._memory = [
+            torch.empty(self._capacity * size + ALIGNMENT, dtype=torch.uint8)
+            for size in self._sizes
+        ]
         for index, memory in enumerate(self._memory):
             offset = -memory.data_ptr() % ALIGNMENT
             self._memory[index] = memory[offset : offset + self._capacity * self._sizes[index]]
@@ -137,11 +168,15 @@ class Program:
 
     def _view(self, buffer: Buffer, num_rows: int) -> Tensor:
         memory = self._memory[self._places[buffer.index]]
-        whole = memory.view(buffer.dtype).view(self._capacity, buffer.row_bytes // buffer.dtype.itemsize)[:num_rows]
+        whole = memory.view(buffer.dtype).view(
+            self._capacity, buffer.row_bytes // buffer.dtype.itemsize
+        )[:num_rows]
         return whole[:, buffer.first : buffer.first + buffer.columns]
 
     def _spec(self, recorder: Recorder, storage: Any) -> library.ProgramSpec:
-        ops = (library.Op * len(self.operations))(*(to_struct(each, self._places) for each in self.operations))
+        ops = (library.Op * len(self.operations))(
+            *(to_struct(each, self._places) for each in self.operations)
+        )
         windows = (library.Window * len(recorder.windows))(*recorder.windows)
         heads = recorder.heads or Heads(1, 1, 16)
         spec = library.ProgramSpec(
@@ -162,7 +197,9 @@ class Program:
 
 
 def _pieces(operations: Sequence[Operation]) -> list[tuple[int, int]]:
-    """The runs of C++ [first, last): what stands at `last`, if anything does, is a call of Python."""
+    """The runs of C++ [first, last): what stands at `last`, if anything does, is a call of
+    Python.
+    """
     calls = [place for place, operation in enumerate(operations) if operation.kind == CALL]
     return list(zip([0, *(place + 1 for place in calls)], [*calls, len(operations)], strict=True))
 
@@ -182,9 +219,14 @@ class Timed:
         self._step.seconds = None
 
 
-def _describe_storage(spec: library.ProgramSpec, storage: Any, recorder: Recorder, heads: Heads) -> None:
+def _describe_storage(
+    spec: library.ProgramSpec, storage: Any, recorder: Recorder, heads: Heads
+) -> None:
     kv_heads, num_units, block_size, head_dim = storage.keys.shape[1:]
-    if (kv_heads, head_dim) != (heads.num_kv_heads, heads.head_dim) or storage.keys.dtype != recorder.dtype:
+    if (kv_heads, head_dim) != (
+        heads.num_kv_heads,
+        heads.head_dim,
+    ) or storage.keys.dtype != recorder.dtype:
         raise ValueError(
             f"the KV storage is {storage.keys.dtype} [{kv_heads} heads, {head_dim}], the program "
             f"{recorder.dtype} [{heads.num_kv_heads} heads, {heads.head_dim}]."
@@ -210,13 +252,26 @@ def run_once(
     storage: Any = None,
     **rows: Any,
 ) -> list[Tensor]:
-    """One operation by itself: record it on buffers that stand for `inputs`, run it, and return its outputs."""
+    """One operation by itself: record it on buffers that stand for `inputs`, run it, and return its
+    outputs.
+    """
     recorder = Recorder(dtype)
     given = [tensor for tensor in inputs if tensor is not None]
-    buffers = [None if tensor is None else recorder.new(tensor.shape[1], tensor.dtype) for tensor in inputs]
+    buffers = [
+        None if tensor is None else recorder.new(tensor.shape[1], tensor.dtype) for tensor in inputs
+    ]
     outputs = record(recorder, *buffers)
-    outputs = outputs if isinstance(outputs, tuple) and not isinstance(outputs, Buffer) else (outputs,)
+    outputs = (
+        outputs if isinstance(outputs, tuple) and not isinstance(outputs, Buffer) else (outputs,)
+    )
     brought = [buffer for buffer in buffers if buffer is not None]
-    program = Program(recorder, brought, [out for out in outputs if out not in brought], storage, num_threads, kernels)
+    program = Program(
+        recorder,
+        brought,
+        [out for out in outputs if out not in brought],
+        storage,
+        num_threads,
+        kernels,
+    )
     num_rows = len(given[0]) if given else len(next(iter(rows.values())))
     return [out.clone() for out in program.run(num_rows, given, **rows)]

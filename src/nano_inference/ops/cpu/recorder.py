@@ -1,8 +1,10 @@
-"""`Recorder`: runs a decoder's Python once on numbered buffers and keeps what it called, for C++ to replay.
+"""`Recorder`: runs a decoder's Python once on numbered buffers and keeps what it called, for C++ to
+replay.
 
-What the recorded calls are to the CPU backend a captured graph is to a GPU: the decoder is written once, in Python, and
-a step costs one call. Operations that follow each other directly are joined where that changes no bit: a product and
-the gate that reads it, a product and the addition to the residual stream.
+What the recorded calls are to the CPU backend a captured graph is to a GPU: the decoder is written
+once, in Python, and a step costs one call. Operations that follow each other directly are joined
+where that changes no bit: a product and the gate that reads it, a product and the addition to the
+residual stream.
 """
 
 from collections import Counter
@@ -94,7 +96,9 @@ class Recorder:
         self.buffers.append(Buffer(len(self.buffers), columns, dtype))
         return self.buffers[-1]
 
-    def embed(self, _input_ids: Any, weight: Any, scale: float = 1.0, part: tuple[int, int] | None = None) -> Buffer:
+    def embed(
+        self, _input_ids: Any, weight: Any, scale: float = 1.0, part: tuple[int, int] | None = None
+    ) -> Buffer:
         """See `Ops.embed`."""
         weight = as_packed(weight)
         out = self.new(weight.columns, torch.float32)
@@ -105,29 +109,51 @@ class Recorder:
         return out
 
     def linear(
-        self, x: Buffer, weight: Any, bias: Tensor | None = None, segments: tuple[int, ...] | None = None
+        self,
+        x: Buffer,
+        weight: Any,
+        bias: Tensor | None = None,
+        segments: tuple[int, ...] | None = None,
     ) -> Buffer:
         """See `Ops.linear`; the sums stay in float32."""
         weight = as_packed(weight)
-        _require(x.columns == weight.columns, f"x has {x.columns} columns, the weight {weight.columns}.")
+        _require(
+            x.columns == weight.columns, f"x has {x.columns} columns, the weight {weight.columns}."
+        )
         _require(x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}.")
         if bias is not None:
-            _require(bias.shape == (weight.rows,), f"bias has shape {tuple(bias.shape)}, expected ({weight.rows},).")
+            _require(
+                bias.shape == (weight.rows,),
+                f"bias has shape {tuple(bias.shape)}, expected ({weight.rows},).",
+            )
             bias = bias.to(weight.dtype).contiguous()
         out = self.new(weight.rows, torch.float32)
         values = {"finish": STORE, "scale": 1.0, "rows": weight.rows, "columns": weight.columns}
         if segments is not None:
             check_segments(segments, weight.columns)
-            _require(all(bound % 2 == 0 for bound in segments[:-1]), f"segments {segments} must begin at even columns.")
+            _require(
+                all(bound % 2 == 0 for bound in segments[:-1]),
+                f"segments {segments} must begin at even columns.",
+            )
             values["segments"] = library.Segments(len(segments) - 1, (*segments,))
-        self.operations.append(Operation(LINEAR, (x,), out, weight=weight, bias=bias, values=values))
+        self.operations.append(
+            Operation(LINEAR, (x,), out, weight=weight, bias=bias, values=values)
+        )
         return out
 
-    def rms_norm(self, x: Buffer | None, residual: Buffer, norm: Norm, scale: float = 1.0) -> tuple[Buffer, Buffer]:
-        """See `Ops.rms_norm`. Where x is given it is added in place: the residual stream is one buffer."""
-        _require(residual.dtype == torch.float32, f"the residual stream is {residual.dtype}, expected float32.")
+    def rms_norm(
+        self, x: Buffer | None, residual: Buffer, norm: Norm, scale: float = 1.0
+    ) -> tuple[Buffer, Buffer]:
+        """See `Ops.rms_norm`. Where x is given it is added in place: the residual stream is one
+        buffer.
+        """
         _require(
-            x is None or (x.columns == residual.columns and x.dtype == torch.float32), "x and residual do not match."
+            residual.dtype == torch.float32,
+            f"the residual stream is {residual.dtype}, expected float32.",
+        )
+        _require(
+            x is None or (x.columns == residual.columns and x.dtype == torch.float32),
+            "x and residual do not match.",
         )
         out = self.new(residual.columns, norm.dtype)
         values = {"scale": scale, "columns": residual.columns, "wide": norm.dtype != self.dtype}
@@ -151,10 +177,15 @@ class Recorder:
     ) -> Buffer:
         """See `Ops.rope_and_store`."""
         head_dim, rest = divmod(qkv.columns, num_heads + 2 * num_kv_heads)
-        _require(not rest and qkv.dtype == torch.float32, f"qkv has {qkv.columns} columns of {qkv.dtype}.")
+        _require(
+            not rest and qkv.dtype == torch.float32,
+            f"qkv has {qkv.columns} columns of {qkv.dtype}.",
+        )
         for table in (cos, sin):
             _require(
-                table.dtype == torch.float32 and table.is_contiguous() and table.shape[1] * 2 == head_dim,
+                table.dtype == torch.float32
+                and table.is_contiguous()
+                and table.shape[1] * 2 == head_dim,
                 f"cos and sin must be contiguous float32 [positions, {head_dim // 2}].",
             )
         self.describe_heads(Heads(num_heads, num_kv_heads, head_dim))
@@ -199,9 +230,18 @@ class Recorder:
 
     def columns(self, x: Buffer, start: int, stop: int) -> Buffer:
         """See `Ops.columns`. Only a product reads some columns."""
-        return replace(x, columns=stop - start, first=x.first + start, of=x.columns if x.of is None else x.of)
+        return replace(
+            x, columns=stop - start, first=x.first + start, of=x.columns if x.of is None else x.of
+        )
 
-    def call(self, _batch: Any, function: Joint, inputs: Sequence[Buffer], columns: int, dtype: torch.dtype) -> Buffer:
+    def call(
+        self,
+        _batch: Any,
+        function: Joint,
+        inputs: Sequence[Buffer],
+        columns: int,
+        dtype: torch.dtype,
+    ) -> Buffer:
         """See `Ops.call`."""
         out = self.new(columns, dtype)
         self.operations.append(Operation(CALL, tuple(inputs), out, function=function))
@@ -212,10 +252,20 @@ class Recorder:
         done: list[Operation] = []
         for operation in self.operations:
             before = done[-1] if done else None
-            if before is not None and before.kind == LINEAR and operation.inputs == (before.output,):
-                if operation.kind == GATE and before.bias is None and before.weight.rows % PANELS == 0:
+            if (
+                before is not None
+                and before.kind == LINEAR
+                and operation.inputs == (before.output,)
+            ):
+                if (
+                    operation.kind == GATE
+                    and before.bias is None
+                    and before.weight.rows % PANELS == 0
+                ):
                     finish = GELU if operation.values["wide"] else SILU
-                    done[-1] = replace(before, output=operation.output, values={**before.values, "finish": finish})
+                    done[-1] = replace(
+                        before, output=operation.output, values={**before.values, "finish": finish}
+                    )
                     continue
                 if operation.kind == NORM and operation.residual is not None:
                     added = {**before.values, "finish": ADD, "scale": operation.values["scale"]}
@@ -225,11 +275,21 @@ class Recorder:
         return done
 
     def mark_read_once(self, operations: Sequence[Operation], kept: Sequence[Buffer]) -> None:
-        """Mark norms whose output only the product behind them reads: threads may each keep a copy of their own."""
+        """Mark norms whose output only the product behind them reads: threads may each keep a copy
+        of their own.
+        """
         readers = Counter(buffer for operation in operations for buffer in operation.inputs)
         for operation, following in pairwise(operations):
-            if operation.kind == NORM and following.kind == LINEAR and following.inputs == (operation.output,):
-                once = readers[operation.output] == 1 and operation.output not in kept and not operation.values["wide"]
+            if (
+                operation.kind == NORM
+                and following.kind == LINEAR
+                and following.inputs == (operation.output,)
+            ):
+                once = (
+                    readers[operation.output] == 1
+                    and operation.output not in kept
+                    and not operation.values["wide"]
+                )
                 operation.values["read_once"] = once
 
     def describe_heads(self, heads: Heads) -> None:
@@ -239,10 +299,14 @@ class Recorder:
         self.heads = heads
 
 
-def place_buffers(operations: Sequence[Operation], kept: Sequence[Buffer]) -> tuple[dict[int, int], list[int]]:
-    """Which pieces of memory the buffers lie in: buffer -> piece, and the bytes of a row of each piece.
+def place_buffers(
+    operations: Sequence[Operation], kept: Sequence[Buffer]
+) -> tuple[dict[int, int], list[int]]:
+    """Which pieces of memory the buffers lie in: buffer -> piece, and the bytes of a row of each
+    piece.
 
-    A piece is used again once its buffer was read for the last time; those in `kept` have one to themselves.
+    A piece is used again once its buffer was read for the last time; those in `kept` have one to
+    themselves.
     """
     last: dict[int, int] = {}
     for step, operation in enumerate(operations):
@@ -274,7 +338,10 @@ def place_buffers(operations: Sequence[Operation], kept: Sequence[Buffer]) -> tu
 
 def _checked(norm: Norm, *widths: int) -> Norm:
     assert norm.weight is not None
-    _require(len(norm.weight) in widths, f"the norm has {len(norm.weight)} weights, expected {widths[0]}.")
+    _require(
+        len(norm.weight) in widths,
+        f"the norm has {len(norm.weight)} weights, expected {widths[0]}.",
+    )
     return norm._replace(weight=norm.weight.contiguous())
 
 
@@ -284,9 +351,15 @@ def _require(holds: bool, problem: str) -> None:
 
 
 def to_struct(operation: Operation, places: dict[int, int]) -> library.Op:
-    """The entry that C++ reads. Pointers in it live as long as the tensors that `operation` holds."""
+    """The entry that C++ reads. Pointers in it live as long as the tensors that `operation`
+    holds.
+    """
     entry = library.Op(
-        kind=operation.kind, input=-1, output=places[operation.output.index], residual=-1, **operation.values
+        kind=operation.kind,
+        input=-1,
+        output=places[operation.output.index],
+        residual=-1,
+        **operation.values,
     )
     if operation.inputs:
         entry.input = places[operation.inputs[0].index]
@@ -303,6 +376,8 @@ def to_struct(operation: Operation, places: dict[int, int]) -> library.Op:
         setattr(
             entry,
             slot,
-            library.NormWeight(norm.weight.data_ptr(), len(norm.weight), is_float, norm.eps, norm.offset),
+            library.NormWeight(
+                norm.weight.data_ptr(), len(norm.weight), is_float, norm.eps, norm.offset
+            ),
         )
     return entry

@@ -15,17 +15,27 @@ DTYPES = (torch.bfloat16, torch.float32)
 class PackedWeight:
     """A weight [rows, columns] in panels of 16 rows, so that one load feeds 16 outputs.
 
-    bfloat16: [rows / 16, columns / 2, 16, 2]; float32: [rows / 16, columns, 16]; both padded with zeros.
+    bfloat16: [rows / 16, columns / 2, 16, 2]; float32: [rows / 16, columns, 16]; both padded with
+    zeros.
     """
 
     device = torch.device("cpu")
 
     def __init__(
-        self, rows: int, columns: int, dtype: torch.dtype, num_threads: int, arena: Arena | None = None
+        self,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        num_threads: int,
+        arena: Arena | None = None,
     ) -> None:
         self.rows, self.columns, self.dtype, self.num_threads = rows, columns, dtype, num_threads
         panels = -(-rows // LANES)
-        shape = (panels, -(-columns // 2), LANES, 2) if dtype == torch.bfloat16 else (panels, columns, LANES)
+        shape = (
+            (panels, -(-columns // 2), LANES, 2)
+            if dtype == torch.bfloat16
+            else (panels, columns, LANES)
+        )
         self.data = torch.zeros(shape, dtype=dtype) if arena is None else arena.take(shape, dtype)
 
     @property
@@ -43,8 +53,15 @@ class PackedWeight:
 
     def write(self, start: int, tensor: Tensor) -> None:
         """Rows [start, start + n) become `tensor` [n, columns], rounded to this dtype."""
-        if tensor.dim() != 2 or tensor.shape[1] != self.columns or not 0 <= start <= self.rows - len(tensor):
-            raise ValueError(f"rows of shape {tuple(tensor.shape)} do not fit at {start} into {tuple(self.shape)}.")
+        if (
+            tensor.dim() != 2
+            or tensor.shape[1] != self.columns
+            or not 0 <= start <= self.rows - len(tensor)
+        ):
+            raise ValueError(
+                f"rows of shape {tuple(tensor.shape)} do not fit at {start} into "
+                f"{tuple(self.shape)}."
+            )
         source = tensor.detach().to(self.device)
         source = (source if source.dtype in DTYPES else source.float()).contiguous()
         load().c.nano_pack(
@@ -59,13 +76,17 @@ class PackedWeight:
         )
 
     def patch(self, start: int, indices: Tensor, values: Tensor) -> None:
-        """Numbers at flat row-major `indices` [n] of the rows from `start` on become `values` [n], in place."""
+        """Numbers at flat row-major `indices` [n] of the rows from `start` on become `values` [n],
+        in place.
+        """
         group = 2 if self.dtype == torch.bfloat16 else 1  # columns that lie side by side
         rows = start + indices.div(self.columns, rounding_mode="floor")
         columns = indices % self.columns
         if len(indices) and not 0 <= int(rows.min()) <= int(rows.max()) < self.rows:
             raise ValueError(f"indices are not within {tuple(self.shape)} from row {start} on.")
-        lines = rows.div(LANES, rounding_mode="floor") * self.data.shape[1] + columns.div(group, rounding_mode="floor")
+        lines = rows.div(LANES, rounding_mode="floor") * self.data.shape[1] + columns.div(
+            group, rounding_mode="floor"
+        )
         places = (lines * LANES + rows % LANES) * group + columns % group
         self.data.view(-1).index_copy_(0, places, values.to(self.dtype))
 

@@ -17,14 +17,16 @@ from nano_inference.ops.cuda.matmul import shared_memory
 KEY_TILE = 64  # keys of one step of the recurrence
 SPLIT = 256  # keys whose sum may be computed on its own
 SHORT_LANES = 16  # what tensor cores take at least
-PROGRAMS_A_PROCESSOR = 4  # that keys are shared for, at most: more than fit at once, for the sake of balance
+# that keys are shared for, at most: more than fit at once, for the sake of balance
+PROGRAMS_A_PROCESSOR = 4
 OTHER_SHARED = 34 * 1024  # bytes that a program takes beside its tiles of keys and values, at most
 ROW_PARTS = 2048  # of rows whose keys are shared: 34 MB with 32 heads of 128
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a kernel is launched for one kind of chunks. It depends on dtype and head_dim, never on the rows.
+    """How a kernel is launched for one kind of chunks. It depends on dtype and head_dim, never on
+    the rows.
 
     Attributes:
         lanes: rows times query heads of a kv head, in one tile.
@@ -48,7 +50,9 @@ class Work:
 
 @dataclass(slots=True)
 class Plan:
-    """Attention of one step and window. The items are made at the first layer, which knows the heads."""
+    """Attention of one step and window. The items are made at the first layer, which knows the
+    heads.
+    """
 
     batch: ForwardBatch
     block_size: int
@@ -60,10 +64,12 @@ class Attention:
     """Attention of one backend; what the law asks for is decided once.
 
     Args:
-        batch_invariant: a row has the same bits whatever it is computed with: one tiling for decode and prefill, each
-            split walked from scratch. Else decode has small tiles, and only what is shared is walked in parts.
+        batch_invariant: a row has the same bits whatever it is computed with: one tiling for decode
+            and prefill, each split walked from scratch. Else decode has small tiles, and only what
+            is shared is walked in parts.
         key_tile, split, row_parts: other sizes, for tests. A split is a whole number of tiles.
-        shared_items: how many items there may be beyond one a tile, for a kv head; None: what the device can use.
+        shared_items: how many items there may be beyond one a tile, for a kv head; None: what the
+            device can use.
         architecture: of the GPU, 80 for 8.x; None: of that one where the tensors are.
     """
 
@@ -78,18 +84,28 @@ class Attention:
         architecture: int | None = None,
     ) -> None:
         self.batch_invariant = batch_invariant
-        self._key_tile, self._split, self._row_parts, self._shared_items = key_tile, split, row_parts, shared_items
+        self._key_tile, self._split, self._row_parts, self._shared_items = (
+            key_tile,
+            split,
+            row_parts,
+            shared_items,
+        )
         self._architecture = architecture
 
     def plan(self, batch: ForwardBatch, block_size: int, window: int = 0) -> Plan:
-        """See `Ops.plan_attention`. It waits for nothing that is on the device, and can be captured in a graph."""
+        """See `Ops.plan_attention`. It waits for nothing that is on the device, and can be captured
+        in a graph.
+        """
         return Plan(batch, block_size, window)
 
     def attend(self, q: Tensor, view: KvcacheView, layer: int, plan: Plan, scale: float) -> Tensor:
-        """See `Ops.attention`. Rows beyond `cu_seqlens_q[-1]` are padding: their results mean nothing."""
+        """See `Ops.attention`. Rows beyond `cu_seqlens_q[-1]` are padding: their results mean
+        nothing.
+        """
         num_rows, num_heads, head_dim = q.shape
         unit, place = view.storage.places[layer]
-        keys, values = view.storage.keys[place], view.storage.values[place]  # [kv heads, units, block_size, D]
+        # [kv heads, units, block_size, D]
+        keys, values = view.storage.keys[place], view.storage.values[place]
         kv_heads = keys.shape[0]
         out = q.new_empty((num_rows, num_heads * head_dim))
         unit_map = view.storage.unit_map
@@ -141,10 +157,16 @@ class Attention:
     ) -> list[Work]:
         batch = plan.batch
         single_rows = len(batch.positions) == len(batch.seq_lens)
-        tilings = self._tilings(group, head_dim, dtype, device, indirect=indirect, single_rows=single_rows)
+        tilings = self._tilings(
+            group, head_dim, dtype, device, indirect=indirect, single_rows=single_rows
+        )
         shared = self._shared_items
         if shared is None:
-            processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+            processors = (
+                torch.cuda.get_device_properties(device).multi_processor_count
+                if device.type == "cuda"
+                else 2
+            )
             shared = triton.cdiv(PROGRAMS_A_PROCESSOR * processors, kv_heads)
         kinds = plan_items(
             batch,
@@ -160,39 +182,64 @@ class Attention:
         lanes = (kv_heads, self._row_parts, group)
         parts = torch.empty((*lanes, head_dim), dtype=torch.float32, device=device)
         stats = torch.empty((*lanes, 2), dtype=torch.float32, device=device)
-        return [Work(items, tiling, parts, stats) for items, tiling in zip(kinds, tilings, strict=True)]
+        return [
+            Work(items, tiling, parts, stats) for items, tiling in zip(kinds, tilings, strict=True)
+        ]
 
     def _tilings(
-        self, group: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, indirect: bool, single_rows: bool
+        self,
+        group: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        indirect: bool,
+        single_rows: bool,
     ) -> list[Tiling]:
         """Of short chunks and of others; or one for all.
 
-        Tall tiles have the larger matrix instructions of sm_90, whose bits differ from those of small tiles. So
-        `batch_invariant` has tiles in between for all: a decode row still waits for memory and not for products, and
-        prefill is slower.
+        Tall tiles have the larger matrix instructions of sm_90, whose bits differ from those of
+        small tiles. So `batch_invariant` has tiles in between for all: a decode row still waits for
+        memory and not for products, and prefill is slower.
         """
         least = triton.next_power_of_2(group)  # a row's heads lie in one tile
         if dtype == torch.float32:  # no tensor cores: for comparisons, not for speed
             return [Tiling(max(SHORT_LANES, least), 4, _stages(1, indirect=indirect))]
         buffer = 2 * self._key_tile * triton.next_power_of_2(head_dim) * dtype.itemsize
-        two = 2 if 2 * buffer + OTHER_SHARED <= shared_memory(device) else 1  # heads of 256 on a card for games
+        # heads of 256 on a card for games
+        two = 2 if 2 * buffer + OTHER_SHARED <= shared_memory(device) else 1
         if self.batch_invariant:
-            return [Tiling(max(32, least), 4 if head_dim <= 128 else 8, _stages(two, indirect=indirect))]
-        short = Tiling(max(SHORT_LANES, least), 4, _stages(two if head_dim > 64 else 3, indirect=indirect))
+            return [
+                Tiling(max(32, least), 4 if head_dim <= 128 else 8, _stages(two, indirect=indirect))
+            ]
+        short = Tiling(
+            max(SHORT_LANES, least), 4, _stages(two if head_dim > 64 else 3, indirect=indirect)
+        )
         if single_rows:
             return [short]
         architecture = self._architecture
         if architecture is None:
-            architecture = 10 * torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 90
-        if architecture == 90:  # its products are under way while others go on: Triton adds a buffer of its own
-            return [short, Tiling(max(64, least), 4 if head_dim <= 128 else 8, _stages(1, indirect=indirect))]
+            architecture = (
+                10 * torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 90
+            )
+        # its products are under way while others go on: Triton adds a buffer of its own
+        if architecture == 90:
+            return [
+                short,
+                Tiling(max(64, least), 4 if head_dim <= 128 else 8, _stages(1, indirect=indirect)),
+            ]
         tall = 64 if two == 2 else 32
-        return [short, Tiling(max(tall, least), 8, _stages(2 if head_dim <= 128 else 1, indirect=indirect))]
+        return [
+            short,
+            Tiling(max(tall, least), 8, _stages(2 if head_dim <= 128 else 1, indirect=indirect)),
+        ]
 
 
 def _stages(buffers: int, *, indirect: bool) -> int:
-    """Stages that give so many tiles of keys and values in shared memory, of which all but one are on their way.
+    """Stages that give so many tiles of keys and values in shared memory, of which all but one are
+    on their way.
 
-    Triton shares its stages between the loads that a load waits for: the block table, and the map of units.
+    Triton shares its stages between the loads that a load waits for: the block table, and the map
+    of units.
     """
     return 3 + (buffers - 1) * (3 if indirect else 2)

@@ -1,16 +1,21 @@
-"""The kernel of paged attention: one program walks the keys of one item for the query heads of one kv head.
+"""The kernel of paged attention: one program walks the keys of one item for the query heads of one
+kv head.
 
-The recurrence is that of online softmax (arXiv:1805.02867, arXiv:2205.14135) over tiles of keys at fixed absolute
-positions. Rows of a chunk and the query heads that share a kv head lie side by side as the lanes of one matrix. The
-maximum and the rescale are a lane's own. Weights are rounded to the cache's dtype for the second product.
+The recurrence is that of online softmax (arXiv:1805.02867, arXiv:2205.14135) over tiles of keys at
+fixed absolute positions. Rows of a chunk and the query heads that share a kv head lie side by side
+as the lanes of one matrix. The maximum and the rescale are a lane's own. Weights are rounded to the
+cache's dtype for the second product.
 
-Why a row's bits depend on nothing but its context where `BY_SPLIT`: every split is walked from scratch. Its maximum,
-sum and accumulator are merged into those of the splits before it by `_merge`, whether they come from registers or from
-the workspace. A tile of keys, or a split, that a row does not see leaves all three as they are: the rescale is 1, what
-is added is 0. Nothing is contracted (`enable_fp_fusion=False`); what is meant to be fused says `tl.fma`.
+Why a row's bits depend on nothing but its context where `BY_SPLIT`: every split is walked from
+scratch. Its maximum, sum and accumulator are merged into those of the splits before it by `_merge`,
+whether they come from registers or from the workspace. A tile of keys, or a split, that a row does
+not see leaves all three as they are: the rescale is 1, what is added is 0. Nothing is contracted
+(`enable_fp_fusion=False`); what is meant to be fused says `tl.fma`.
 """
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 
 import triton
 import triton.language as tl
@@ -38,7 +43,9 @@ def _walk_tile(q, keys, values, visible, highest, total, acc, scale):
 
 @triton.jit
 def _merge(highest, total, acc, next_highest, next_total, next_acc, scale):
-    """What the splits before have and what the next one has, in this order. An empty one changes no bits."""
+    """What the splits before have and what the next one has, in this order. An empty one changes no
+    bits.
+    """
     higher = tl.maximum(highest, next_highest)
     origin = tl.where(higher == NEVER, 0.0, higher)
     old, new = tl.exp2((highest - origin) * scale), tl.exp2((next_highest - origin) * scale)
@@ -59,10 +66,11 @@ def _merge_parts(
     PADDED_DIM: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Some lanes of a tile whose parts, `step` lanes apart, are all in the workspace: merged in order of the keys.
+    """Some lanes of a tile whose parts, `step` lanes apart, are all in the workspace: merged in
+    order of the keys.
 
-    To take the counter has emptied the first cache, which does not see what other multiprocessors write; accumulators
-    pass it by in any case.
+    To take the counter has emptied the first cache, which does not see what other multiprocessors
+    write; accumulators pass it by in any case.
     """
     dim = tl.arange(0, PADDED_DIM)[None, :]
     present = there[:, None] & (dim < HEAD_DIM)
@@ -73,7 +81,9 @@ def _merge_parts(
         at = part * step
         next_highest = tl.load(stat_ptr + at * 2, mask=there, other=NEVER, cache_modifier=".cg")
         next_total = tl.load(stat_ptr + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-        next_acc = tl.load(part_ptr[:, None] + at * HEAD_DIM + dim, mask=present, other=0.0, cache_modifier=".cg")
+        next_acc = tl.load(
+            part_ptr[:, None] + at * HEAD_DIM + dim, mask=present, other=0.0, cache_modifier=".cg"
+        )
         highest, total, acc = _merge(highest, total, acc, next_highest, next_total, next_acc, scale)
     acc = acc / tl.where(there, total, 1.0)[:, None]
     tl.store(out_ptr[:, None] + dim, acc.to(out_ptr.dtype.element_ty), mask=present)
@@ -106,7 +116,9 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
     WINDOW: tl.constexpr,
     BY_SPLIT: tl.constexpr,
 ):
-    """Grid (capacity of the items, kv heads): one item and kv head a program; programs without an item end at once."""
+    """Grid (capacity of the items, kv heads): one item and kv head a program; programs without an
+    item end at once.
+    """
     if tl.program_id(0) >= tl.load(count_ptr):
         return
     item_ptr = items_ptr + tl.program_id(0).to(tl.int64) * FIELDS
@@ -131,7 +143,8 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
     own_head = (first_row + row) * (KV_HEADS * GROUP) + head * GROUP + lane % GROUP
     q = tl.load(q_ptr + own_head[:, None] * HEAD_DIM + dim, mask=there & inside, other=0.0)
     end = position + rows  # keys below it are stored
-    seen = tl.minimum(position + row, end - 1)[:, None]  # the last key of each lane; those without a row see one too
+    # the last key of each lane; those without a row see one too
+    seen = tl.minimum(position + row, end - 1)[:, None]
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(position - WINDOW + 1, 0)
@@ -145,7 +158,8 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
     end_tile = tl.minimum(end_split * SPLIT_TILES, (end + KEY_TILE - 1) // KEY_TILE)
     for tile in range(first_tile, end_tile):
         key = tile * KEY_TILE + tl.arange(0, KEY_TILE)
-        stored = (key < end) & (key >= begin)  # what lies elsewhere may be anything, and 0 * NaN is NaN
+        # what lies elsewhere may be anything, and 0 * NaN is NaN
+        stored = (key < end) & (key >= begin)
         block = tl.load(tables_ptr + key // BLOCK_SIZE, mask=stored, other=0)
         if units_ptr is not None:
             block = tl.load(units_ptr + block, mask=stored, other=0)
@@ -160,7 +174,9 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
             if (tile + 1) % SPLIT_TILES == 0 or tile + 1 == end_tile:
                 if place >= 0:
                     done = part + tile // SPLIT_TILES - split
-                    to = ((head * most_parts + place + done * rows + row) * GROUP + lane % GROUP)[:, None]
+                    to = ((head * most_parts + place + done * rows + row) * GROUP + lane % GROUP)[
+                        :, None
+                    ]
                     tl.store(parts_ptr + to * HEAD_DIM + dim, acc, mask=there & inside)
                     tl.store(stats_ptr + to * 2, highest[:, None], mask=there)
                     tl.store(stats_ptr + to * 2 + 1, total[:, None], mask=there)
@@ -176,14 +192,19 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
 
     if place < 0:
         acc = acc / tl.where(row < rows, total, 1.0)[:, None]
-        tl.store(out_ptr + own_head[:, None] * HEAD_DIM + dim, acc.to(out_ptr.dtype.element_ty), mask=there & inside)
+        tl.store(
+            out_ptr + own_head[:, None] * HEAD_DIM + dim,
+            acc.to(out_ptr.dtype.element_ty),
+            mask=there & inside,
+        )
         return
     if not BY_SPLIT:
         to = ((head * most_parts + place + part * rows + row) * GROUP + lane % GROUP)[:, None]
         tl.store(parts_ptr + to * HEAD_DIM + dim, acc, mask=there & inside)
         tl.store(stats_ptr + to * 2, highest[:, None], mask=there)
         tl.store(stats_ptr + to * 2 + 1, total[:, None], mask=there)
-    tl.debug_barrier()  # all of this program's parts are on their way before it says that it is done
+    # all of this program's parts are on their way before it says that it is done
+    tl.debug_barrier()
     counter_ptr = counters_ptr + tl.load(item_ptr + 10) * KV_HEADS + head
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == tl.load(item_ptr + 9) - 1:
         tl.store(counter_ptr, 0)  # for the next layer
@@ -191,7 +212,9 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
         for first_lane in range(0, rows * GROUP, MERGED_LANES):
             merged = first_lane + tl.arange(0, MERGED_LANES)
             from_lane = (head * most_parts + place) * GROUP + merged
-            to_head = (first_row + merged // GROUP) * (KV_HEADS * GROUP) + head * GROUP + merged % GROUP
+            to_head = (
+                (first_row + merged // GROUP) * (KV_HEADS * GROUP) + head * GROUP + merged % GROUP
+            )
             _merge_parts(
                 parts_ptr + from_lane * HEAD_DIM,
                 stats_ptr + from_lane * 2,

@@ -1,21 +1,26 @@
-"""Who computes what in paged attention: decided on the device, once a step, window and shape of heads.
+"""Who computes what in paged attention: decided on the device, once a step, window and shape of
+heads.
 
-The host knows how many rows N and chunks S a batch has, and nothing else: lengths may exist on the device alone (CUDA
-graphs). So the host takes arrays and grids that suffice for any lengths, and one small kernel writes *items*: a tile of
-rows of one chunk, and the keys that one program walks for it, as whole splits of `split` absolute positions.
+The host knows how many rows N and chunks S a batch has, and nothing else: lengths may exist on the
+device alone (CUDA graphs). So the host takes arrays and grids that suffice for any lengths, and one
+small kernel writes *items*: a tile of rows of one chunk, and the keys that one program walks for
+it, as whole splits of `split` absolute positions.
 
-Chunks are of one or two kinds. *Short* ones (decode, verification) have rows for one small tile. All others are cut
-into large tiles. Each kind is a launch of its own, because the height of a tile is fixed in a kernel.
+Chunks are of one or two kinds. *Short* ones (decode, verification) have rows for one small tile.
+All others are cut into large tiles. Each kind is a launch of its own, because the height of a tile
+is fixed in a kernel.
 
-Where tiles alone would leave much of the device idle, or one of them would be walked long after all others are done,
-the keys of a tile are shared by several items. Each then leaves what it has in a workspace, and the item that comes
-last merges, in order of the keys. The kernel finds the smallest power of two of splits for an item such that the items
-beyond one a tile, and the workspace, stay within fixed bounds; a power of two and not an exact share, so that all
-candidates are weighed in one reduction. Every program of the kernel does that for itself: it costs less than a second
-launch, and it needs no barrier. (`tl.cdiv` and `tl.zeros` are avoided here: calls of other kernels' functions are what
-costs time in the interpreter.)
+Where tiles alone would leave much of the device idle, or one of them would be walked long after all
+others are done, the keys of a tile are shared by several items. Each then leaves what it has in a
+workspace, and the item that comes last merges, in order of the keys. The kernel finds the smallest
+power of two of splits for an item such that the items beyond one a tile, and the workspace, stay
+within fixed bounds; a power of two and not an exact share, so that all candidates are weighed in
+one reduction. Every program of the kernel does that for itself: it costs less than a second launch,
+and it needs no barrier. (`tl.cdiv` and `tl.zeros` are avoided here: calls of other kernels'
+functions are what costs time in the interpreter.)
 """
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from dataclasses import dataclass
@@ -52,12 +57,13 @@ class Items:
     Attributes:
         rows: of a tile, at most.
         capacity: items that there can be.
-        items: int64 [capacity, FIELDS]: offset of the chunk's block table; first row of the tile in the batch; rows;
-            position of the first one; first split and the one after the last; first place of the tile in the
-            workspace, -1 where this item has all keys; this item's first part; parts and items of the tile; the tile's
-            counter.
+        items: int64 [capacity, FIELDS]: offset of the chunk's block table; first row of the tile in
+            the batch; rows; position of the first one; first split and the one after the last;
+            first place of the tile in the workspace, -1 where this item has all keys; this item's
+            first part; parts and items of the tile; the tile's counter.
         count: int64 [1], of the items.
-        counters: int32 [Bounds.items, kv heads], of items that are done; all 0 before and after a layer.
+        counters: int32 [Bounds.items, kv heads], of items that are done; all 0 before and after a
+            layer.
     """
 
     rows: int
@@ -88,7 +94,8 @@ def plan_items(
         tile_rows: most rows of a tile, for each kind.
         kv_heads: of the layers.
         bounds: for each kind.
-        part_is_split: each split leaves a part of its own, however many an item has; else each item leaves one.
+        part_is_split: each split leaves a part of its own, however many an item has; else each item
+            leaves one.
     """
     device = batch.cu_seqlens_q.device
     num_rows, num_chunks = len(batch.positions), len(batch.seq_lens)
@@ -100,7 +107,9 @@ def plan_items(
     capacities = [tiles + bounds.items for tiles in most_tiles]
     items = torch.empty((sum(capacities), FIELDS.value), dtype=torch.int64, device=device)
     counts = torch.empty(len(tile_rows), dtype=torch.int64, device=device)
-    counters = torch.empty((len(tile_rows), bounds.items, kv_heads), dtype=torch.int32, device=device)
+    counters = torch.empty(
+        (len(tile_rows), bounds.items, kv_heads), dtype=torch.int32, device=device
+    )
     _plan_kernel[(num_chunks, len(tile_rows))](
         batch.cu_seqlens_q,
         batch.seq_lens,
@@ -126,12 +135,24 @@ def plan_items(
     )
     return [
         Items(rows, capacity, part, counts[kind : kind + 1], counters[kind])
-        for kind, (rows, capacity, part) in enumerate(zip(tile_rows, capacities, items.split(capacities), strict=True))
+        for kind, (rows, capacity, part) in enumerate(
+            zip(tile_rows, capacities, items.split(capacities), strict=True)
+        )
     ]
 
 
 @triton.jit
-def _measure(cu_ptr, lens_ptr, chunk, present, least, most, tile_rows, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
+def _measure(
+    cu_ptr,
+    lens_ptr,
+    chunk,
+    present,
+    least,
+    most,
+    tile_rows,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
     """Rows, tiles and the most splits of a tile, of chunks; all 0 for those of another kind."""
     start = tl.load(cu_ptr + chunk, mask=present, other=0).to(tl.int32)
     rows = tl.load(cu_ptr + chunk + 1, mask=present, other=0).to(tl.int32) - start
@@ -146,7 +167,13 @@ def _measure(cu_ptr, lens_ptr, chunk, present, least, most, tile_rows, WINDOW: t
 
 @triton.jit(  # no batch has a kernel of its own
     do_not_specialize=["stride", "num_chunks", "short", "first_capacity", "most_parts"],
-    do_not_specialize_on_alignment=["cu_ptr", "lens_ptr", "stride_ptr", "counts_ptr", "counters_ptr"],
+    do_not_specialize_on_alignment=[
+        "cu_ptr",
+        "lens_ptr",
+        "stride_ptr",
+        "counts_ptr",
+        "counters_ptr",
+    ],
 )
 def _plan_kernel(
     cu_ptr,
@@ -169,7 +196,9 @@ def _plan_kernel(
     MOST_ITEMS: tl.constexpr,
     PART_IS_SPLIT: tl.constexpr,
 ):
-    """Grid (chunks, kinds): a program writes the items of one chunk, if the chunk is of its kind."""
+    """Grid (chunks, kinds): a program writes the items of one chunk, if the chunk is of its
+    kind.
+    """
     own = tl.program_id(0)
     kind = tl.program_id(1)
     # Two reductions over the chunks, then the items of one.
@@ -191,7 +220,9 @@ def _plan_kernel(
         rows, tiles, splits = _measure(
             cu_ptr, lens_ptr, chunk, chunk < num_chunks, least, most, tile_rows, WINDOW, SPLIT
         )
-        shares = tl.where(index[None, :] == SIZES - 1, 1, tl.maximum((splits[:, None] + size - 1) // size, 1))
+        shares = tl.where(
+            index[None, :] == SIZES - 1, 1, tl.maximum((splits[:, None] + size - 1) // size, 1)
+        )
         left = tl.where(shares > 1, splits[:, None] if PART_IS_SPLIT else shares, 0)
         extra += tl.sum((tiles[:, None] * (shares - 1)).to(tl.int64), 0)
         parts += tl.sum((rows[:, None] * left).to(tl.int64), 0)
@@ -205,14 +236,18 @@ def _plan_kernel(
     first_counter = tl.full([], 0, tl.int64)
     for begin in range(0, own, CHUNKS):
         chunk = begin + tl.arange(0, CHUNKS)
-        rows, tiles, splits = _measure(cu_ptr, lens_ptr, chunk, chunk < own, least, most, tile_rows, WINDOW, SPLIT)
+        rows, tiles, splits = _measure(
+            cu_ptr, lens_ptr, chunk, chunk < own, least, most, tile_rows, WINDOW, SPLIT
+        )
         shares = tl.maximum((splits + per_item - 1) // per_item, 1)
         left = tl.where(shares > 1, splits if PART_IS_SPLIT else shares, 0)
         first_item += tl.sum((tiles * shares).to(tl.int64), 0)
         first_part += tl.sum((rows * left).to(tl.int64), 0)
         first_counter += tl.sum(tl.where(shares > 1, tiles, 0).to(tl.int64), 0)
 
-    rows, tiles, splits = _measure(cu_ptr, lens_ptr, own, True, least, most, tile_rows, WINDOW, SPLIT)
+    rows, tiles, splits = _measure(
+        cu_ptr, lens_ptr, own, True, least, most, tile_rows, WINDOW, SPLIT
+    )
     shares = tl.maximum((splits + per_item - 1) // per_item, 1)
     left = splits if PART_IS_SPLIT else shares
     if own == num_chunks - 1:
@@ -234,7 +269,8 @@ def _plan_kernel(
         if WINDOW > 0:
             lowest = tl.maximum(position - WINDOW + 1, 0) // SPLIT
         end = (position + count + SPLIT - 1) // SPLIT
-        taking = tl.minimum((end - lowest + per_item - 1) // per_item, shares)  # items of this tile that have work
+        # items of this tile that have work
+        taking = tl.minimum((end - lowest + per_item - 1) // per_item, shares)
         low = lowest + share * per_item
         high = tl.minimum(low + per_item, end)
         counter = first_counter + tile
@@ -251,4 +287,8 @@ def _plan_kernel(
         tl.store(out + 9, taking, mask=present)
         tl.store(out + 10, counter, mask=present)
         for head in range(KV_HEADS):
-            tl.store(counters_ptr + counter * KV_HEADS + head, 0, mask=present & (share == 0) & (taking > 1))
+            tl.store(
+                counters_ptr + counter * KV_HEADS + head,
+                0,
+                mask=present & (share == 0) & (taking > 1),
+            )

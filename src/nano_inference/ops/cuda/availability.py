@@ -1,4 +1,6 @@
-"""Whether the CUDA kernels can run here: device, driver, Triton and shapes. Nothing is imported that may be missing."""
+"""Whether the CUDA kernels can run here: device, driver, Triton and shapes. Nothing is imported
+that may be missing.
+"""
 
 import importlib.util
 import os
@@ -15,13 +17,23 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def problem_with(device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> str | None:
-    """Why the kernels cannot run on this device, for this dtype and these head dimensions; None: they can."""
-    found = problem_with_triton(device) or (problem_with_gpu(device) if device.type == "cuda" else None)
+    """Why the kernels cannot run on this device, for this dtype and these head dimensions; None:
+    they can.
+    """
+    found = problem_with_triton(device) or (
+        problem_with_gpu(device) if device.type == "cuda" else None
+    )
     if found is None and dtype not in DTYPES:
-        found = f"{str(dtype).removeprefix('torch.')} has no CUDA kernels; bfloat16, float16 and float32 have."
+        found = (
+            f"{str(dtype).removeprefix('torch.')} has no CUDA kernels; bfloat16, float16 and "
+            "float32 have."
+        )
     for head_dim in head_dims:
         if found is None and (head_dim % 8 or head_dim > MAX_HEAD_DIM):
-            found = f"head_dim={head_dim} has no CUDA kernels; multiples of 8 up to {MAX_HEAD_DIM} have."
+            found = (
+                f"head_dim={head_dim} has no CUDA kernels; multiples of 8 up to "
+                f"{MAX_HEAD_DIM} have."
+            )
     return found
 
 
@@ -31,7 +43,10 @@ def problem_with_gpu(device: torch.device) -> str | None:
     if capability >= MIN_CAPABILITY:
         return None
     has, needs = (".".join(map(str, each)) for each in (capability, MIN_CAPABILITY))
-    return f"{torch.cuda.get_device_name(device)} has compute capability {has}; the kernels need {needs} (Ampere)."
+    return (
+        f"{torch.cuda.get_device_name(device)} has compute capability {has}; the kernels need "
+        f"{needs} (Ampere)."
+    )
 
 
 def problem_with_triton(device: torch.device) -> str | None:
@@ -45,11 +60,14 @@ def problem_with_triton(device: torch.device) -> str | None:
         has = ""
     numbers = tuple(int(part) for part in re.findall(r"\d+", has)[:2])
     if numbers and numbers < MIN_TRITON:
-        return f"Triton {has} is too old; the kernels need {needs}: pip install -U 'triton>={needs}'."
+        return (
+            f"Triton {has} is too old; the kernels need {needs}: pip install -U 'triton>={needs}'."
+        )
     interprets = _interprets()
     if device.type == "cpu" and not interprets:
         told = (
-            "its kernels need a GPU; on a CPU Triton's interpreter runs them, for tests, if TRITON_INTERPRET=1 is set."
+            "its kernels need a GPU; on a CPU Triton's interpreter runs them, for tests, if "
+            "TRITON_INTERPRET=1 is set."
         )
         return told if torch.cuda.is_available() else f"{told} Here {why_no_cuda()}"
     if device.type == "cuda" and interprets:

@@ -20,14 +20,16 @@ from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
 VERSION = 2  # counted up whenever any bit may change
-SCORE_TILE = 1024  # rows whose logits are in memory at once where only one logprob of each is wanted
+# rows whose logits are in memory at once where only one logprob of each is wanted
+SCORE_TILE = 1024
 
 
 class CudaOps:
     """The operations on tensors. See `Ops` for what they do.
 
     Args:
-        batch_invariant: a row's bits depend on nothing but its own context; FlashInfer's attention cannot promise it.
+        batch_invariant: a row's bits depend on nothing but its own context; FlashInfer's attention
+            cannot promise it.
         attention: whose.
     """
 
@@ -42,17 +44,31 @@ class CudaOps:
     call = staticmethod(call)
     columns = staticmethod(columns)
 
-    def __init__(self, *, batch_invariant: bool, attention: Literal["triton", "flashinfer"] = "triton") -> None:
+    def __init__(
+        self, *, batch_invariant: bool, attention: Literal["triton", "flashinfer"] = "triton"
+    ) -> None:
         self.batch_invariant = batch_invariant
-        kernels = FlashInferAttention() if attention == "flashinfer" else Attention(batch_invariant=batch_invariant)
+        kernels = (
+            FlashInferAttention()
+            if attention == "flashinfer"
+            else Attention(batch_invariant=batch_invariant)
+        )
         self.plan_attention, self.attention = kernels.plan, kernels.attend
 
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, segments: tuple[int, ...] | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        segments: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """See `Ops.linear`. Columns are added up in one piece, with segments too: see `Ops.in_segments`."""
+        """See `Ops.linear`. Columns are added up in one piece, with segments too: see
+        `Ops.in_segments`.
+        """
         if self.batch_invariant:
-            return matmul.invariant_product(x, weight, bias, weight.dtype if segments is None else torch.float32)
+            return matmul.invariant_product(
+                x, weight, bias, weight.dtype if segments is None else torch.float32
+            )
         if segments is not None:
             product = matmul.product_float32(x, weight)
             return product if bias is None else product + bias
@@ -71,14 +87,26 @@ class CudaOps:
         return sampling.draw(self.logits(hidden, weight, divisor), batch)
 
     def gather_logprobs(
-        self, hidden: Tensor, weight: Tensor, divisor: float, token_ids: Tensor, temperatures: Tensor
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        divisor: float,
+        token_ids: Tensor,
+        temperatures: Tensor,
     ) -> Tensor:
         """See `Ops.gather_logprobs`."""
         tiles = zip(*(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True)
-        return torch.cat([sampling.score(self.logits(rows, weight, divisor), ids, own) for rows, ids, own in tiles])
+        return torch.cat(
+            [
+                sampling.score(self.logits(rows, weight, divisor), ids, own)
+                for rows, ids, own in tiles
+            ]
+        )
 
 
-def cuda_ops(*, batch_invariant: bool, attention: Literal["triton", "flashinfer"] = "triton") -> Ops:
+def cuda_ops(
+    *, batch_invariant: bool, attention: Literal["triton", "flashinfer"] = "triton"
+) -> Ops:
     """The backend as a value.
 
     Args:

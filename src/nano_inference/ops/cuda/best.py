@@ -1,4 +1,6 @@
-"""The most probable tokens of each sample, ties by lower id. See `sampling.logprobs.best_tokens`."""
+"""The most probable tokens of each sample, ties by lower id. See
+`sampling.logprobs.best_tokens`.
+"""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # pyright: reportCallIssue=false
@@ -30,12 +32,13 @@ def best_tokens(
 ) -> None:
     """Fill in the best tokens of a draw.
 
-    Each token of a row becomes one number, its rank value above its id, so no two are equal and `topk` has one answer.
+    Each token of a row becomes one number, its rank value above its id, so no two are equal and
+    `topk` has one answer.
 
     Args:
         draw: its `top_ids` and `top_logprobs` are written.
-        shown: float32 [2, R], maximum and log of the sum of odds of what each sample shows: a greedy one the model's
-            own logits, another what it was drawn from.
+        shown: float32 [2, R], maximum and log of the sum of odds of what each sample shows: a
+            greedy one the model's own logits, another what it was drawn from.
         maxima: float32 [R, blocks] of `logits`.
         logits: float32 [L, V], or [R, V] where `changed`.
         own: float32 [L, V], the model's.
@@ -50,8 +53,10 @@ def best_tokens(
     for first in range(0, num, _TILE):
         count = min(_TILE, num - first)
         _rank_kernel[count, num_blocks(vocab)](
-            logits, own, maxima, batch.rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p, bounds, ranks,
-            num, first, V=vocab, BLOCKS=blocks, WIDTH=triton.next_power_of_2(blocks), CHANGED=changed,
+            logits, own, maxima, batch.rows, batch.temperature, batch.top_k, batch.top_p,
+            batch.min_p, bounds, ranks,
+            num, first, V=vocab, BLOCKS=blocks, WIDTH=triton.next_power_of_2(blocks),
+            CHANGED=changed,
             FILTERED=filtered is not None, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         best = ranks[:count].topk(k, dim=-1).values

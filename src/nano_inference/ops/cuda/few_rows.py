@@ -1,15 +1,16 @@
 """`FewRows`: the operations of a trunk for a few rows, of which several become one kernel.
 
-A decode step of a small model is a chain of kernels that each take a few microseconds, and wait for each other about as
-long. What a norm or a product gives is therefore not computed when it is asked for, but when it is known who reads it:
+A decode step of a small model is a chain of kernels that each take a few microseconds, and wait for
+each other about as long. What a norm or a product gives is therefore not computed when it is asked
+for, but when it is known who reads it:
 
     norm, product                     one kernel (q, k and v)
     product, addition to the residual one kernel (o, down)
     norm, product, gate               one kernel (gate and up)
 
-So a layer is six kernels instead of nine. What does not fit is computed by the kernels of every step: norms behind a
-block, norms in float32, and whatever has more rows than `FEW_ROWS`. As with `ops/cpu/recorder.py` the decoder knows
-nothing of it.
+So a layer is six kernels instead of nine. What does not fit is computed by the kernels of every
+step: norms behind a block, norms in float32, and whatever has more rows than `FEW_ROWS`. As with
+`ops/cpu/recorder.py` the decoder knows nothing of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,8 +66,12 @@ class FewRows:
             return kernels.product(value.x, value.norm, value.weight, value.bias)
         return value
 
-    def rms_norm(self, x: Value | None, residual: Value, norm: Norm, scale: float = 1.0) -> tuple[Value, Tensor]:
-        """See `Ops.rms_norm`. The norm is computed by who reads it; a product is added as it is computed."""
+    def rms_norm(
+        self, x: Value | None, residual: Value, norm: Norm, scale: float = 1.0
+    ) -> tuple[Value, Tensor]:
+        """See `Ops.rms_norm`. The norm is computed by who reads it; a product is added as it is
+        computed.
+        """
         stream = self.made(residual)
         if len(stream) > FEW_ROWS:
             return self._ops.rms_norm(None if x is None else self.made(x), stream, norm, scale)
@@ -77,7 +82,11 @@ class FewRows:
         return Normed(stream, norm), stream
 
     def linear(
-        self, x: Value, weight: Tensor, bias: Tensor | None = None, segments: tuple[int, ...] | None = None
+        self,
+        x: Value,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        segments: tuple[int, ...] | None = None,
     ) -> Value:
         """See `Ops.linear`."""
         if segments is not None:  # a part of a sum over ranks is not rounded
@@ -103,7 +112,9 @@ class FewRows:
         """See `Ops.rope_and_store`."""
         return self._ops.rope_and_store(self.made(qkv), *where)
 
-    def call(self, batch: ForwardBatch, function: Any, inputs: Sequence[Value], *out: Any) -> Tensor:
+    def call(
+        self, batch: ForwardBatch, function: Any, inputs: Sequence[Value], *out: Any
+    ) -> Tensor:
         """See `Ops.call`."""
         return self._ops.call(batch, function, [self.made(value) for value in inputs], *out)
 
@@ -116,7 +127,9 @@ class FewRows:
         return self._ops.attention(self.made(q), view, layer, plan, scale)
 
 
-def few_rows(ops: Operations, trunk: Callable[..., Any], batch: ForwardBatch, view: KvcacheView) -> Tensor:
+def few_rows(
+    ops: Operations, trunk: Callable[..., Any], batch: ForwardBatch, view: KvcacheView
+) -> Tensor:
     """See `Ops.few_rows`: what `trunk(ops, batch, view)` gives, but for roundings."""
     fused = FewRows(ops)
     return fused.made(trunk(fused, batch, view))

@@ -1,25 +1,31 @@
-"""Products of a few rows, with the norm before them and the gate or the addition to the residual stream behind them.
+"""Products of a few rows, with the norm before them and the gate or the addition to the residual
+stream behind them.
 
-Reading the weight is all that such a product costs, if enough of it is on its way at any time: about 2.25 MB on an
-H100. So a program takes so few rows of the weight that there are two programs for each SM, and asks for the first of
-them before it reads anything that the kernel before has written. Every program computes the norm anew, from the float32
-residual stream in the second cache: a row is a few kB, and a kernel less is a microsecond.
+Reading the weight is all that such a product costs, if enough of it is on its way at any time:
+about 2.25 MB on an H100. So a program takes so few rows of the weight that there are two programs
+for each SM, and asks for the first of them before it reads anything that the kernel before has
+written. Every program computes the norm anew, from the float32 residual stream in the second cache:
+a row is a few kB, and a kernel less is a microsecond.
 
 Two ways to multiply, by the number of rows:
 
-- Up to `VECTOR_ROWS`: multiply and add in float32, without tensor cores. A thread holds some k of all the program's
-  rows of the weight, so what it makes of x serves them all. A weight of bfloat16 costs its conversion, and a product
-  and an addition for each row of x: for the 0.44 G weights of Qwen3-0.6B's layers and 2 rows 2.2 G operations, 0.08 ms
-  of an H100 beside the 0.29 ms of reading them.
-- Up to 8: tensor cores, rows padded to 16. The first way would end in 8 sums across threads for each row of a weight,
-  five shuffles a warp: for gate and up of that model 1.0 M shuffles of warps, one a cycle and SM, 4.4 µs beside the
-  4.2 of reading, and all registers. Tensor cores have none; there one tile of the weight is on its way before the norm.
+- Up to `VECTOR_ROWS`: multiply and add in float32, without tensor cores. A thread holds some k of
+  all the program's rows of the weight, so what it makes of x serves them all. A weight of bfloat16
+  costs its conversion, and a product and an addition for each row of x: for the 0.44 G weights of
+  Qwen3-0.6B's layers and 2 rows 2.2 G operations, 0.08 ms of an H100 beside the 0.29 ms of reading
+  them.
+- Up to 8: tensor cores, rows padded to 16. The first way would end in 8 sums across threads for
+  each row of a weight, five shuffles a warp: for gate and up of that model 1.0 M shuffles of warps,
+  one a cycle and SM, 4.4 µs beside the 4.2 of reading, and all registers. Tensor cores have none;
+  there one tile of the weight is on its way before the norm.
 
-Roundings are those of the plain operations: the normed row to the norm's dtype, the float32 sum of a product with its
-bias to the weight's dtype, then gate or addition. How a weight is cut depends on its shape and dtype alone.
+Roundings are those of the plain operations: the normed row to the norm's dtype, the float32 sum of
+a product with its bias to the weight's dtype, then gate or addition. How a weight is cut depends on
+its shape and dtype alone.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportUnreachable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportUnreachable=false
 
 import torch
 import triton
@@ -40,14 +46,21 @@ _STORE, _ADD, _GATE = (tl.constexpr(finish) for finish in range(3))
 
 
 def product(x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The rows x, normed where there is a norm, @ weight.T (+ bias) -> [N, M] in the weight's dtype."""
+    """The rows x, normed where there is a norm, @ weight.T (+ bias) -> [N, M] in the weight's
+    dtype.
+    """
     out = torch.empty((len(x), len(weight)), dtype=weight.dtype, device=weight.device)
     _launch(x, norm, weight, bias, out, _STORE.value)
     return out
 
 
 def product_added(
-    x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, residual: Tensor, scale: float
+    x: Tensor,
+    norm: Norm | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    scale: float,
 ) -> Tensor:
     """The residual stream [N, M] with scale * `product` added, a new tensor."""
     added = torch.empty(residual.shape, dtype=torch.float32, device=weight.device)
@@ -55,7 +68,9 @@ def product_added(
     return added
 
 
-def product_gated(x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def product_gated(
+    x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, activation: str
+) -> Tensor:
     """What `gate` makes of `product`, [N, M / 2]."""
     out = torch.empty((len(x), len(weight) // 2), dtype=weight.dtype, device=weight.device)
     _launch(x, norm, weight, bias, out, _GATE.value, silu=activation == "silu")
@@ -74,7 +89,9 @@ def _launch(
     scale: float = 1.0,
     silu: bool = True,
 ) -> None:
-    """One kernel. `x` is what is read: without a norm in the weight's dtype, else the float32 residual stream."""
+    """One kernel. `x` is what is read: without a norm in the weight's dtype, else the float32
+    residual stream.
+    """
     rows, (num_columns, depth) = len(x), weight.shape
     norm_weight = None if norm is None or norm.weight is None else aligned(norm.weight)
     eps, offset = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
@@ -85,7 +102,8 @@ def _launch(
         _vector_kernel[(triton.cdiv(num_columns, columns),)](
             aligned(x), norm_weight, weight, bias, residual, out, eps, offset, scale,
             num_columns, weight.stride(0), depth, rows, finish, silu, columns, width // 8,
-            triton.next_power_of_2(depth), num_warps=4 if width >= depth else 8, enable_fp_fusion=False,
+            triton.next_power_of_2(depth), num_warps=4 if width >= depth else 8,
+            enable_fp_fusion=False,
         )  # fmt: skip
     else:
         columns = 16 if num_columns <= 2048 else 32
@@ -94,12 +112,15 @@ def _launch(
             aligned(x), norm_weight, weight, bias, residual, out, rows, eps, offset, scale,
             num_columns, weight.stride(0), depth, finish, silu, columns, width,
             "ieee" if weight.dtype == torch.float32 else "tf32",  # no choice but for float32
-            num_warps=columns // 8, num_stages=_num_stages(width, columns, x, weight), enable_fp_fusion=False,
+            num_warps=columns // 8, num_stages=_num_stages(width, columns, x, weight),
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
 def columns_of_vector(num_columns: int, row_bytes: int) -> int:
-    """How many rows of a weight a program takes: up to 16 where they are many, more where a row is short."""
+    """How many rows of a weight a program takes: up to 16 where they are many, more where a row is
+    short.
+    """
     columns = 2  # a gate's, and its row of the up half
     while columns < 16 and 2 * columns * PROGRAMS <= num_columns:
         columns *= 2
@@ -109,7 +130,9 @@ def columns_of_vector(num_columns: int, row_bytes: int) -> int:
 
 
 def _num_stages(width: int, columns: int, x: Tensor, weight: Tensor) -> int:
-    """As many tiles of x and of the weight on their way as leave room for a second program, or at least fit."""
+    """As many tiles of x and of the weight on their way as leave room for a second program, or at
+    least fit.
+    """
     stage = width * (_PADDED.value * x.element_size() + columns * weight.element_size())
     memory = shared_memory(weight.device) - SUMS_BYTES
     return max(2, min(6, 1 + (memory // 2 if columns > 16 else memory) // stage))
@@ -117,7 +140,9 @@ def _num_stages(width: int, columns: int, x: Tensor, weight: Tensor) -> int:
 
 @triton.jit
 def _columns(num_columns, FINISH: tl.constexpr, COLUMNS: tl.constexpr):
-    """The rows of the weight that this program multiplies; for a gate they alternate with their rows of the up half."""
+    """The rows of the weight that this program multiplies; for a gate they alternate with their
+    rows of the up half.
+    """
     places = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     columns = places
     if FINISH == _GATE:
@@ -127,7 +152,9 @@ def _columns(num_columns, FINISH: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _normed(x, factor, weight, offset, inside, DTYPE: tl.constexpr):
-    """A part of rows as the product reads them; `weight` points at the norm's for them, where it has one."""
+    """A part of rows as the product reads them; `weight` points at the norm's for them, where it
+    has one.
+    """
     if weight is not None:
         x = x * factor * (tl.load(weight, mask=inside, other=0.0).to(tl.float32) + offset)
     return x.to(DTYPE).to(tl.float32)
@@ -136,9 +163,12 @@ def _normed(x, factor, weight, offset, inside, DTYPE: tl.constexpr):
 @triton.jit
 def _finish(
     sums, rows, row_mask, columns, column_mask, bias, residual, out, scale, num_columns,
-    FINISH: tl.constexpr, SILU: tl.constexpr, DTYPE: tl.constexpr, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr,
+    FINISH: tl.constexpr, SILU: tl.constexpr, DTYPE: tl.constexpr, HEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Bias and the one rounding of sums [HEIGHT, COLUMNS], then what follows; every column is this program's alone."""
+    """Bias and the one rounding of sums [HEIGHT, COLUMNS], then what follows; every column is this
+    program's alone.
+    """
     if bias is not None:
         sums += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     values = sums.to(DTYPE)
@@ -169,17 +199,21 @@ def _factor(x, eps, K: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _vector_kernel(
     x, norm_weight, weight, bias, residual, out, eps, offset, scale,
-    num_columns, weight_stride, K: tl.constexpr, ROWS: tl.constexpr, FINISH: tl.constexpr, SILU: tl.constexpr,
+    num_columns, weight_stride, K: tl.constexpr, ROWS: tl.constexpr, FINISH: tl.constexpr,
+    SILU: tl.constexpr,
     COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of the weight's rows,). A tile of the weight is [COLUMNS, GROUPS, 8]: a thread loads eights."""
+    """Grid (tiles of the weight's rows,). A tile of the weight is [COLUMNS, GROUPS, 8]: a thread
+    loads eights.
+    """
     DTYPE: tl.constexpr = weight.dtype.element_ty
     columns, column_mask = _columns(num_columns, FINISH, COLUMNS)
     ks = tl.arange(0, GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
     start = weight + columns.to(tl.int64)[:, None, None] * weight_stride + ks[None, :, :]
     ours = column_mask[:, None, None]
     tile = tl.load(start, mask=ours & (ks < K)[None, :, :], other=0.0)
-    tl.debug_barrier()  # on its way while the norm is computed: the assembler would ask for it when that is done
+    # on its way while the norm is computed: the assembler would ask for it when that is done
+    tl.debug_barrier()
 
     first_factor, second_factor = 1.0, 1.0
     if norm_weight is not None:
@@ -191,7 +225,11 @@ def _vector_kernel(
     for k in range(0, K, GROUPS * 8):
         following = tile
         if GROUPS * 8 < K:
-            following = tl.load(start + (k + GROUPS * 8), mask=ours & (ks < K - k - GROUPS * 8)[None, :, :], other=0.0)
+            following = tl.load(
+                start + (k + GROUPS * 8),
+                mask=ours & (ks < K - k - GROUPS * 8)[None, :, :],
+                other=0.0,
+            )
         factors = tile.to(tl.float32)
         inside = ks < K - k
         norm_part = norm_weight
@@ -246,7 +284,9 @@ def _tensor_kernel(
             squares += part * part
         factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
         part = tl.load(x_start, mask=row_mask[:, None] & (ks < K)[None, :], other=0.0)
-        part = _normed(part, factor, norm_weight + ks[None, :], offset, (ks < K)[None, :], DTYPE).to(DTYPE)
+        part = _normed(
+            part, factor, norm_weight + ks[None, :], offset, (ks < K)[None, :], DTYPE
+        ).to(DTYPE)
         sums = tl.dot(part, tile, sums, input_precision=PRECISION)
     for k in range(0 if norm_weight is None else DEPTH, K, DEPTH):
         inside = (ks < K - k)[None, :]
@@ -255,7 +295,9 @@ def _tensor_kernel(
         if norm_weight is not None:
             norm_part = norm_weight + k + ks[None, :]
         part = _normed(part, factor, norm_part, offset, inside, DTYPE).to(DTYPE)
-        tile = tl.load(weight_start + k, mask=column_mask[None, :] & (ks < K - k)[:, None], other=0.0)
+        tile = tl.load(
+            weight_start + k, mask=column_mask[None, :] & (ks < K - k)[:, None], other=0.0
+        )
         sums = tl.dot(part, tile, sums, input_precision=PRECISION)
     _finish(
         sums, rows, row_mask, columns, column_mask, bias, residual, out, scale, num_columns,

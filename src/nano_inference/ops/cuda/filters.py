@@ -1,17 +1,21 @@
 """top_k, top_p and min_p without a sort. See `sampling.filters` for what they mean.
 
-A token's rank is decided by its *distance*: the bits of -(logit - maximum) / temperature, which rise as integers do.
-How probable it is, is counted in whole numbers of 2**-40 of the first, so sums are exact in any order. Four launches:
+A token's rank is decided by its *distance*: the bits of -(logit - maximum) / temperature, which
+rise as integers do. How probable it is, is counted in whole numbers of 2**-40 of the first, so sums
+are exact in any order. Four launches:
 
-1. `_levels_kernel`: how many tokens, and how much mass, lie within 16 fixed distances, for every block of a row.
-2. `_plan_kernel`: the first of these that no filter reaches beyond, and how many tokens within it each block adds.
+1. `_levels_kernel`: how many tokens, and how much mass, lie within 16 fixed distances, for every
+  block of a row.
+2. `_plan_kernel`: the first of these that no filter reaches beyond, and how many tokens within it
+  each block adds.
 3. `_gather_kernel`: these tokens, in the order of their ids.
-4. `_select_kernel`, one program a row: narrows the two thresholds down, eight parts of an interval a pass, breaks ties
-   by id, and draws. It passes over the gathered tokens, a few hundred as a rule, which its own cache holds; only where
-   there are more than `CAPACITY` over the row itself.
+4. `_select_kernel`, one program a row: narrows the two thresholds down, eight parts of an interval
+  a pass, breaks ties
+   by id, and draws. It passes over the gathered tokens, a few hundred as a rule, which its own
+   cache holds; only where there are more than `CAPACITY` over the row itself.
 
-One program a row from the start would read 151,936 logits some ten times at the pace of one multiprocessor, more than
-50 µs a pass; this way the row is read twice, by all of them.
+One program a row from the start would read 151,936 logits some ten times at the pace of one
+multiprocessor, more than 50 µs a pass; this way the row is read twice, by all of them.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -54,7 +58,9 @@ class Filtered(NamedTuple):
     token_ids: Tensor  # int32 [R], drawn; -1 for a sample without filters
     log_sums: Tensor  # float32 [R], log of the kept odds
     mass: Tensor  # float32 [R], log of the part that was kept
-    bounds: Tensor  # int32 [3, R]: all up to the first distance are kept, up to the second those to the id of the third
+    # int32 [3, R]: all up to the first distance are kept, up to the second those to the id of the
+    # third
+    bounds: Tensor
 
 
 def apply(logits: Tensor, maxima: Tensor, batch: SamplingBatch, changed: bool) -> Filtered:
@@ -85,7 +91,9 @@ def apply(logits: Tensor, maxima: Tensor, batch: SamplingBatch, changed: bool) -
     wide = {"num_warps": 8, "enable_fp_fusion": False}
     _levels_kernel[num, blocks](*given, counts, masses, **sizes, BLOCK=BLOCK, **options)
     _plan_kernel[num,](*asked, counts, masses, totals, starts, **width, ROOM=room, **options)
-    _gather_kernel[num, blocks](*given, starts, *gathered.unbind(), **sizes, ROOM=room, BLOCK=BLOCK, **options)
+    _gather_kernel[num, blocks](
+        *given, starts, *gathered.unbind(), **sizes, ROOM=room, BLOCK=BLOCK, **options
+    )
     _select_kernel[num,](
         *given, totals, starts, *gathered.unbind(), batch.noise_keys, *filtered, num,
         **sizes, ROOM=room, CHUNK=256, **wide,
@@ -94,7 +102,12 @@ def apply(logits: Tensor, maxima: Tensor, batch: SamplingBatch, changed: bool) -
 
 
 def write_mask(
-    kept: Tensor, filtered: Filtered, logits: Tensor, maxima: Tensor, batch: SamplingBatch, changed: bool
+    kept: Tensor,
+    filtered: Filtered,
+    logits: Tensor,
+    maxima: Tensor,
+    batch: SamplingBatch,
+    changed: bool,
 ) -> None:
     """Which tokens the filters kept: bool [R, V], written. Arguments as in `apply`."""
     num, vocab = kept.shape
@@ -166,7 +179,9 @@ def _plan_kernel(
     counts,
     masses,
     totals,  # int64 [R, 2, 16]: tokens and mass within each level of the whole row; written
-    starts,  # int32 [R, BLOCKS + 2]: where each block's tokens go, their number (all 0: too many), the level; written
+    # int32 [R, BLOCKS + 2]: where each block's tokens go, their number (all 0: too many), the
+    # level; written
+    starts,
     BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROOM: tl.constexpr,
@@ -209,7 +224,9 @@ def _gather_kernel(
     ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (R, BLOCKS): the tokens of a block that lie within the row's reach, behind those of the blocks before it."""
+    """Grid (R, BLOCKS): the tokens of a block that lie within the row's reach, behind those of the
+    blocks before it.
+    """
     sample, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     divisor, _, _, _, filters = asks(sample, temperatures, top_k, top_p, min_p)
     if filters:
@@ -273,7 +290,14 @@ def _select_kernel(
         distances += sample * ROOM
         token_ids += sample * ROOM
         # Without top_k all that are alive are within its threshold.
-        low, high, count_low, count_high, mass_low, mass_high = CUT - 1, CUT - 1, alive, alive, whole, whole
+        low, high, count_low, count_high, mass_low, mass_high = (
+            CUT - 1,
+            CUT - 1,
+            alive,
+            alive,
+            whole,
+            whole,
+        )
         quota, left = alive * 0, whole
         if (k > 0) & (k < alive):
             low, high, count_low, count_high, mass_low, mass_high = bracket(
@@ -291,7 +315,8 @@ def _select_kernel(
                 mass >= target, count, mass, high, count_high, mass_high
             )
             low, high, count_low, count_high, mass_low, mass_high = narrow(
-                low, high, count_low, count_high, mass_low, mass_high, target, num_gathered, num_whole,
+                low, high, count_low, count_high, mass_low, mass_high, target, num_gathered,
+                num_whole,
                 x, distances, token_ids, highest, divisor, True, CHUNK,
             )  # fmt: skip
             each = tl.maximum((mass_high - mass_low) // tl.maximum(count_high - count_low, 1), 1)
@@ -299,7 +324,9 @@ def _select_kernel(
         low_half, high_half = key_halves(keys, sample)
         best, token, sum_kept, level, last = -1.0, 0, alive * 0, alive * 0, -1
         for start in range(0, tl.maximum(num_gathered, num_whole), CHUNK):
-            distance, ids = load_chunk(start, num_gathered, num_whole, x, distances, token_ids, highest, divisor, CHUNK)
+            distance, ids = load_chunk(
+                start, num_gathered, num_whole, x, distances, token_ids, highest, divisor, CHUNK
+            )
             odds = odds_of(distance)
             tied = (distance > low) & (distance <= high)
             ranks = level + tl.cumsum(tied.to(tl.int32), axis=0)
@@ -328,7 +355,11 @@ def keeps(distance, ids, bounds, sample, num, least):
     """Whether the filters of a sample kept tokens. They cut -inf and NaN in any case."""
     low, high = tl.load(bounds + sample), tl.load(bounds + num + sample)
     last = tl.load(bounds + 2 * num + sample)
-    return ((distance <= low) | ((distance <= high) & (ids <= last))) & (odds_of(distance) >= least) & (distance < CUT)
+    return (
+        ((distance <= low) | ((distance <= high) & (ids <= last)))
+        & (odds_of(distance) >= least)
+        & (distance < CUT)
+    )
 
 
 @triton.jit(do_not_specialize=["num"], do_not_specialize_on_alignment=[*_SCALARS, "bounds"])

@@ -1,4 +1,6 @@
-"""Masks: what may not be drawn of rows that `edits` has made, and what the rows were before. See `sampling.masks`."""
+"""Masks: what may not be drawn of rows that `edits` has made, and what the rows were before. See
+`sampling.masks`.
+"""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # pyright: reportCallIssue=false
@@ -37,7 +39,15 @@ def cut(logits: Tensor, batch: SamplingBatch) -> Uncut:
     parts = torch.empty((2, num, blocks), device=logits.device)
     options = {"num_warps": 4, "enable_fp_fusion": False}
     _uncut_kernel[num, blocks](
-        logits, batch.temperature, masked, parts, num, V=vocab, BLOCKS=blocks, BLOCK=BLOCK, **options
+        logits,
+        batch.temperature,
+        masked,
+        parts,
+        num,
+        V=vocab,
+        BLOCKS=blocks,
+        BLOCK=BLOCK,
+        **options,
     )
     values = torch.empty(len(batch.allowed.ids), device=logits.device)
     _each(logits, batch.allowed, values, _TAKE)
@@ -92,10 +102,15 @@ def _clear_kernel(
     sample = tl.program_id(0).to(tl.int64)
     if tl.load(restricted + sample) != 0:
         ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(logits + sample * V + ids, tl.full([BLOCK], -float("inf"), tl.float32), mask=ids < V)
+        tl.store(
+            logits + sample * V + ids, tl.full([BLOCK], -float("inf"), tl.float32), mask=ids < V
+        )
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["entry_rows", "entry_ids", "values"])
+@triton.jit(
+    do_not_specialize=["count"],
+    do_not_specialize_on_alignment=["entry_rows", "entry_ids", "values"],
+)
 def _entries_kernel(
     logits,  # float32 [R, V], written
     entry_rows,  # int64 [E]

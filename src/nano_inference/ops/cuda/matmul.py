@@ -1,15 +1,20 @@
-"""Products of matrices: the vendor's, or our own where a row's bits must not depend on how many rows there are.
+"""Products of matrices: the vendor's, or our own where a row's bits must not depend on how many
+rows there are.
 
-The order of additions of `invariant_product` is a function of the weight's shape [M, K] and dtype alone:
+The order of additions of `invariant_product` is a function of the weight's shape [M, K] and dtype
+alone:
 
-- K is cut into `segments` at fixed places (`tiling`). Within one, products are added to a float32 accumulator in the
-  order of k, by the same instruction for any number of rows: on Hopper wgmma m64n128k16, of which a tile of 64 rows
-  issues one and a tile of 128 rows two for each sixteen k; before it mma m16n8k16; in float32 one fma for each k.
-- The segments' sums are added in order, starting from zero, in float32; then the bias; then one rounding.
+- K is cut into `segments` at fixed places (`tiling`). Within one, products are added to a float32
+  accumulator in the order of k, by the same instruction for any number of rows: on Hopper wgmma
+  m64n128k16, of which a tile of 64 rows issues one and a tile of 128 rows two for each sixteen k;
+  before it mma m16n8k16; in float32 one fma for each k.
+- The segments' sums are added in order, starting from zero, in float32; then the bias; then one
+  rounding.
 
-What the number of rows chooses is who does that. With few tiles, each segment is a program of its own, which leaves its
-sum in memory for a second kernel to add up: a decode step reads a weight with all of the card. With many, one program
-runs a tile's segments one after another and adds up in registers. Both add the same numbers in the same order.
+What the number of rows chooses is who does that. With few tiles, each segment is a program of its
+own, which leaves its sum in memory for a second kernel to add up: a decode step reads a weight with
+all of the card. With many, one program runs a tile's segments one after another and adds up in
+registers. Both add the same numbers in the same order.
 
 Why it should be fast is in docs/performance.md, "CUDA: predictions".
 """
@@ -56,7 +61,9 @@ _ROW_TILES = {False: (RowTile(64, 4), RowTile(128, 8)), True: (RowTile(16, 4), R
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """X [N, K] @ weight [M, K].T (+ bias) -> [N, M] in the weight's dtype, by the vendor's library."""
+    """X [N, K] @ weight [M, K].T (+ bias) -> [N, M] in the weight's dtype, by the vendor's
+    library.
+    """
     if _would_round(weight):
         return invariant_product(x, weight, bias, weight.dtype)
     return functional.linear(x.to(weight.dtype), weight, bias)
@@ -65,23 +72,27 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def product_float32(x: Tensor, weight: Tensor) -> Tensor:
     """The same, not rounded: float32 [N, M]."""
     if x.is_cuda and weight.dtype != torch.float32:
-        return torch.mm(x.to(weight.dtype), weight.t(), out_dtype=torch.float32)  # CUDA alone has `out_dtype`
+        # CUDA alone has `out_dtype`
+        return torch.mm(x.to(weight.dtype), weight.t(), out_dtype=torch.float32)
     if _would_round(weight):
         return invariant_product(x, weight, None, torch.float32)
     return functional.linear(x.float(), weight.float())
 
 
 def _would_round(weight: Tensor) -> bool:
-    """Whether the vendor's product would round float32 inputs to TF32, because someone in this process allowed it.
+    """Whether the vendor's product would round float32 inputs to TF32, because someone in this
+    process allowed it.
 
-    The setting is the process's and may be a trainer's, so it is read and never written; "none" means IEEE here.
+    The setting is the process's and may be a trainer's, so it is read and never written; "none"
+    means IEEE here.
     """
     exact = torch.backends.cuda.matmul.fp32_precision in ("none", "ieee")
     return weight.is_cuda and weight.dtype == torch.float32 and not exact
 
 
 def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """X [N, K] @ weight [M, K].T (+ bias) -> [N, M], where a row's bits depend on that row and the weight alone.
+    """X [N, K] @ weight [M, K].T (+ bias) -> [N, M], where a row's bits depend on that row and the
+    weight alone.
 
     Args:
         x: rows; rounded to the weight's dtype first.
@@ -142,7 +153,11 @@ def tiling(num_columns: int, depth: int, dtype: torch.dtype) -> Tiling:
     columns, step = (64, 32) if dtype == torch.float32 else (COLUMNS, 64)
     segments, tiles = 1, triton.cdiv(num_columns, columns)
     for programs, least in SEGMENTED:
-        while segments < MOST_SEGMENTS and segments * tiles < programs and depth >= 2 * segments * least:
+        while (
+            segments < MOST_SEGMENTS
+            and segments * tiles < programs
+            and depth >= 2 * segments * least
+        ):
             segments *= 2
     segment = triton.cdiv(triton.cdiv(depth, step), segments) * step
     return Tiling(columns, step, segment, triton.cdiv(depth, segment))
@@ -154,7 +169,9 @@ def is_split(cut: Tiling, num_tiles: int) -> bool:
 
 
 def _num_stages(cut: Tiling, tile: RowTile, programs: int, weight: Tensor) -> int:
-    """As many tiles on their way as fit, where two programs share an SM or each has one to itself."""
+    """As many tiles on their way as fit, where two programs share an SM or each has one to
+    itself.
+    """
     stage = (tile.rows + cut.columns) * cut.depth * weight.element_size()
     memory = shared_memory(weight.device) // (1 if programs <= PROCESSORS else 2)
     return max(2, min(MOST_STAGES, memory // stage))
@@ -188,7 +205,9 @@ def _product_kernel(
     GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (tiles, segments where SPLIT, else 1). Tiles go by groups of rows, then columns, then rows of the group."""
+    """Grid (tiles, segments where SPLIT, else 1). Tiles go by groups of rows, then columns, then
+    rows of the group.
+    """
     row_tiles = tl.cdiv(num_rows, ROWS)
     group_tiles = GROUP * tl.cdiv(num_columns, COLUMNS)
     first_row_tile = tl.program_id(0) // group_tiles * GROUP
@@ -212,7 +231,9 @@ def _product_kernel(
             x_mask = x_mask & (ks[None, :] < K - k)
         x = tl.load(x_ptrs + k, mask=x_mask, other=0.0)
         if K % DEPTH != 0:
-            weight = tl.load(weight_ptrs + k, mask=column_mask[None, :] & (ks[:, None] < K - k), other=0.0)
+            weight = tl.load(
+                weight_ptrs + k, mask=column_mask[None, :] & (ks[:, None] < K - k), other=0.0
+            )
         elif RAGGED:
             weight = tl.load(weight_ptrs + k, mask=column_mask[None, :], other=0.0)
         else:
@@ -230,7 +251,9 @@ def _product_kernel(
         total += tl.load(bias_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     out_rows = rows + tl.program_id(1).to(tl.int64) * num_rows
     out_ptrs = out_ptr + out_rows[:, None] * num_columns + columns[None, :]
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+    tl.store(
+        out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :]
+    )
 
 
 @triton.jit

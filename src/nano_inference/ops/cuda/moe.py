@@ -1,12 +1,15 @@
-"""Layers of experts on a GPU: routing, products grouped by expert, and the sum over a row's experts.
+"""Layers of experts on a GPU: routing, products grouped by expert, and the sum over a row's
+experts.
 
-Rows are sorted by expert and cut into tiles of `ROWS`, the last of each expert not whole; a program computes a tile by
-some columns, adding up in the order of k with the same instruction whatever the tile holds. So a row's bits know
-nothing of the other rows of its expert. Nothing is read on the host: how many tiles there are follows from the number
-of rows, and those that no expert needs do nothing.
+Rows are sorted by expert and cut into tiles of `ROWS`, the last of each expert not whole; a program
+computes a tile by some columns, adding up in the order of k with the same instruction whatever the
+tile holds. So a row's bits know nothing of the other rows of its expert. Nothing is read on the
+host: how many tiles there are follows from the number of rows, and those that no expert needs do
+nothing.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportGeneralTypeIssues=false
 # pyright: reportUnreachable=false, reportOperatorIssue=false
 
 from typing import NamedTuple
@@ -35,7 +38,9 @@ class Tiles(NamedTuple):
     ends: Tensor  # int64 [T]: the end of its expert's places
 
 
-def moe(x: Tensor, experts: Experts, exchange: Exchange | None = None, note: Note | None = None) -> Tensor:
+def moe(
+    x: Tensor, experts: Experts, exchange: Exchange | None = None, note: Note | None = None
+) -> Tensor:
     """See `Ops.moe`."""
     return mixture(STEPS, x, experts, exchange, ROW_BLOCK, note)
 
@@ -103,7 +108,14 @@ def combine(products: Tensor, weights: Tensor) -> Tensor:
     out = torch.empty((num_rows, hidden), dtype=torch.float32, device=products.device)
     if num_rows:
         _combine_kernel[(num_rows, triton.cdiv(hidden, SUM_BLOCK))](
-            aligned(products), aligned(weights), out, hidden, per_token, SUM_BLOCK, num_warps=4, enable_fp_fusion=False
+            aligned(products),
+            aligned(weights),
+            out,
+            hidden,
+            per_token,
+            SUM_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
         )
     return out
 
@@ -113,7 +125,8 @@ STEPS = MoeSteps(route, products, combine)
 
 def _tiles(held: Tensor, num_experts: int) -> Tiles:
     by_expert, order = held.sort(stable=True)
-    starts = torch.searchsorted(by_expert, torch.arange(num_experts + 1, device=held.device))  # [E + 1]
+    # [E + 1]
+    starts = torch.searchsorted(by_expert, torch.arange(num_experts + 1, device=held.device))
     ends = ((starts.diff() + ROWS - 1) // ROWS).cumsum(0)  # tiles up to and with each expert's
     tiles = torch.arange(-(-len(held) // ROWS) + min(num_experts, len(held)), device=held.device)
     experts = torch.searchsorted(ends, tiles, right=True)
@@ -141,8 +154,11 @@ def _route_kernel(
     taken = lanes >= EXPERTS
     for _ in tl.static_range(PER_TOKEN):
         left = tl.where(taken, -float("inf"), logits)
-        # Of equal ones the lowest; where none is equal to the highest, which is then NaN, the lowest of all.
-        keys = tl.where(taken, 2 * BLOCK, tl.where(left == tl.max(left, axis=0), lanes, lanes + BLOCK))
+        # Of equal ones the lowest; where none is equal to the highest, which is then NaN, the
+        # lowest of all.
+        keys = tl.where(
+            taken, 2 * BLOCK, tl.where(left == tl.max(left, axis=0), lanes, lanes + BLOCK)
+        )
         taken = taken | (lanes == tl.min(keys, axis=0) % BLOCK)
     chosen = taken & inside
     total = tl.sum(tl.where(chosen, sizes, 0.0) if RENORMALIZED else sizes, axis=0)
@@ -154,7 +170,8 @@ def _route_kernel(
 @triton.jit
 def _products_kernel(
     x_ptr,  # [M, K], or where not GATE sorted [P, K]
-    weight_ptr,  # [experts * rows, K]; of each expert COLUMNS_IN_ALL rows, with GATE as many up rows behind them
+    # [experts * rows, K]; of each expert COLUMNS_IN_ALL rows, with GATE as many up rows behind them
+    weight_ptr,
     out_ptr,  # GATE: sorted [P, columns]; else [P, columns]
     rows_ptr,  # row of x
     order_ptr,
@@ -209,7 +226,12 @@ def _products_kernel(
 
 @triton.jit
 def _combine_kernel(
-    products_ptr, weights_ptr, out_ptr, WIDTH: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
+    products_ptr,
+    weights_ptr,
+    out_ptr,
+    WIDTH: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Grid (rows, parts of a row)."""
     row = tl.program_id(0).to(tl.int64)
@@ -217,6 +239,8 @@ def _combine_kernel(
     inside = columns < WIDTH
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(PER_TOKEN):
-        product = tl.load(products_ptr + (row * PER_TOKEN + k) * WIDTH + columns, mask=inside, other=0.0)
+        product = tl.load(
+            products_ptr + (row * PER_TOKEN + k) * WIDTH + columns, mask=inside, other=0.0
+        )
         total += product.to(tl.float32) * tl.load(weights_ptr + row * PER_TOKEN + k)
     tl.store(out_ptr + row * WIDTH + columns, total, mask=inside)

@@ -25,7 +25,8 @@ def exponential(ids, low, high):
     bits = mix32(ids.to(tl.uint32))
     bits = mix32(bits ^ low)
     bits = mix32(bits ^ high)
-    whole = tl.minimum((bits & 0x7FFFFFFF).to(tl.int32), 2147483520)  # 2**31 - 128: see `exponential_noise`
+    # 2**31 - 128: see `exponential_noise`
+    whole = tl.minimum((bits & 0x7FFFFFFF).to(tl.int32), 2147483520)
     v = (whole.to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2**-31
     series = v * (1.0 + v * (0.5 + v * (0.3333333333333333 + v * 0.25)))
     return tl.where(v < 0.015625, series, -tl.log(1.0 - v))

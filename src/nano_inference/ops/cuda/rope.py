@@ -1,10 +1,12 @@
 """Rotary embedding of queries and keys, and storing keys and values, in one kernel.
 
-A program owns a few heads of one row, all of them queries, keys or values. Where a norm is of single heads it is part
-of that kernel; one over all heads of a row asks for a pass before, that leaves one factor for each row.
+A program owns a few heads of one row, all of them queries, keys or values. Where a norm is of
+single heads it is part of that kernel; one over all heads of a row asks for a pass before, that
+leaves one factor for each row.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportUnreachable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportUnreachable=false
 
 from typing import Any
 
@@ -47,7 +49,8 @@ def rope_and_store(
     k_norm = _norm_arguments(qkv, norms and norms[1], num_heads, num_kv_heads, head_dim)
     unit, place = view.storage.places[layer]
     unit_map = view.storage.unit_map
-    keys, values = view.storage.keys[place], view.storage.values[place]  # [kv heads, units, block_size, D]
+    # [kv heads, units, block_size, D]
+    keys, values = view.storage.keys[place], view.storage.values[place]
     half = triton.next_power_of_2(head_dim // 2)
     group = min(triton.next_power_of_2(num_kv_heads), _MOST_HEADS)
     parts = triton.cdiv(num_heads, group) + 2 * triton.cdiv(num_kv_heads, group)
@@ -60,8 +63,12 @@ def rope_and_store(
     return out
 
 
-def _norm_arguments(qkv: Tensor, norm: Norm | None, first: int, heads: int, head_dim: int) -> tuple[Any, ...]:
-    """(weight, factor of each row, eps, offset, kind, dtype) of one norm, as the kernel takes them."""
+def _norm_arguments(
+    qkv: Tensor, norm: Norm | None, first: int, heads: int, head_dim: int
+) -> tuple[Any, ...]:
+    """(weight, factor of each row, eps, offset, kind, dtype) of one norm, as the kernel takes
+    them.
+    """
     if norm is None:
         return None, None, 0.0, 0.0, _NO_NORM.value, tl.float32
     rounded = _DTYPES[norm.dtype]
@@ -72,21 +79,32 @@ def _norm_arguments(qkv: Tensor, norm: Norm | None, first: int, heads: int, head
         return weight, None, norm.eps, norm.offset, _HEAD.value, rounded
     if width != heads * head_dim:
         raise ValueError(
-            f"rope_and_store: a norm of {width} weights; a head has {head_dim}, all {heads} {heads * head_dim}."
+            f"rope_and_store: a norm of {width} weights; a head has {head_dim}, all {heads} "
+            f"{heads * head_dim}."
         )
     factors = torch.empty(len(qkv), dtype=torch.float32, device=qkv.device)
-    _factor_kernel[(len(qkv),)](qkv, factors, norm.eps, qkv.shape[1], first * head_dim, width, **whole_row(width))
+    _factor_kernel[(len(qkv),)](
+        qkv, factors, norm.eps, qkv.shape[1], first * head_dim, width, **whole_row(width)
+    )
     return weight, factors, norm.eps, norm.offset, _FULL.value, rounded
 
 
 @triton.jit
 def _factor_kernel(
-    qkv, factors, eps, STRIDE: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    qkv,
+    factors,
+    eps,
+    STRIDE: tl.constexpr,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """1 / rms of columns FIRST .. FIRST + WIDTH of each row. Programs: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    x = tl.load(qkv + row * STRIDE + FIRST + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    x = tl.load(qkv + row * STRIDE + FIRST + columns, mask=columns < WIDTH, other=0.0).to(
+        tl.float32
+    )
     tl.store(factors + row, tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps))
 
 
@@ -105,15 +123,25 @@ def _normed(
     DTYPE: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Halves of heads [heads, D / 2], float32, of unit root mean square and rounded; `places`: of their weights."""
+    """Halves of heads [heads, D / 2], float32, of unit root mean square and rounded; `places`: of
+    their weights.
+    """
     if weight is not None:
         if KIND == _HEAD:
             squares = tl.sum(first * first + second * second, axis=1)
             factor = tl.rsqrt(squares / D + eps)[:, None]
         else:
             factor = tl.load(factors + row)
-        first = first * factor * (tl.load(weight + places, mask=inside, other=0.0).to(tl.float32) + offset)
-        second = second * factor * (tl.load(weight + places + D // 2, mask=inside, other=0.0).to(tl.float32) + offset)
+        first = (
+            first
+            * factor
+            * (tl.load(weight + places, mask=inside, other=0.0).to(tl.float32) + offset)
+        )
+        second = (
+            second
+            * factor
+            * (tl.load(weight + places + D // 2, mask=inside, other=0.0).to(tl.float32) + offset)
+        )
     if KIND != _NO_NORM:
         first, second = first.to(DTYPE).to(tl.float32), second.to(DTYPE).to(tl.float32)
     return first, second
@@ -136,7 +164,10 @@ def _rope_kernel(
     is_value = part >= Q_PARTS + KV_PARTS
 
     # Which heads, counted among those of their kind, and where the row's begin.
-    first_head = tl.where(is_query, part, tl.where(is_value, part - Q_PARTS - KV_PARTS, part - Q_PARTS)) * GROUP
+    first_head = (
+        tl.where(is_query, part, tl.where(is_value, part - Q_PARTS - KV_PARTS, part - Q_PARTS))
+        * GROUP
+    )
     begin = tl.where(is_query, 0, tl.where(is_value, (Q + KV) * D, Q * D))
     heads = first_head + tl.arange(0, GROUP)
     columns = tl.arange(0, HALF)
@@ -148,14 +179,40 @@ def _rope_kernel(
 
     if not is_value:
         if is_query:
-            weights = places if Q_KIND == _FULL else tl.broadcast_to(columns[None, :], (GROUP, HALF))
+            weights = (
+                places if Q_KIND == _FULL else tl.broadcast_to(columns[None, :], (GROUP, HALF))
+            )
             first, second = _normed(
-                first, second, row, weights, inside, q_weight, q_factors, q_eps, q_offset, Q_KIND, Q_DTYPE, D
+                first,
+                second,
+                row,
+                weights,
+                inside,
+                q_weight,
+                q_factors,
+                q_eps,
+                q_offset,
+                Q_KIND,
+                Q_DTYPE,
+                D,
             )
         else:
-            weights = places if K_KIND == _FULL else tl.broadcast_to(columns[None, :], (GROUP, HALF))
+            weights = (
+                places if K_KIND == _FULL else tl.broadcast_to(columns[None, :], (GROUP, HALF))
+            )
             first, second = _normed(
-                first, second, row, weights, inside, k_weight, k_factors, k_eps, k_offset, K_KIND, K_DTYPE, D
+                first,
+                second,
+                row,
+                weights,
+                inside,
+                k_weight,
+                k_factors,
+                k_eps,
+                k_offset,
+                K_KIND,
+                K_DTYPE,
+                D,
             )
         angle = tl.load(positions + row) * (D // 2) + columns
         cosine = tl.load(cos + angle, mask=columns < D // 2, other=0.0)[None, :]

@@ -1,10 +1,13 @@
-"""Row by row: embedding, RMS norm with the residual stream, the MLP's gate, and what a step's inputs become.
+"""Row by row: embedding, RMS norm with the residual stream, the MLP's gate, and what a step's
+inputs become.
 
-A program owns a row or a part of one; what it does depends on the widths alone, so a row's bits know nothing of the
-others. Widths are constants of the kernels: whatever is divisible by eight is read 16 bytes a thread.
+A program owns a row or a part of one; what it does depends on the widths alone, so a row's bits
+know nothing of the others. Widths are constants of the kernels: whatever is divisible by eight is
+read 16 bytes a thread.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportUnreachable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportUnreachable=false
 
 import math
 from typing import Any
@@ -22,19 +25,26 @@ _GELU = tl.constexpr(2 * math.sqrt(2 / math.pi))
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 
 
-def embed(input_ids: Tensor, weight: Tensor, scale: float = 1.0, part: tuple[int, int] | None = None) -> Tensor:
+def embed(
+    input_ids: Tensor, weight: Tensor, scale: float = 1.0, part: tuple[int, int] | None = None
+) -> Tensor:
     """See `Ops.embed`."""
     if part is not None:
         return embed_part(embed, input_ids, weight, scale, part)
     weight, width = aligned(weight), weight.shape[1]
     out = torch.empty((len(input_ids), width), dtype=torch.float32, device=weight.device)
     if len(input_ids):
-        _embed_kernel[(len(input_ids),)](input_ids.contiguous(), weight, out, scale, width, **whole_row(width))
+        _embed_kernel[(len(input_ids),)](
+            input_ids.contiguous(), weight, out, scale, width, **whole_row(width)
+        )
     return out
 
 
-def rms_norm(x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """See `Ops.rms_norm`. The residual that is returned is a new tensor, or the old one where nothing is added.
+def rms_norm(
+    x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """See `Ops.rms_norm`. The residual that is returned is a new tensor, or the old one where
+    nothing is added.
 
     Raises:
         ValueError: the rows are wider than one program holds (65,536 numbers).
@@ -44,11 +54,24 @@ def rms_norm(x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0)
         raise ValueError(f"rms_norm: rows of {width:,} numbers; one program holds at most 65,536.")
     residual, x = aligned(residual), None if x is None else aligned(x)
     normed = torch.empty((rows, width), dtype=norm.dtype, device=residual.device)
-    added = residual if x is None else torch.empty((rows, width), dtype=torch.float32, device=residual.device)
+    added = (
+        residual
+        if x is None
+        else torch.empty((rows, width), dtype=torch.float32, device=residual.device)
+    )
     if rows:
         weight = None if norm.weight is None else aligned(norm.weight)
         _rms_norm_kernel[(rows,)](
-            x, residual, weight, normed, added, scale, norm.eps, norm.offset, width, **whole_row(width)
+            x,
+            residual,
+            weight,
+            normed,
+            added,
+            scale,
+            norm.eps,
+            norm.offset,
+            width,
+            **whole_row(width),
         )
     return normed, added
 
@@ -59,13 +82,20 @@ def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         _gate_kernel[(rows, triton.cdiv(inner, _GATE_BLOCK))](
-            aligned(gate_up), out, inner, activation == "silu", _GATE_BLOCK, num_warps=4, enable_fp_fusion=False
+            aligned(gate_up),
+            out,
+            inner,
+            activation == "silu",
+            _GATE_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
         )
     return out
 
 
 def relay_tokens(input_ids: Tensor, sources: Tensor, tokens: Tensor) -> None:
-    """Rows whose token the step before has drawn: input_ids[i] = tokens[sources[i]] where sources[i] >= 0, in place.
+    """Rows whose token the step before has drawn: input_ids[i] = tokens[sources[i]] where
+    sources[i] >= 0, in place.
 
     Args:
         input_ids: int64 [N].
@@ -93,13 +123,17 @@ def _each_item(kernel: Any, count: int, *tensors: Tensor) -> None:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor without gaps, at an address divisible by 16: Triton makes other code, with other sums, of others."""
+    """The tensor without gaps, at an address divisible by 16: Triton makes other code, with other
+    sums, of others.
+    """
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def whole_row(width: int) -> dict[str, Any]:
-    """How a kernel is launched whose program holds a row: 8 columns a thread, more where rows are wide."""
+    """How a kernel is launched whose program holds a row: 8 columns a thread, more where rows are
+    wide.
+    """
     block = triton.next_power_of_2(width)
     return {
         "BLOCK": block,
@@ -121,7 +155,9 @@ def _embed_kernel(ids, weight, out, scale, WIDTH: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _rms_norm_kernel(x, residual, weight, normed, added, scale, eps, offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x, residual, weight, normed, added, scale, eps, offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     start = tl.program_id(0).to(tl.int64) * WIDTH
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -137,7 +173,9 @@ def _rms_norm_kernel(x, residual, weight, normed, added, scale, eps, offset, WID
 
 @triton.jit
 def gated(first, second, SILU: tl.constexpr):
-    """Activation(first) * second, float32: SiLU, or GELU with tanh, which is x * sigmoid(y) too (arXiv:1606.08415)."""
+    """Activation(first) * second, float32: SiLU, or GELU with tanh, which is x * sigmoid(y) too
+    (arXiv:1606.08415).
+    """
     y = first
     if not SILU:
         y = _GELU * (first + 0.044715 * first * first * first)
@@ -151,15 +189,23 @@ def _gate_kernel(gate_up, out, INNER: tl.constexpr, SILU: tl.constexpr, BLOCK: t
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < INNER
     first = tl.load(gate_up + row * (2 * INNER) + columns, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(gate_up + row * (2 * INNER) + INNER + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * INNER + columns, gated(first, second, SILU).to(out.dtype.element_ty), mask=inside)
+    second = tl.load(gate_up + row * (2 * INNER) + INNER + columns, mask=inside, other=0.0).to(
+        tl.float32
+    )
+    tl.store(
+        out + row * INNER + columns,
+        gated(first, second, SILU).to(out.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit(do_not_specialize=["count"])
 def _relay_kernel(input_ids, sources, tokens, count, BLOCK: tl.constexpr):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(sources + rows, mask=rows < count, other=-1)
-    tl.store(input_ids + rows, tl.load(tokens + source, mask=source >= 0, other=0), mask=source >= 0)
+    tl.store(
+        input_ids + rows, tl.load(tokens + source, mask=source >= 0, other=0), mask=source >= 0
+    )
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -168,7 +214,9 @@ def _noise_keys_kernel(streams, positions, keys, count, BLOCK: tl.constexpr):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < count
     stream = tl.load(streams + rows, mask=inside, other=0)
-    state = (stream ^ tl.load(positions + rows, mask=inside, other=0)).to(tl.uint64, bitcast=True) + _GOLDEN
+    state = (stream ^ tl.load(positions + rows, mask=inside, other=0)).to(
+        tl.uint64, bitcast=True
+    ) + _GOLDEN
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
     state = state ^ (state >> 31)

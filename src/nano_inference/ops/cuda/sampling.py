@@ -1,9 +1,9 @@
 """The end of a step: draws and scores from logits.
 
-A draw is two launches: every block of the vocabulary is reduced to a few numbers (`_reduce_kernel`), and these to a
-token and its logprobs (`_finish_kernel`). Bias and penalties come before them in `edits`, masks in `masks`, filters
-between them in `filters`, the best tokens after them in `best`. Nothing waits for the device, and all can be captured
-in a graph.
+A draw is two launches: every block of the vocabulary is reduced to a few numbers
+(`_reduce_kernel`), and these to a token and its logprobs (`_finish_kernel`). Bias and penalties
+come before them in `edits`, masks in `masks`, filters between them in `filters`, the best tokens
+after them in `best`. Nothing waits for the device, and all can be captured in a graph.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -60,7 +60,9 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Draw:
     wants_mask = batch.any_filter and batch.any_mask
     kept = torch.empty((num, vocab), dtype=torch.bool, device=device) if wants_mask else None
     top_ids = torch.empty((num, num_top), dtype=torch.int64, device=device)
-    result = Draw(token_ids, logprobs, raw, mass, kept, top_ids, torch.empty(top_ids.shape, device=device))
+    result = Draw(
+        token_ids, logprobs, raw, mass, kept, top_ids, torch.empty(top_ids.shape, device=device)
+    )
     if num == 0:
         return result
     changed = edited(own, batch)
@@ -81,21 +83,30 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Draw:
         filtered = filters.apply(source, parts[_MAXIMUM.value], batch, changed is not None)
     _finish_kernel[num,](
         source, own, batch.rows, batch.temperature, parts, winners,
-        *((filtered.token_ids, filtered.log_sums, filtered.mass) if filtered else (winners, parts, parts)),
+        *(
+            (filtered.token_ids, filtered.log_sums, filtered.mass)
+            if filtered
+            else (winners, parts, parts)
+        ),
         *(uncut or (winners, parts)),
         token_ids, logprobs, raw, mass, shown, num,
         **sizes, **flags, WIDTH=triton.next_power_of_2(blocks), GREEDY=batch.any_greedy,
         FILTERED=filtered is not None, MASKED=uncut is not None, **options,
     )  # fmt: skip
     if filtered is not None and kept is not None:
-        filters.write_mask(kept, filtered, source, parts[_MAXIMUM.value], batch, changed is not None)
+        filters.write_mask(
+            kept, filtered, source, parts[_MAXIMUM.value], batch, changed is not None
+        )
     if num_top:
-        best_tokens(result, shown, parts[_MAXIMUM.value], source, own, batch, filtered, changed is not None)
+        best_tokens(
+            result, shown, parts[_MAXIMUM.value], source, own, batch, filtered, changed is not None
+        )
     return result
 
 
 def score(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
-    """Logprobs of given tokens [L] from logits [L, V], softmax(logits / temperature): to the bit those of `draw`.
+    """Logprobs of given tokens [L] from logits [L, V], softmax(logits / temperature): to the bit
+    those of `draw`.
 
     Temperatures are above 0. A token that is not in the vocabulary scores NaN.
 
@@ -120,7 +131,9 @@ def score(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["num"], do_not_specialize_on_alignment=["rows", "temperatures", "keys"])
+@triton.jit(
+    do_not_specialize=["num"], do_not_specialize_on_alignment=["rows", "temperatures", "keys"]
+)
 def _reduce_kernel(
     logits,  # float32 [L, V], or [R, V] of their own where CHANGED
     own,  # float32 [L, V], the model's
@@ -164,7 +177,9 @@ def _reduce_kernel(
 
 
 @triton.jit
-def _load_parts(parts, part: tl.constexpr, sample, num, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, nothing):
+def _load_parts(
+    parts, part: tl.constexpr, sample, num, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, nothing
+):
     """One number of every block of a sample, [WIDTH]."""
     blocks = tl.arange(0, WIDTH)
     start = parts + (num.to(tl.int64) * part + sample) * BLOCKS
@@ -207,7 +222,9 @@ def _finish_kernel(
     highest, factors, total = merge_blocks(maxima, sums, slope_of(divisor))
     start, size = sample * BLOCKS, num.to(tl.int64) * BLOCKS
     sound = is_sound(total)
-    times = tl.where(sound, _load_parts(parts, _RACE, sample, num, BLOCKS, WIDTH, 0.0) * factors, 0.0)
+    times = tl.where(
+        sound, _load_parts(parts, _RACE, sample, num, BLOCKS, WIDTH, 0.0) * factors, 0.0
+    )
     token = tl.load(winners + start + tl.argmax(times, axis=0))
     log_sum, mass = tl.log(tl.where(sound, total, 1.0)), 0.0
     log_sum_of_all = log_sum
@@ -233,7 +250,9 @@ def _finish_kernel(
         if CHANGED:
             maxima = _load_parts(parts, _OWN_MAXIMUM, sample, num, BLOCKS, WIDTH, -float("inf"))
         sums = _load_parts(parts, _OWN_SUM, sample, num, BLOCKS, WIDTH, 0.0)
-        raw, own_highest, own_log_sum = _raw_logprob(own + tl.load(rows + sample) * V, token, maxima, sums)
+        raw, own_highest, own_log_sum = _raw_logprob(
+            own + tl.load(rows + sample) * V, token, maxima, sums
+        )
         logprob = tl.where(greedy, raw, logprob)
         highest = tl.where(greedy, own_highest, highest)
         log_sum = tl.where(greedy, own_log_sum, log_sum)
@@ -246,9 +265,11 @@ def _finish_kernel(
 
 
 @triton.jit
-def _masked_part(uncut, sample, num, highest, log_sum, divisor, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
-    """Log of the part of a row that masks left, from maximum and log of the sum of what is left; NaN if the row was not
-    sound. The maxima are subtracted apart: e**-300 is no float32.
+def _masked_part(
+    uncut, sample, num, highest, log_sum, divisor, BLOCKS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Log of the part of a row that masks left, from maximum and log of the sum of what is left;
+    NaN if the row was not sound. The maxima are subtracted apart: e**-300 is no float32.
     """
     maxima = _load_parts(uncut, 0, sample, num, BLOCKS, WIDTH, -float("inf"))
     sums = _load_parts(uncut, 1, sample, num, BLOCKS, WIDTH, 0.0)
@@ -260,7 +281,9 @@ def _masked_part(uncut, sample, num, highest, log_sum, divisor, BLOCKS: tl.const
 
 @triton.jit
 def _raw_logprob(row, token, maxima, sums):
-    """Logprob of a token under the model's own logits, their maximum, and log of the sum of exp(logit - maximum)."""
+    """Logprob of a token under the model's own logits, their maximum, and log of the sum of
+    exp(logit - maximum).
+    """
     highest, _, total = merge_blocks(maxima, sums, slope_of(1.0))
     sound = is_sound(total)
     log_sum = tl.where(sound, tl.log(tl.where(sound, total, 1.0)), float("nan"))

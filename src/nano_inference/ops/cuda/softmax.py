@@ -1,7 +1,9 @@
-"""Softmax over a vocabulary in blocks at fixed positions: what the kernels of the draw have in common.
+"""Softmax over a vocabulary in blocks at fixed positions: what the kernels of the draw have in
+common.
 
-Every block of a row is reduced by one program to its maximum and its sum of exp((logit - maximum) / temperature); the
-blocks are merged in their order. How many there are depends on the vocabulary alone, so no bit depends on the batch.
+Every block of a row is reduced by one program to its maximum and its sum of exp((logit - maximum) /
+temperature); the blocks are merged in their order. How many there are depends on the vocabulary
+alone, so no bit depends on the batch.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -17,7 +19,8 @@ BLOCK = 2048  # of the vocabulary: 4 loads of 16 bytes for each of 128 threads
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(1.1754943508222875e-38)  # the bounds of `pipeline.divide`
 HIGHEST = tl.constexpr(3.4028234663852886e38)
-LARGEST_DIVISOR = tl.constexpr(8.507059173023462e37)  # 2**126: its reciprocal is not denormal, which -inf needs
+# 2**126: its reciprocal is not denormal, which -inf needs
+LARGEST_DIVISOR = tl.constexpr(8.507059173023462e37)
 
 
 def num_blocks(vocab: int) -> int:
@@ -26,9 +29,11 @@ def num_blocks(vocab: int) -> int:
 
 
 def as_rows(logits: Tensor) -> Tensor:
-    """Logits as the kernels read them: whole rows one after another, from an address that is a multiple of 16 bytes.
+    """Logits as the kernels read them: whole rows one after another, from an address that is a
+    multiple of 16 bytes.
 
-    What the compiler makes of the kernels, and with it the order of additions, depends on the address.
+    What the compiler makes of the kernels, and with it the order of additions, depends on the
+    address.
 
     Raises:
         ValueError: they are not float32 [L, V].
@@ -40,7 +45,9 @@ def as_rows(logits: Tensor) -> Tensor:
 
 @triton.jit
 def divisor_of(temperature):
-    """Temperature in float32, and whether it is greedy, which divides by 1. See `pipeline.divide`."""
+    """Temperature in float32, and whether it is greedy, which divides by 1. See
+    `pipeline.divide`.
+    """
     greedy = temperature == 0
     wide = tl.where(greedy, 1.0, temperature.to(tl.float64))
     return tl.minimum(tl.maximum(wide, LOWEST), HIGHEST).to(tl.float32), greedy

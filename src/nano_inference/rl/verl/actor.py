@@ -33,12 +33,15 @@ class NanoServer(RolloutServer):
 
     def __init__(self, config: Any, model_config: Any, mode: str, replica_rank: int) -> None:
         self._config = cast(RolloutConfig, omega_conf_to_dataclass(config))
-        self._model = cast(HFModelConfig, omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig))
+        self._model = cast(
+            HFModelConfig, omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)
+        )
         require_no_adapter(self._model)
         self._engine_config = engine_config(self._config, self._model.local_path, replica_rank)
         self._mode: Mode = cast(Mode, mode)
         self._replica_rank = replica_rank
-        # Replicas are told apart by address. Nobody listens at this one; bound, it is nobody else's.
+        # Replicas are told apart by address. Nobody listens at this one; bound, it is nobody
+        # else's.
         host = ray.util.get_node_ip_address().strip("[]")
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._socket.bind((host, 0))
@@ -47,7 +50,10 @@ class NanoServer(RolloutServer):
     async def launch_server(self) -> None:
         """Load the model. Raises `ModelLoadError` or `ConfigError`."""
         if self._config.profiler is not None and self._config.profiler.enable:
-            logger.warning("this rollout has no profiler: rollout.profiler.enable=True profiles the trainer alone.")
+            logger.warning(
+                "this rollout has no profiler: rollout.profiler.enable=True profiles the trainer "
+                "alone."
+            )
         engine = await asyncio.to_thread(AsyncInferenceEngine, self._engine_config)
         defaults = request_defaults(self._config, engine.engine.max_model_len, self._replica_rank)
         gives_back = self._config.free_cache_engine
@@ -74,9 +80,13 @@ class NanoServer(RolloutServer):
     ) -> TokenOutput:
         """See `RolloutServer.generate`. Raises `InvalidRequest` for images, video and sound."""
         if image_data or video_data or audio_data:
-            raise InvalidRequest("images, video and sound are not understood; send token ids alone.")
+            raise InvalidRequest(
+                "images, video and sound are not understood; send token ids alone."
+            )
         token_ids = normalize_token_ids(prompt_ids)
-        return TokenOutput(**await super().generate(token_ids, sampling_params, request_id, priority=priority))
+        return TokenOutput(
+            **await super().generate(token_ids, sampling_params, request_id, priority=priority)
+        )
 
     async def start_profile(self, **_: Any) -> None:
         """Nothing: there is no profiler."""

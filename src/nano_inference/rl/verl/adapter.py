@@ -29,7 +29,9 @@ class NanoRollout(BaseRollout):
 
     is_leader_rank = True
 
-    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
+    def __init__(
+        self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
+    ) -> None:
         super().__init__(config, model_config, device_mesh)
         self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
         self._actor: Any = None
@@ -49,15 +51,20 @@ class NanoRollout(BaseRollout):
         wire_format: str = "named_tensors",
         **options: Any,
     ) -> None:
-        """Send (name, tensor) pairs; returns when they serve, as version `global_steps`. Requests go on meanwhile.
+        """Send (name, tensor) pairs; returns when they serve, as version `global_steps`. Requests
+        go on meanwhile.
 
-        Raises `WeightUpdateError`, with the old version serving: for names, shapes and types that are not the model's,
-        another `wire_format`, a LoRA adapter.
+        Raises `WeightUpdateError`, with the old version serving: for names, shapes and types that
+        are not the model's, another `wire_format`, a LoRA adapter.
         """
         if wire_format != "named_tensors":
-            raise WeightUpdateError(f"wire_format={wire_format!r}: only 'named_tensors' are understood.")
+            raise WeightUpdateError(
+                f"wire_format={wire_format!r}: only 'named_tensors' are understood."
+            )
         if options.get("peft_config") and options.get("base_sync_done"):
-            raise WeightUpdateError("LoRA adapters are not served by themselves; set model.lora.merge=True.")
+            raise WeightUpdateError(
+                "LoRA adapters are not served by themselves; set model.lora.merge=True."
+            )
         max_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
         number = await self._call("begin_update", global_steps)
         under_way: list[Any] = []  # one bucket travels while the next is gathered
@@ -76,7 +83,9 @@ class NanoRollout(BaseRollout):
         return answer
 
     def _begin(self, method: str, *args: Any) -> Any:
-        """Call the actor; returns Ray's reference to its answer. Arguments may be written to afterwards."""
+        """Call the actor; returns Ray's reference to its answer. Arguments may be written to
+        afterwards.
+        """
         if self._actor is None:  # in a hybrid engine it is started after this
             self._actor = ray.get_actor(actor_name(self.replica_rank))
         return getattr(self._actor, method).remote(*args)

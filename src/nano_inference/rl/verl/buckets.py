@@ -1,4 +1,6 @@
-"""Weights from the trainer's side to an engine's, bucket by bucket: a description in JSON and one flat run of bytes."""
+"""Weights from the trainer's side to an engine's, bucket by bucket: a description in JSON and one
+flat run of bytes.
+"""
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from typing import NamedTuple
@@ -21,7 +23,8 @@ class Parcel(NamedTuple):
 
     Attributes:
         description: JSON: names, types and shapes.
-        content: uint8 [n]. Ray lays an array as it is into shared memory, where a tensor would be copied twice.
+        content: uint8 [n]. Ray lays an array as it is into shared memory, where a tensor would be
+            copied twice.
     """
 
     description: bytes
@@ -29,9 +32,11 @@ class Parcel(NamedTuple):
 
 
 async def parcels(weights: NamedTensors, max_bytes: int) -> AsyncIterator[Parcel]:
-    """Tensors as they come, in buckets of at most `max_bytes`; a larger one goes alone. From any device.
+    """Tensors as they come, in buckets of at most `max_bytes`; a larger one goes alone. From any
+    device.
 
-    Raises `WeightUpdateError` for a tensor of a type that does not travel, or where there is none at all.
+    Raises `WeightUpdateError` for a tensor of a type that does not travel, or where there is none
+    at all.
     """
     cut = _Cut(max_bytes)
     async for name, tensor in _each(weights):
@@ -41,7 +46,8 @@ async def parcels(weights: NamedTensors, max_bytes: int) -> AsyncIterator[Parcel
 
 
 def opened(parcel: Parcel, shapes: Shapes) -> dict[str, Tensor]:
-    """The tensors of a parcel, in memory of their own, checked against the model's table before they are made.
+    """The tensors of a parcel, in memory of their own, checked against the model's table before
+    they are made.
 
     Raises `WeightUpdateError`.
     """
@@ -50,7 +56,8 @@ def opened(parcel: Parcel, shapes: Shapes) -> dict[str, Tensor]:
     if parcel.content.dtype != np.uint8 or parcel.content.shape != (size,):
         is_of = f"{parcel.content.dtype} {list(parcel.content.shape)}"
         raise WeightUpdateError(f"a bucket that was described as {size} bytes is {is_of}.")
-    tensors = wire.unpack(pieces, torch.from_numpy(parcel.content.copy()))  # what came is Ray's, and read-only
+    # what came is Ray's, and read-only
+    tensors = wire.unpack(pieces, torch.from_numpy(parcel.content.copy()))
     if not isinstance(tensors, dict):
         raise WeightUpdateError("the trainer sent patches; whole tensors are expected.")
     return tensors
@@ -81,7 +88,8 @@ class _Cut:
         if self._bucket and self._size + tensor.nbytes > self._max_bytes:
             full = _parcel(self._bucket)
             self._bucket, self._size = {}, 0
-        self._bucket[name] = tensor.detach().to("cpu", copy=True)  # whoever yields it may write to it afterwards
+        # whoever yields it may write to it afterwards
+        self._bucket[name] = tensor.detach().to("cpu", copy=True)
         self._size += tensor.nbytes
         return full
 

@@ -12,10 +12,11 @@ class Gate:
         self._changed = asyncio.Event()
 
     async def enter(self) -> bool:
-        """Wait until it is open; False: it turns requests away, those too that were parked before it did.
+        """Wait until it is open; False: it turns requests away, those too that were parked before
+        it did.
 
-        There is no deadline: verl closes the gate, and verl opens it. Between the answer and the caller's next `await`
-        nobody can close it.
+        There is no deadline: verl closes the gate, and verl opens it. Between the answer and the
+        caller's next `await` nobody can close it.
         """
         while not self.is_open:
             if self._rejects:

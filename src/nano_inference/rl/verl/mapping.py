@@ -1,4 +1,6 @@
-"""What verl says and what the engine says: sampling parameters, samples, steps of the trainer and versions."""
+"""What verl says and what the engine says: sampling parameters, samples, steps of the trainer and
+versions.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -9,7 +11,11 @@ from nano_inference.options import is_whole
 from nano_inference.types import FinishReason, SamplingParams, TrainingSample
 
 # verl tells "go on with this one" (aborted) from everything else.
-STOP_REASONS: Mapping[FinishReason, str] = {"stop": "completed", "length": "completed", "abort": "aborted"}
+STOP_REASONS: Mapping[FinishReason, str] = {
+    "stop": "completed",
+    "length": "completed",
+    "abort": "aborted",
+}
 
 # What a `TokenOutput` has no place for, or verl says by another name, is not among them.
 _OWN = {field.name for field in fields(SamplingParams)} - {
@@ -26,11 +32,13 @@ class RequestDefaults:
     """What a rollout's configuration says about requests that do not.
 
     Attributes:
-        prompt_length, response_length: tokens of a prompt, and of a response, that the trainer's tensors hold.
+        prompt_length, response_length: tokens of a prompt, and of a response, that the trainer's
+            tensors hold.
         max_model_len: of the engine.
         repetition_penalty, ignore_eos: as in `SamplingParams`.
         seed: of every request that brings none (verl's `full_determinism`); None: fresh ones.
-        raw_logprobs: `log_probs` are the model's own, not those of the distribution that was sampled from.
+        raw_logprobs: `log_probs` are the model's own, not those of the distribution that was
+            sampled from.
     """
 
     prompt_length: int
@@ -48,14 +56,18 @@ class Wanted:
 
     params: SamplingParams
     log_probs: bool
-    prompt_logprobs: int | None  # so many of the best beside each token of the prompt; 0: the token's own; None: none
+    # so many of the best beside each token of the prompt; 0: the token's own; None: none
+    prompt_logprobs: int | None
 
 
-def wanted(told: Mapping[str, Any], prompt_len: int, defaults: RequestDefaults, *, priority: int = 0) -> Wanted:
+def wanted(
+    told: Mapping[str, Any], prompt_len: int, defaults: RequestDefaults, *, priority: int = 0
+) -> Wanted:
     """Verl's `sampling_params` as the engine's.
 
-    `max_tokens`, or `max_new_tokens`, is lowered to what the context leaves. Without one it is verl's: a response's
-    length, and no more than prompt and response together leave. Raises `InvalidRequest`, also for an unknown key.
+    `max_tokens`, or `max_new_tokens`, is lowered to what the context leaves. Without one it is
+    verl's: a response's length, and no more than prompt and response together leave. Raises
+    `InvalidRequest`, also for an unknown key.
     """
     rest = dict(told)
     max_tokens = _max_tokens(rest, prompt_len, defaults)
@@ -66,7 +78,9 @@ def wanted(told: Mapping[str, Any], prompt_len: int, defaults: RequestDefaults, 
     if rest.pop("n", 1) != 1:
         raise InvalidRequest(f"n={told['n']!r}: verl asks for each sample by itself; leave it out.")
     if unknown := sorted(rest.keys() - _OWN):
-        raise InvalidRequest(f"{unknown[0]!r} is not a sampling parameter; there are {', '.join(sorted(_OWN))}.")
+        raise InvalidRequest(
+            f"{unknown[0]!r} is not a sampling parameter; there are {', '.join(sorted(_OWN))}."
+        )
     if rest.get("top_k") == -1:
         rest["top_k"] = 0
     rest.setdefault("repetition_penalty", defaults.repetition_penalty)
@@ -89,7 +103,8 @@ def _max_tokens(rest: dict[str, Any], prompt_len: int, defaults: RequestDefaults
     room = defaults.max_model_len - prompt_len
     if room < 1:
         raise InvalidRequest(
-            f"the prompt of {prompt_len} tokens leaves no room in max_model_len={defaults.max_model_len}; at most "
+            f"the prompt of {prompt_len} tokens leaves no room in "
+            f"max_model_len={defaults.max_model_len}; at most "
             f"{defaults.max_model_len - 1} fit."
         )
     told = [rest.pop(name) for name in ("max_tokens", "max_new_tokens") if name in rest]
@@ -107,13 +122,17 @@ def _flag(name: str, value: Any) -> bool:
 
 
 class GlobalSteps:
-    """Which step of the trainer each of the engine's versions is. A version without one goes by the one before it."""
+    """Which step of the trainer each of the engine's versions is. A version without one goes by the
+    one before it.
+    """
 
     def __init__(self) -> None:
         self._steps: dict[int, int] = {}
 
     def version_for(self, step: int | None, newest: int) -> int | None:
-        """The number that an update shall have: the step itself, or None (counted up) where that would not rise."""
+        """The number that an update shall have: the step itself, or None (counted up) where that
+        would not rise.
+        """
         return step if step is not None and step > newest else None
 
     def name(self, version: int, step: int | None) -> None:
@@ -130,11 +149,15 @@ class GlobalSteps:
 
 
 def token_output(sample: TrainingSample, asked: Wanted, steps: GlobalSteps) -> dict[str, Any]:
-    """The fields of verl's `TokenOutput`: what was sampled, partly if it was aborted, and by which steps' weights."""
+    """The fields of verl's `TokenOutput`: what was sampled, partly if it was aborted, and by which
+    steps' weights.
+    """
     log_probs: Sequence[float] | None = None
     if asked.log_probs:
         log_probs = sample.raw_logprobs if asked.params.raw_logprobs else sample.logprobs
-    known = [step for span in sample.weight_versions if (step := steps.of(span.version)) is not None]
+    known = [
+        step for span in sample.weight_versions if (step := steps.of(span.version)) is not None
+    ]
     last = steps.of(sample.weight_version)
     extra: dict[str, Any] = {
         "global_steps": last,
@@ -153,8 +176,15 @@ def token_output(sample: TrainingSample, asked: Wanted, steps: GlobalSteps) -> d
 
 
 def refused_output(step: int | None) -> dict[str, Any]:
-    """The fields of the `TokenOutput` of a request that was turned away: verl sends it elsewhere."""
-    return {"token_ids": [], "log_probs": None, "stop_reason": "aborted", "extra_fields": {"global_steps": step}}
+    """The fields of the `TokenOutput` of a request that was turned away: verl sends it
+    elsewhere.
+    """
+    return {
+        "token_ids": [],
+        "log_probs": None,
+        "stop_reason": "aborted",
+        "extra_fields": {"global_steps": step},
+    }
 
 
 def _prompt_logprobs(sample: TrainingSample, best: int) -> dict[str, Any]:

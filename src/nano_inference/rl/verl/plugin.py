@@ -1,4 +1,6 @@
-"""What verl loads, by the entry point `verl.plugins` or `VERL_USE_EXTERNAL_MODULES`: it makes the name "nano" known."""
+"""What verl loads, by the entry point `verl.plugins` or `VERL_USE_EXTERNAL_MODULES`: it makes the
+name "nano" known.
+"""
 # pyright: reportMissingImports=false
 
 from typing import Any

@@ -1,4 +1,6 @@
-"""`NanoReplica`: a replica of verl's. It places the actor that holds the engine, and hands verl's calls on."""
+"""`NanoReplica`: a replica of verl's. It places the actor that holds the engine, and hands verl's
+calls on.
+"""
 # pyright: reportMissingImports=false
 
 from typing import Any
@@ -24,11 +26,14 @@ class NanoReplica(RolloutReplica):
     """One engine in one actor, on the node and the device of the replica's worker."""
 
     async def launch_servers(self) -> None:
-        """Start the actor and load the model. Raises `ConfigError` for what this engine cannot do."""
+        """Start the actor and load the model. Raises `ConfigError` for what this engine cannot
+        do.
+        """
         require_able(self.config)
         if self.is_reward_model:
             raise ConfigError(
-                "verl asks reward models over HTTP, and a replica has no HTTP server; name another rollout."
+                "verl asks reward models over HTTP, and a replica has no HTTP server; name "
+                "another rollout."
             )
         (worker,) = self.workers
         node_id, devices = await worker.__ray_call__.remote(_where)
@@ -53,7 +58,9 @@ class NanoReplica(RolloutReplica):
         await server.launch_server.remote()
         host, port = await server.get_server_address.remote()
         self._server_handle = server
-        self._server_address = f"[{host}]:{port}" if is_valid_ipv6_address(host) else f"{host}:{port}"
+        self._server_address = (
+            f"[{host}]:{port}" if is_valid_ipv6_address(host) else f"{host}:{port}"
+        )
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """See `RolloutServer.abort_all_requests`."""
@@ -67,4 +74,6 @@ class NanoReplica(RolloutReplica):
 def _where(_: Any) -> tuple[str, str]:
     """Node and devices of the worker that runs this."""
     context = ray.get_runtime_context()
-    return context.get_node_id(), ",".join(context.get_accelerator_ids().get(get_resource_name(), []))
+    return context.get_node_id(), ",".join(
+        context.get_accelerator_ids().get(get_resource_name(), [])
+    )

@@ -11,11 +11,17 @@ from nano_inference.engine.weight_update import WeightUpdate
 from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.rl.verl.buckets import Parcel, opened
 from nano_inference.rl.verl.gate import Gate
-from nano_inference.rl.verl.mapping import GlobalSteps, RequestDefaults, refused_output, token_output, wanted
+from nano_inference.rl.verl.mapping import (
+    GlobalSteps,
+    RequestDefaults,
+    refused_output,
+    token_output,
+    wanted,
+)
 from nano_inference.types import Memory
 
-# Who shares the device: trainer and engine in turns, with new weights each time; both in turns, with the same weights;
-# the engine alone.
+# Who shares the device: trainer and engine in turns, with new weights each time; both in turns,
+# with the same weights; the engine alone.
 Mode = Literal["hybrid", "colocated", "standalone"]
 BOTH: tuple[Memory, ...] = ("weights", "kv_cache")
 
@@ -43,7 +49,12 @@ class RolloutServer:
         gives_memory_back: bool = True,
         timeout: float = 300.0,
     ) -> None:
-        self.defaults, self.mode, self.gives_memory_back, self.timeout = defaults, mode, gives_memory_back, timeout
+        self.defaults, self.mode, self.gives_memory_back, self.timeout = (
+            defaults,
+            mode,
+            gives_memory_back,
+            timeout,
+        )
         self._async = engine
         self._engine = engine.engine
         self._gate = Gate()
@@ -55,7 +66,7 @@ class RolloutServer:
         self._step: int | None = None  # that it will be known as
         self._receiving = asyncio.Lock()
 
-    # -- requests -----------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -65,9 +76,11 @@ class RolloutServer:
         *,
         priority: int = 0,
     ) -> dict[str, Any]:
-        """One sample, as the fields of verl's `TokenOutput`. Raises `InvalidRequest` or `RequestTooLarge`.
+        """One sample, as the fields of verl's `TokenOutput`. Raises `InvalidRequest` or
+        `RequestTooLarge`.
 
-        While the gate is closed it waits, or is turned away. An abort ends it with the tokens that it has.
+        While the gate is closed it waits, or is turned away. An abort ends it with the tokens that
+        it has.
         """
         asked = wanted(sampling_params, len(prompt_ids), self.defaults, priority=priority)
         if not await self._gate.enter():
@@ -80,11 +93,14 @@ class RolloutServer:
             del self._running[number]
         return token_output(sample, asked, self._steps)
 
-    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+    async def abort_all_requests(
+        self, reset_prefix_cache: bool = True, reject_request: bool = False
+    ) -> dict[str, Any]:
         """End all requests with what they have, and compute nothing until `resume_generation`.
 
         Args:
-            reset_prefix_cache: forget cached prefixes too. Nothing depends on it: those of other weights never match.
+            reset_prefix_cache: forget cached prefixes too. Nothing depends on it: those of other
+                weights never match.
             reject_request: turn away who comes meanwhile, and who is parked; otherwise they wait.
         """
         self._gate.close(reject=reject_request)
@@ -94,11 +110,17 @@ class RolloutServer:
             await self.clear_kv_cache()
         return {"aborted_count": len(aborted), "request_ids": aborted}
 
-    async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
+    async def abort_request(
+        self, request_id: str, reset_prefix_cache: bool = True
+    ) -> dict[str, Any]:
         """End one request with what it has."""
         numbers = [number for number, name in self._running.items() if name == request_id]
         if not numbers:
-            return {"aborted": False, "request_id": request_id, "error": f"request {request_id} is not running"}
+            return {
+                "aborted": False,
+                "request_id": request_id,
+                "error": f"request {request_id} is not running",
+            }
         await asyncio.to_thread(self._engine.abort, numbers)
         if reset_prefix_cache:
             await self.clear_kv_cache()
@@ -109,7 +131,7 @@ class RolloutServer:
         await asyncio.to_thread(self._engine.resume)
         self._gate.open()
 
-    # -- memory -------------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:
         """Give weights and KV cache back, unless nobody else wants the memory. Requests stay."""
@@ -135,10 +157,11 @@ class RolloutServer:
         """Forget every cached prefix."""
         await asyncio.to_thread(self._engine.flush_cache)
 
-    # -- weights ------------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     async def begin_update(self, global_steps: int | None) -> int:
-        """Open an update; returns its number. One that is open already is cancelled: its trainer is gone.
+        """Open an update; returns its number. One that is open already is cancelled: its trainer is
+        gone.
 
         Raises `InvalidRequest` while the weights are asleep.
         """
@@ -152,19 +175,24 @@ class RolloutServer:
             return self._number
 
     async def receive(self, number: int, description: bytes, content: Any) -> None:
-        """Check a bucket (`buckets.Parcel`) and put it aside. Raises `WeightUpdateError`; the update is then over."""
+        """Check a bucket (`buckets.Parcel`) and put it aside. Raises `WeightUpdateError`; the
+        update is then over.
+        """
         async with self._receiving:
             update = self._open(number)
             manager = self._engine.weight_sync
             try:
-                tensors = await asyncio.to_thread(opened, Parcel(description, content), manager.shapes)
+                tensors = await asyncio.to_thread(
+                    opened, Parcel(description, content), manager.shapes
+                )
                 await asyncio.to_thread(manager.receive, tensors, copy=False, of=update)
             except WeightUpdateError as problem:
                 self._cancel(str(problem))
                 raise
 
     async def finish_update(self, number: int) -> int:
-        """Write all of it between two steps; returns the version that serves. Requests go on, and keep their context.
+        """Write all of it between two steps; returns the version that serves. Requests go on, and
+        keep their context.
 
         Raises `WeightUpdateError`, with the old version serving.
         """
@@ -172,7 +200,8 @@ class RolloutServer:
             update = self._open(number)
             self._update = None
             self._engine.weight_sync.end(of=update)
-            self._steps.name(update.version, self._step)  # before a sample with a token of it can come back
+            # before a sample with a token of it can come back
+            self._steps.name(update.version, self._step)
             deadline = Deadline(self.timeout)
             while not await asyncio.to_thread(update.wait, 1.0):
                 deadline.check(f"weight version {update.version} was not applied")
@@ -191,10 +220,14 @@ class RolloutServer:
         """Say which step of the trainer the weights are that serve now."""
         self._steps.name(self._engine.get_weight_version(), global_steps)
 
-    # -- the rest -----------------------------------------------------------------------------------------------------
+    # -- the rest ----------------------------------------------------------------------------------
 
     async def collective_rpc(
-        self, method: str, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Any = None
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
     ) -> Any:
         """What a method of the engine tells (`TELLING`). Raises `InvalidRequest` for all others."""
         if method not in TELLING:

@@ -1,4 +1,6 @@
-"""verl's configuration of a rollout as the engine's. What this engine cannot do is refused, not passed over."""
+"""verl's configuration of a rollout as the engine's. What this engine cannot do is refused, not
+passed over.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -30,9 +32,11 @@ def engine_config(rollout: Any, model_path: str, replica_rank: int) -> EngineCon
     """The engine of one replica.
 
     Args:
-        rollout: verl's `RolloutConfig`. Its `engine_kwargs["nano"]` are more options of `EngineConfig`.
+        rollout: verl's `RolloutConfig`. Its `engine_kwargs["nano"]` are more options of
+            `EngineConfig`.
         model_path: the model's folder on this machine.
-        replica_rank: number of the replica; with `rollout.seed` it decides the seeds of requests that bring none.
+        replica_rank: number of the replica; with `rollout.seed` it decides the seeds of requests
+            that bring none.
 
     Raises `ConfigError` for an option that this engine does not have.
     """
@@ -64,7 +68,9 @@ def request_defaults(rollout: Any, max_model_len: int, replica_rank: int) -> Req
 
 
 def require_able(rollout: Any) -> None:
-    """Raise `ConfigError` that names every option of the rollout which this engine does not have."""
+    """Raise `ConfigError` that names every option of the rollout which this engine does not
+    have.
+    """
     problems = list(_problems(rollout))
     if problems:
         raise ConfigError(" ".join(problems))
@@ -72,14 +78,23 @@ def require_able(rollout: Any) -> None:
 
 def own_options(rollout: Any) -> dict[str, Any]:
     """`engine_kwargs.nano`."""
-    return {name: value for name, value in dict(rollout.engine_kwargs.get("nano") or {}).items() if value is not None}
+    return {
+        name: value
+        for name, value in dict(rollout.engine_kwargs.get("nano") or {}).items()
+        if value is not None
+    }
 
 
 def require_no_adapter(model: Any) -> None:
-    """Raise `ConfigError` where verl would serve a LoRA adapter by itself; merged into the weights it is fine."""
+    """Raise `ConfigError` where verl would serve a LoRA adapter by itself; merged into the weights
+    it is fine.
+    """
     lora = dict(model.lora or {})
     if (model.lora_rank > 0 or lora.get("rank", 0) > 0) and not lora.get("merge", False):
-        raise ConfigError("LoRA adapters are not served by themselves; set actor_rollout_ref.model.lora.merge=True.")
+        raise ConfigError(
+            "LoRA adapters are not served by themselves; set "
+            "actor_rollout_ref.model.lora.merge=True."
+        )
 
 
 def _problems(rollout: Any) -> Iterator[str]:
@@ -88,6 +103,9 @@ def _problems(rollout: Any) -> Iterator[str]:
         if value not in allowed:
             yield f"rollout.{name}={value!r}: {why}."
     if rollout.prometheus.enable:
-        yield "rollout.prometheus.enable=True: a replica has no HTTP server to ask for metrics; leave it off."
+        yield (
+            "rollout.prometheus.enable=True: a replica has no HTTP server to ask for metrics; "
+            "leave it off."
+        )
     if rollout.mtp is not None and rollout.mtp.enable and rollout.mtp.enable_rollout:
         yield "rollout.mtp.enable_rollout=True: there is no multi-token prediction; leave it off."

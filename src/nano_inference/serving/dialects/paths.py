@@ -1,4 +1,6 @@
-"""The paths of the dialects: access and error bodies go by them. A test compares them with the routes."""
+"""The paths of the dialects: access and error bodies go by them. A test compares them with the
+routes.
+"""
 
 # They change the engine or what it does; for administrators.
 CHANGING: frozenset[str] = frozenset(

@@ -1,7 +1,9 @@
-"""PipelineRL's one route, and the group that it joins at its start. Adapters over `serving/control.py`.
+"""PipelineRL's one route, and the group that it joins at its start. Adapters over
+`serving/control.py`.
 
-PipelineRL tells its engines by their command line where the group is. Its trainer waits for all of them there, then for
-their `/health`; so the group is joined in the background, while the server serves, and again when it was lost.
+PipelineRL tells its engines by their command line where the group is. Its trainer waits for all of
+them there, then for their `/health`; so the group is joined in the background, while the server
+serves, and again when it was lost.
 """
 
 import asyncio
@@ -24,8 +26,10 @@ from nano_inference.serving.server import Server
 log = logging.getLogger("nano_inference.serving")
 
 GROUP = "pipeline-rl"
-_GLANCE, _REST = 0.05, 0.5  # seconds between two looks whether the group stands: when somebody waits for it, or not
-_PAUSES = (1.0, 30.0)  # seconds between two tries to join it that fail at once, and how long that becomes
+# seconds between two looks whether the group stands: when somebody waits for it, or not
+_GLANCE, _REST = 0.05, 0.5
+# seconds between two tries to join it that fail at once, and how long that becomes
+_PAUSES = (1.0, 30.0)
 
 
 def routes(server: Server) -> APIRouter:
@@ -34,19 +38,24 @@ def routes(server: Server) -> APIRouter:
     if _joins_group(server.config):
         server.beside.append(lambda: _stay_joined(server))
 
-    @router.post("/receive_weight_update", summary="Take part in the trainer's broadcasts; decoding goes on")
+    @router.post(
+        "/receive_weight_update", summary="Take part in the trainer's broadcasts; decoding goes on"
+    )
     async def receive_weight_update(request: Request) -> Response:
         if not _joins_group(server.config):
             await fields_of(request, server)
             raise ApiError(
                 409,
-                "there is no group: the server was started without --weight-update-group-init-method, or with "
+                "there is no group: the server was started without "
+                "--weight-update-group-init-method, or with "
                 "--disable-weight-updates.",
             )
         async with turn:
             try:
                 await _update(server, await fields_of(request, server))
-            except BaseException:  # the trainer broadcasts by now; what nobody takes would be taken for the next update
+            except BaseException:
+                # the trainer broadcasts by now; what nobody takes would be taken for the next
+                # update
                 with suppress(ApiError):
                     await server.control.leave_group(GROUP)
                 raise
@@ -71,7 +80,10 @@ def tensors_of(fields: Fields) -> list[TensorSpec]:
     """`parameters_info`. Raises `ApiError` 400."""
     given = fields.body.get("parameters_info")
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise bad_request("parameters_info must be a list of {name, shape, dtype}, and not empty.", "parameters_info")
+        raise bad_request(
+            "parameters_info must be a list of {name, shape, dtype}, and not empty.",
+            "parameters_info",
+        )
     return [_tensor(f"parameters_info.{place}", each) for place, each in enumerate(given)]
 
 
@@ -122,7 +134,10 @@ async def _stay_joined(server: Server) -> None:
             error = api_error_of(problem)
             bug = problem if error.status == 500 else None
             log.warning(
-                "the weight group at %s: %s", config.weight_update_group_init_method, error.message, exc_info=bug
+                "the weight group at %s: %s",
+                config.weight_update_group_init_method,
+                error.message,
+                exc_info=bug,
             )
             await asyncio.sleep(pause)
             pause = min(longest, 2 * pause)

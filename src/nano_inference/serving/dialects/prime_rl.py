@@ -1,7 +1,8 @@
 """The routes that prime-rl adds to vLLM's. Adapters over `serving/control.py`.
 
-Its trainer puts weights into a folder, or broadcasts them. Its own broadcast describes itself by pickles, which nothing
-here reads; a broadcaster that is joined has to speak `WeightSender`'s format (`nano_inference.engine.transports`).
+Its trainer puts weights into a folder, or broadcasts them. Its own broadcast describes itself by
+pickles, which nothing here reads; a broadcaster that is joined has to speak `WeightSender`'s format
+(`nano_inference.engine.transports`).
 """
 
 import asyncio
@@ -35,25 +36,37 @@ def routes(server: Server) -> APIRouter:
     @router.get("/liveness", summary="Whether the engine lives; open to all")
     async def liveness() -> Response:
         is_live = server.lifecycle.status not in ("dead", "stalled")
-        return json_reply(*((200, {"status": "ok"}) if is_live else (503, {"status": "engine_unresponsive"})))
+        return json_reply(
+            *((200, {"status": "ok"}) if is_live else (503, {"status": "engine_unresponsive"}))
+        )
 
     @router.post("/load_lora_adapter", summary="Not there yet")
     async def load_lora_adapter(request: Request) -> Response:
         await fields_of(request, server)
-        raise ApiError(501, "LoRA adapters are not supported; send weights into which the adapter is merged.")
+        raise ApiError(
+            501, "LoRA adapters are not supported; send weights into which the adapter is merged."
+        )
 
     return router
 
 
 async def _join(server: Server, fields: Fields) -> None:
     if fields.flag("quantize_in_weight_transfer", default=False):
-        raise ApiError(501, "weights cannot be sent quantized; leave quantize_in_weight_transfer off.")
+        raise ApiError(
+            501, "weights cannot be sent quantized; leave quantize_in_weight_transfer off."
+        )
     if fields.text("session_id") not in (None, "default"):
-        raise ApiError(501, "NIXL (session_id) is not spoken; use the filesystem or a group of torch.distributed.")
+        raise ApiError(
+            501,
+            "NIXL (session_id) is not spoken; use the filesystem or a group of torch.distributed.",
+        )
     engines = fields.required_number("inference_world_size", least=1, most=_MOST_RANKS)
     offset = fields.required_number("rank_offset", least=0, most=_MOST_RANKS)
     if offset >= engines:
-        raise bad_request(f"rank_offset must be below inference_world_size ({engines}), not {offset}.", "rank_offset")
+        raise bad_request(
+            f"rank_offset must be below inference_world_size ({engines}), not {offset}.",
+            "rank_offset",
+        )
     await server.control.join_group(
         GROUP,
         fields.required_text("host"),
@@ -67,12 +80,14 @@ async def _join(server: Server, fields: Fields) -> None:
 async def update_weights(server: Server, fields: Fields) -> Response:
     """`POST /update_weights` with a `weight_dir`.
 
-    Where a broadcaster was joined, the weights come from it, as prime-rl's own server does it: the folder then only
-    names the step. Else they are the folder's safetensors. `step_12` in its path names the version.
+    Where a broadcaster was joined, the weights come from it, as prime-rl's own server does it: the
+    folder then only names the step. Else they are the folder's safetensors. `step_12` in its path
+    names the version.
     """
     try:
         await _update(server, fields)
-    except BaseException:  # what a broadcaster has sent and nobody took would be taken for the next update
+    except BaseException:
+        # what a broadcaster has sent and nobody took would be taken for the next update
         with suppress(ApiError):  # there is none
             await server.control.leave_group(GROUP)
         raise
@@ -85,7 +100,9 @@ async def _update(server: Server, fields: Fields) -> None:
     has_broadcaster = await control.has_group(GROUP)
     if folder is None and not has_broadcaster:
         raise ApiError(
-            409, "no broadcaster is joined; call /init_broadcaster first, or name a weight_dir.", "weight_dir"
+            409,
+            "no broadcaster is joined; call /init_broadcaster first, or name a weight_dir.",
+            "weight_dir",
         )
     step = None if folder is None else _step_of(folder)
     if not has_broadcaster and step is not None:
@@ -101,7 +118,9 @@ async def _update(server: Server, fields: Fields) -> None:
 
 
 def _step_of(folder: str) -> Path | None:
-    """The folder of a step: `.../broadcasts/step_12`, or above `.../checkpoints/step_12/weight`; else None."""
+    """The folder of a step: `.../broadcasts/step_12`, or above `.../checkpoints/step_12/weight`;
+    else None.
+    """
     if "\0" in folder:
         raise bad_request("weight_dir holds a zero byte.", "weight_dir")
     path = Path(folder)
@@ -109,8 +128,9 @@ def _step_of(folder: str) -> Path | None:
 
 
 async def _require_stable(step: Path, seconds: float) -> None:
-    """A step's folder is read when its trainer has marked it as whole. On a shared file system the marker may be seen
-    here later than by who calls; prime-rl comes again after a 503. A share that hangs keeps a thread, and nobody else.
+    """A step's folder is read when its trainer has marked it as whole. On a shared file system the
+    marker may be seen here later than by who calls; prime-rl comes again after a 503. A share that
+    hangs keeps a thread, and nobody else.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[bool] = loop.create_future()

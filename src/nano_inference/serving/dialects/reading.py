@@ -1,4 +1,6 @@
-"""How a control request is read: its body may be missing, and flags stand in its query or in its JSON."""
+"""How a control request is read: its body may be missing, and flags stand in its query or in its
+JSON.
+"""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,14 +21,25 @@ from nano_inference.serving.versions import checked_name
 MOST_SECONDS = 24 * 3600.0
 MOST_SIZE = 2**48  # of a tensor, along one of its axes
 
-_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+_WORDS = {
+    "true": True,
+    "1": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "0": False,
+    "no": False,
+    "off": False,
+}
 
 
 @dataclass(frozen=True)
 class Fields:
-    """What a control request says, in its query or in its JSON: clients differ. The JSON goes first.
+    """What a control request says, in its query or in its JSON: clients differ. The JSON goes
+    first.
 
-    Every method takes null as nothing said, and raises `ApiError`, 400, naming the field and its value.
+    Every method takes null as nothing said, and raises `ApiError`, 400, naming the field and its
+    value.
     """
 
     body: Mapping[str, Any]
@@ -66,7 +79,9 @@ class Fields:
         """One of these words."""
         given = self.text(name)
         if given is not None and given not in words:
-            raise bad_request(f"{name} must be one of {', '.join(words)}, not {shown(given)}.", name)
+            raise bad_request(
+                f"{name} must be one of {', '.join(words)}, not {shown(given)}.", name
+            )
         return default if given is None else given
 
     def number(self, name: str, *, least: int, most: int = 2**63) -> int | None:
@@ -77,7 +92,9 @@ class Fields:
         if given is None:
             return None
         if not is_whole(given, least) or given > most:
-            raise bad_request(f"{name} must be an integer in [{least}, {most}], not {shown(given)}.", name)
+            raise bad_request(
+                f"{name} must be an integer in [{least}, {most}], not {shown(given)}.", name
+            )
         return given
 
     def required_number(self, name: str, *, least: int, most: int = 2**63) -> int:
@@ -96,7 +113,9 @@ class Fields:
         if given is None:
             return None
         if not is_number(given) or not 0 < given <= MOST_SECONDS:
-            raise bad_request(f"{name} must be a number of seconds, at most a day, not {shown(given)}.", name)
+            raise bad_request(
+                f"{name} must be a number of seconds, at most a day, not {shown(given)}.", name
+            )
         return float(given)
 
     def version(self, name: str) -> str | None:
@@ -105,11 +124,15 @@ class Fields:
         if is_whole(given, 0) and given < 2**63:
             return str(given)
         if given is not None and not isinstance(given, str):
-            raise bad_request(f"{name} must be a string, or an integer in [0, 2^63), not {shown(given)}.", name)
+            raise bad_request(
+                f"{name} must be a string, or an integer in [0, 2^63), not {shown(given)}.", name
+            )
         return None if given is None else checked_name(given, name)
 
     def texts(self, name: str) -> tuple[str, ...] | None:
-        """A list of strings, of the JSON or of a query that says it again and again; one string is a list of one."""
+        """A list of strings, of the JSON or of a query that says it again and again; one string is
+        a list of one.
+        """
         given: Any = self.body.get(name)
         if given is None:
             given = self.query.get(name)
@@ -136,9 +159,15 @@ Fail = Callable[[BaseException], Awaitable[object]]  # told of what ends a reque
 
 
 def add_routes(
-    router: APIRouter, server: Server, method: str, answers: Mapping[str, Answer], fail: Fail | None = None
+    router: APIRouter,
+    server: Server,
+    method: str,
+    answers: Mapping[str, Answer],
+    fail: Fail | None = None,
 ) -> None:
-    """Serve each path by what answers it. `fail` is told of what goes wrong with a request, from its first byte on."""
+    """Serve each path by what answers it. `fail` is told of what goes wrong with a request, from
+    its first byte on.
+    """
 
     def route_of(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def route(request: Request) -> Response:
@@ -156,7 +185,9 @@ def add_routes(
 
 
 def checks_of(fields: Fields) -> Checks:
-    """What an update is to be checked for, as far as the request says it: see `Control.begin_update`."""
+    """What an update is to be checked for, as far as the request says it: see
+    `Control.begin_update`.
+    """
     checks: Checks = {}
     if fields.value("complete") is not None:
         checks["complete"] = fields.flag("complete", default=False)
@@ -166,11 +197,20 @@ def checks_of(fields: Fields) -> Checks:
 
 
 def tensors_of(fields: Fields, dtypes: str) -> list[TensorSpec]:
-    """What is about to be broadcast, of the lists `names`, `shapes` and what `dtypes` calls the third. 400."""
+    """What is about to be broadcast, of the lists `names`, `shapes` and what `dtypes` calls the
+    third. 400.
+    """
     names, types = fields.texts("names"), fields.texts(dtypes)
     shapes: Any = fields.value("shapes")
-    if not names or types is None or not isinstance(shapes, list) or not len(names) == len(types) == len(shapes):
-        raise bad_request(f"names, {dtypes} and shapes must be lists of one length, and not empty.", "names")
+    if (
+        not names
+        or types is None
+        or not isinstance(shapes, list)
+        or not len(names) == len(types) == len(shapes)
+    ):
+        raise bad_request(
+            f"names, {dtypes} and shapes must be lists of one length, and not empty.", "names"
+        )
     return [
         TensorSpec(name, dtype, shape_of(shape, f"the shape of {shown(name)}", "shapes"))
         for name, dtype, shape in zip(names, types, shapes, strict=True)
@@ -179,18 +219,24 @@ def tensors_of(fields: Fields, dtypes: str) -> list[TensorSpec]:
 
 def shape_of(given: object, what: str, field: str) -> tuple[int, ...]:
     """A tensor's sizes. Raises `ApiError` 400, which says what is wrong and in which field."""
-    if not isinstance(given, list) or not all(type(size) is int and 0 <= size < MOST_SIZE for size in given):
+    if not isinstance(given, list) or not all(
+        type(size) is int and 0 <= size < MOST_SIZE for size in given
+    ):
         raise bad_request(f"{what} must be a list of sizes, not {shown(given)}.", field)
     return tuple(given)
 
 
 async def fields_of(request: Request, server: Server) -> Fields:
-    """Read a control request. A body that is missing or empty says nothing; unknown fields are ignored.
+    """Read a control request. A body that is missing or empty says nothing; unknown fields are
+    ignored.
 
-    Raises `ApiError`: 400 where the body is no JSON object, 503 while the server drains or has no engine.
+    Raises `ApiError`: 400 where the body is no JSON object, 503 while the server drains or has no
+    engine.
     """
     server.lifecycle.require_open()
     config = server.config
-    body = await read_request(request, server, lambda data, _: decode(data, config) if data.strip() else {})
+    body = await read_request(
+        request, server, lambda data, _: decode(data, config) if data.strip() else {}
+    )
     query = {name: request.query_params.getlist(name) for name in request.query_params}
     return Fields(body, query)

@@ -3,10 +3,12 @@
 What is particular to this server:
 
 - Weights that come in several requests take effect together: `sglang_session.py` says which.
-- Nothing aborts requests unless `abort_all_requests` is sent as true, also where SGLang's default is to abort them.
+- Nothing aborts requests unless `abort_all_requests` is sent as true, also where SGLang's default
+  is to abort them.
 - `flush_cache` of an update frees memory: prefixes of older weights are never used, flushed or not.
 - `/update_weights_from_tensor` takes safetensors, as the body or as base64; pickles are refused.
-- `/health_generate` draws a token, unless the engine is paused or asleep: then it has to answer, no more.
+- `/health_generate` draws a token, unless the engine is paused or asleep: then it has to answer, no
+  more.
 """
 
 import asyncio
@@ -40,9 +42,12 @@ _NOTHING_TO_RELEASE = "cuda_graph"  # a tag of SGLang's; here its memory goes wi
 _PARTS: Mapping[str, Memory] = {part: part for part in get_args(Memory)}
 
 _NOT_HERE: Mapping[str, str] = {
-    "/post_process_weights": "weights are not repacked here; send them as they stand in a checkpoint.",
-    "/pull_weights": "the engine fetches no weights; send them, or give a folder to /update_weights_from_disk.",
-    "/update_weights_from_ipc": "weights are not shared between processes; send them by a group, or as safetensors.",
+    "/post_process_weights": "weights are not repacked here; send them as they stand in a "
+    "checkpoint.",
+    "/pull_weights": "the engine fetches no weights; send them, or give a folder to "
+    "/update_weights_from_disk.",
+    "/update_weights_from_ipc": "weights are not shared between processes; send them by a group, "
+    "or as safetensors.",
 }
 
 
@@ -75,8 +80,12 @@ def routes(server: Server) -> APIRouter:
     }
     # What is refused of these ends the update: its weights are missing.
     updates: Mapping[str, Answer] = {
-        "/update_weights_from_distributed": lambda fields: _done(weights.update_from_distributed(fields)),
-        "/update_weights_from_disk": lambda fields: _done(weights.update_from_disk(fields), num_paused_requests=0),
+        "/update_weights_from_distributed": lambda fields: _done(
+            weights.update_from_distributed(fields)
+        ),
+        "/update_weights_from_disk": lambda fields: _done(
+            weights.update_from_disk(fields), num_paused_requests=0
+        ),
         "/end_weight_update": lambda _: _done(_end(weights)),
     }
     add_routes(router, server, "GET", gets)
@@ -105,7 +114,7 @@ def _refuser(why: str) -> Answer:
     return refuse
 
 
-# -- what serves ------------------------------------------------------------------------------------------------------
+# -- what serves -----------------------------------------------------------------------------------
 
 
 async def _model_info(server: Server) -> dict[str, Any]:
@@ -134,7 +143,9 @@ async def _health(server: Server) -> dict[str, str]:
         if await server.control.is_paused(timeout=ANSWER_PATIENCE):  # also while it sleeps
             return {"status": "paused"}
     except TimeoutError:
-        raise ApiError(503, "the engine does not answer; it may be stopped.", headers=NO_RETRY) from None
+        raise ApiError(
+            503, "the engine does not answer; it may be stopped.", headers=NO_RETRY
+        ) from None
     params = SamplingParams(temperature=0.0, max_tokens=1, priority=-(2**31))
     before = server.client.stats
     stream = server.client.submit([0], params, stream=False)
@@ -144,7 +155,8 @@ async def _health(server: Server) -> dict[str, str]:
                 await stream.next()
     except TimeoutError:
         after = server.client.stats
-        if before is None or after is None or after.num_steps <= before.num_steps:  # else it has others to serve
+        # else it has others to serve
+        if before is None or after is None or after.num_steps <= before.num_steps:
             text = f"the engine has not drawn a token in {HEALTH_PATIENCE:g} seconds."
             raise ApiError(503, text, headers=NO_RETRY) from None
     finally:
@@ -169,7 +181,7 @@ async def _loads(control: Control, fields: Fields) -> dict[str, Any]:
     }
 
 
-# -- requests ---------------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 
 async def _pause(control: Control, weights: Weights, fields: Fields) -> dict[str, str]:
@@ -189,7 +201,11 @@ async def _continue(control: Control, weights: Weights) -> dict[str, str]:
 
 async def _abort(control: Control, fields: Fields) -> dict[str, Any]:
     if fields.flag("prefix", default=False):
-        raise ApiError(501, "prefix is not supported: name each request by its rid, or send abort_all.", "prefix")
+        raise ApiError(
+            501,
+            "prefix is not supported: name each request by its rid, or send abort_all.",
+            "prefix",
+        )
     rid = fields.text("rid")
     if not fields.flag("abort_all", default=False) and not rid:
         raise bad_request("rid is missing; or send abort_all as true.", "rid")
@@ -197,7 +213,7 @@ async def _abort(control: Control, fields: Fields) -> dict[str, Any]:
     return {"status": "ok", "num_aborted": await control.abort(names)}
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 async def _release(control: Control, fields: Fields) -> dict[str, Any]:
@@ -224,7 +240,7 @@ async def _rows(control: Control, fields: Fields) -> list[Any]:
     return await control.weight_rows(name, 100 if count is None else count)
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 async def _begin(weights: Weights, fields: Fields) -> str:

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
-from nano_inference.serving.protocols.per_token import LOWEST, Flat, at_least, base64_of, flat, version_spans
+from nano_inference.serving.protocols.per_token import (
+    LOWEST,
+    Flat,
+    at_least,
+    base64_of,
+    flat,
+    version_spans,
+)
 from nano_inference.text.token_texts import TokenTexts
 from nano_inference.types import TopLogprobs, TrainingSample
 
@@ -50,25 +57,35 @@ class Form:
     show_cached: bool
 
 
-def full_logprobs(logprobs: Sequence[float], log_kept_mass: Sequence[float] | None) -> Sequence[float]:
-    """What SGLang tells: logprobs after temperature and penalties and before masks and filters, as a trainer over the
-    whole vocabulary computes them. The engine's own are of what was sampled from, after both.
+def full_logprobs(
+    logprobs: Sequence[float], log_kept_mass: Sequence[float] | None
+) -> Sequence[float]:
+    """What SGLang tells: logprobs after temperature and penalties and before masks and filters, as
+    a trainer over the whole vocabulary computes them. The engine's own are of what was sampled
+    from, after both.
     """
     if log_kept_mass and any(log_kept_mass):
         logprobs = [own + kept for own, kept in zip(logprobs, log_kept_mass, strict=True)]
     return _finite(logprobs)
 
 
-def rows(logprobs: Sequence[float], token_ids: Sequence[int], texts: TokenTexts | None) -> list[tuple[Any, int, Any]]:
+def rows(
+    logprobs: Sequence[float], token_ids: Sequence[int], texts: TokenTexts | None
+) -> list[tuple[Any, int, Any]]:
     """`[logprob, id, text]` a token; no text without `texts`."""
     names = repeat(None) if texts is None else map(texts.text, token_ids)
     return list(zip(logprobs, token_ids, names, strict=False))
 
 
 def top_rows(
-    tops: Sequence[TopLogprobs], count: int, texts: TokenTexts | None, log_kept_mass: Sequence[float] | None = None
+    tops: Sequence[TopLogprobs],
+    count: int,
+    texts: TokenTexts | None,
+    log_kept_mass: Sequence[float] | None = None,
 ) -> list[list[tuple[Any, int, Any]]]:
-    """The same of the `count` most probable ones at each place, among those that the filters kept."""
+    """The same of the `count` most probable ones at each place, among those that the filters
+    kept.
+    """
     return [
         rows([at_least(each + kept) for each in top.logprobs[:count]], top.token_ids[:count], texts)
         for top, kept in zip(tops, log_kept_mass or repeat(0.0), strict=False)
@@ -83,11 +100,15 @@ def finish_reason(sample: TrainingSample, num_tokens: int) -> dict[str, Any]:
         case "length":
             return {"type": "length", "length": num_tokens}
         case "abort":
-            why = sample.stop_reason if isinstance(sample.stop_reason, str) else "Abort in the middle"
+            why = (
+                sample.stop_reason if isinstance(sample.stop_reason, str) else "Abort in the middle"
+            )
             return {"type": "abort", "message": why, "status_code": None, "err_type": None}
 
 
-def meta_info(request_id: str, sample: TrainingSample, wanted: Wanted, form: Form, seconds: float) -> dict[str, Any]:
+def meta_info(
+    request_id: str, sample: TrainingSample, wanted: Wanted, form: Form, seconds: float
+) -> dict[str, Any]:
     """All that is told of a sample that has ended.
 
     Args:
@@ -105,7 +126,9 @@ def meta_info(request_id: str, sample: TrainingSample, wanted: Wanted, form: For
         "prompt_tokens": len(sample.prompt_tokens),
         "completion_tokens": len(ids),
         "weight_version": form.version_name(sample.weight_version),
-        "weight_versions": version_spans(() if wanted.hides else sample.weight_versions, form.version_name),
+        "weight_versions": version_spans(
+            () if wanted.hides else sample.weight_versions, form.version_name
+        ),
         "seed": sample.seed,
         "e2e_latency": seconds,
     }
@@ -118,7 +141,9 @@ def meta_info(request_id: str, sample: TrainingSample, wanted: Wanted, form: For
     return told | _masks(sample, wanted)
 
 
-def _logprobs(sample: TrainingSample, ids: Sequence[int], wanted: Wanted, form: Form) -> dict[str, Any]:
+def _logprobs(
+    sample: TrainingSample, ids: Sequence[int], wanted: Wanted, form: Form
+) -> dict[str, Any]:
     values = full_logprobs(sample.logprobs, sample.log_kept_mass)[: len(ids)]
     told: dict[str, Any] = {
         "input_token_logprobs": _scores(sample, wanted, form),
@@ -137,7 +162,9 @@ def _logprobs(sample: TrainingSample, ids: Sequence[int], wanted: Wanted, form: 
 
 
 def _scores(sample: TrainingSample, wanted: Wanted, form: Form) -> list[Any]:
-    """The prompt's rows; the first has no logprob, as SGLang has it, also where there is a token before it."""
+    """The prompt's rows; the first has no logprob, as SGLang has it, also where there is a token
+    before it.
+    """
     if wanted.scored_from is None or sample.prompt_logprobs is None:
         return []
     begin = wanted.scored_from
@@ -149,7 +176,9 @@ def _top_scores(sample: TrainingSample, wanted: Wanted, form: Form) -> list[Any]
     if wanted.scored_from is None or sample.prompt_top_logprobs is None:
         return []
     rest = sample.prompt_top_logprobs[wanted.scored_from + 1 :]
-    return [None, *top_rows(rest, wanted.top, form.texts)][: len(sample.prompt_tokens) - wanted.scored_from]
+    return [None, *top_rows(rest, wanted.top, form.texts)][
+        : len(sample.prompt_tokens) - wanted.scored_from
+    ]
 
 
 def _masks(sample: TrainingSample, wanted: Wanted) -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 What is particular to this server:
 
-- `max_new_tokens` left out is all that the context leaves, where SGLang takes 128. `0` scores the prompt alone.
-- `output_token_logprobs` are SGLang's: after temperature and penalties, before top_k, top_p and min_p, as a trainer
-  over the whole vocabulary computes them. `return_sampling_mask` tells what the filters kept, and the logprobs of what
-  was sampled from. At temperature 0 they are the model's own.
+- `max_new_tokens` left out is all that the context leaves, where SGLang takes 128. `0` scores the
+  prompt alone.
+- `output_token_logprobs` are SGLang's: after temperature and penalties, before top_k, top_p and
+  min_p, as a trainer over the whole vocabulary computes them. `return_sampling_mask` tells what the
+  filters kept, and the logprobs of what was sampled from. At temperature 0 they are the model's
+  own.
 - An aborted request is answered with 200 and what it has.
-- A stream's events hold all of the text, the ids and the logprobs so far, as SGLang's do; only the last one of a
-  choice tells of weight versions, and of the prompt's logprobs.
-- Where a sample is one of several, of a batch or by `n`, answers are a list, and events have an `index`.
+- A stream's events hold all of the text, the ids and the logprobs so far, as SGLang's do; only the
+  last one of a choice tells of weight versions, and of the prompt's logprobs.
+- Where a sample is one of several, of a batch or by `n`, answers are a list, and events have an
+  `index`.
 - `priority`: higher goes first, as with SGLang; the engine's own is the other way round.
 - `seed` in `meta_info` makes the same sample again.
 """
@@ -21,7 +24,14 @@ from typing import Any
 
 from nano_inference.budget import Names
 from nano_inference.serving.choices import Choice, Piece, TextStyle
-from nano_inference.serving.dialects.sglang_answers import Form, Wanted, full_logprobs, meta_info, rows, top_rows
+from nano_inference.serving.dialects.sglang_answers import (
+    Form,
+    Wanted,
+    full_logprobs,
+    meta_info,
+    rows,
+    top_rows,
+)
 from nano_inference.serving.dialects.sglang_requests import (
     SAMPLING_UNSUPPORTED,
     UNSUPPORTED,
@@ -51,7 +61,14 @@ from nano_inference.serving.protocols.pieces import Told
 from nano_inference.serving.protocols.reading import read_body, refuse_unsupported
 from nano_inference.types import SamplingParams, TrainingSample
 
-_ONE = thing("text", "output_ids", "meta_info", text=STRING, output_ids=list_of(INTEGER), meta_info={"type": "object"})
+_ONE = thing(
+    "text",
+    "output_ids",
+    "meta_info",
+    text=STRING,
+    output_ids=list_of(INTEGER),
+    meta_info={"type": "object"},
+)
 _ANSWER = {"anyOf": [_ONE, list_of(_ONE)]}
 
 
@@ -59,12 +76,17 @@ class SGLangGenerate:
     """The protocol."""
 
     openapi: Mapping[str, Any] = operation(
-        GenerateRequest, _ANSWER, summary="How token ids or a text go on, as SGLang has it", streams=True
+        GenerateRequest,
+        _ANSWER,
+        summary="How token ids or a text go on, as SGLang has it",
+        streams=True,
     )
 
     def prepare(self, body: bytes, served: Served, request_id: str) -> "GenerateBuilder":
         """Read a request."""
-        return GenerateBuilder(read_body(body, GenerateRequest, served.config, UNSUPPORTED), served, request_id)
+        return GenerateBuilder(
+            read_body(body, GenerateRequest, served.config, UNSUPPORTED), served, request_id
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,34 +135,50 @@ class GenerateBuilder:
             not served.config.hide_cached_tokens,
         )
         version = request.weight_version
-        self._min_version = version and version_number(version.min_version, served, "weight_version.min_version")
-        self._exact_version = version and version_number(version.exact_version, served, "weight_version.exact_version")
+        self._min_version = version and version_number(
+            version.min_version, served, "weight_version.min_version"
+        )
+        self._exact_version = version and version_number(
+            version.exact_version, served, "weight_version.exact_version"
+        )
         given, is_batch = prompts_of(request)
         samplings = [self._sampling(place, len(given)) for place in range(len(given))]
         self.num_samples = samplings[0].n or 1
         if any((each.n or 1) != self.num_samples for each in samplings):
-            raise bad_request("sampling_params.n must be the same for all prompts.", "sampling_params.n")
+            raise bad_request(
+                "sampling_params.n must be the same for all prompts.", "sampling_params.n"
+            )
         require_at_most(
-            len(given) * self.num_samples, served.config.max_samples, "sampling_params.n", "n times the prompts"
+            len(given) * self.num_samples,
+            served.config.max_samples,
+            "sampling_params.n",
+            "n times the prompts",
         )
         self._is_list = is_batch or self.num_samples > 1
         self._prompts = [
-            self._prompt(prompt, samplings[place], place, len(given), request_id) for place, prompt in enumerate(given)
+            self._prompt(prompt, samplings[place], place, len(given), request_id)
+            for place, prompt in enumerate(given)
         ]
-        asks = (self._ask(prompt, samplings[place], place) for place, prompt in enumerate(self._prompts))
+        asks = (
+            self._ask(prompt, samplings[place], place) for place, prompt in enumerate(self._prompts)
+        )
         self.asks: Sequence[Ask] = affordable(asks, served, self.names)
         self._grown: dict[int, _Grown] = {}
 
-    # -- the request --------------------------------------------------------------------------------------------------
+    # -- the request -------------------------------------------------------------------------------
 
     def _sampling(self, place: int, count: int) -> Sampling:
         given = self.request.sampling_params
-        sampling = given if isinstance(given, Sampling) else one_of(given, place, count, "sampling_params")
+        sampling = (
+            given if isinstance(given, Sampling) else one_of(given, place, count, "sampling_params")
+        )
         sampling = sampling if sampling is not None else Sampling.model_validate({})
         refuse_unsupported(sampling.model_extra or {}, SAMPLING_UNSUPPORTED, "sampling_params")
         return sampling
 
-    def _prompt(self, given: Any, sampling: Sampling, place: int, count: int, request_id: str) -> _Prompt:
+    def _prompt(
+        self, given: Any, sampling: Sampling, place: int, count: int, request_id: str
+    ) -> _Prompt:
         token_ids = self._read(given)
         names = self.request.rid
         name = one_of(names, place, count, "rid") or request_id
@@ -152,7 +190,9 @@ class GenerateBuilder:
         if isinstance(given, list):
             return checked_prompt(given, self.served, "input_ids")
         require_possible_length(given, self.served, "text")
-        return checked_prompt(need_tokenizer(self.served).encode(given, add_special_tokens=True), self.served, "text")
+        return checked_prompt(
+            need_tokenizer(self.served).encode(given, add_special_tokens=True), self.served, "text"
+        )
 
     def _wanted(self, token_ids: list[int], sampling: Sampling, place: int, count: int) -> Wanted:
         request = self.request
@@ -160,7 +200,8 @@ class GenerateBuilder:
         start = one_of(request.logprob_start_len, place, count, "logprob_start_len")
         if start is not None and start >= len(token_ids):
             raise bad_request(
-                f"logprob_start_len is {start}, and the prompt has {len(token_ids)} tokens.", "logprob_start_len"
+                f"logprob_start_len is {start}, and the prompt has {len(token_ids)} tokens.",
+                "logprob_start_len",
             )
         top = max(0, one_of(request.top_logprobs_num, place, count, "top_logprobs_num") or 0)
         require_logprobs(top, self.served, "top_logprobs_num")
@@ -182,14 +223,19 @@ class GenerateBuilder:
             self._params(prompt, sampling, place),
             self.num_samples,
             # The prompt's scores, and masks, come with the whole sample.
-            stream=wanted.scored_from is None and not (wanted.hides or wanted.mask or wanted.flat_mask),
+            stream=wanted.scored_from is None
+            and not (wanted.hides or wanted.mask or wanted.flat_mask),
             client_id=prompt.request_id,
             unique=self.request.rid is not None,
             num_wanted=self.request.n_wanted,
             min_version=self._min_version,
             exact_version=self._exact_version,
-            text=TextStyle(special_tokens=sampling.skip_special_tokens is False, stop=bool(sampling.no_stop_trim)),
-            repeats_prompt=wanted.scored_from is not None or bool(self.request.return_prompt_token_ids),
+            text=TextStyle(
+                special_tokens=sampling.skip_special_tokens is False,
+                stop=bool(sampling.no_stop_trim),
+            ),
+            repeats_prompt=wanted.scored_from is not None
+            or bool(self.request.return_prompt_token_ids),
         )
 
     def _params(self, prompt: _Prompt, sampling: Sampling, place: int) -> SamplingParams:
@@ -209,14 +255,16 @@ class GenerateBuilder:
         if wanted.mask or wanted.flat_mask:
             said["sampling_mask"] = True
         return sampling_params(
-            sampling.model_copy(update={name: value for name, value in said.items() if value is not None}),
+            sampling.model_copy(
+                update={name: value for name, value in said.items() if value is not None}
+            ),
             self.served,
             max_tokens=room(prompt.token_ids, asked, self.served, None, "max_new_tokens"),
             stop=checked_stop(sampling.stop, self.served, "sampling_params.stop"),
             **more,
         )
 
-    # -- a stream -----------------------------------------------------------------------------------------------------
+    # -- a stream ----------------------------------------------------------------------------------
 
     def start(self, usage: Usage) -> bytes:
         """Nothing comes before the first tokens."""
@@ -242,9 +290,14 @@ class GenerateBuilder:
         _extend(grown.ids, new)
         if wanted.logprobs:
             values = full_logprobs(piece.logprobs, piece.log_kept_mass)
-            _extend(grown.rows, rows(values, new, self._form.texts) if self._form.flat is None else values)
+            _extend(
+                grown.rows,
+                rows(values, new, self._form.texts) if self._form.flat is None else values,
+            )
             if wanted.top:
-                tops = top_rows(piece.top_logprobs or (), wanted.top, self._form.texts, piece.log_kept_mass)
+                tops = top_rows(
+                    piece.top_logprobs or (), wanted.top, self._form.texts, piece.log_kept_mass
+                )
                 _extend(grown.tops, tops)
 
     def _growing(self, grown: _Grown, index: int, prompt: _Prompt) -> bytes:
@@ -254,7 +307,13 @@ class GenerateBuilder:
             "prompt_tokens": len(prompt.token_ids),
             "completion_tokens": grown.num_tokens,
         }
-        parts = [b'data: {"text":', encode_line(grown.text), b',"output_ids":[', grown.ids, b'],"meta_info":']
+        parts = [
+            b'data: {"text":',
+            encode_line(grown.text),
+            b',"output_ids":[',
+            grown.ids,
+            b'],"meta_info":',
+        ]
         parts.append(encode_line(meta)[:-1])
         if prompt.wanted.logprobs:
             # Base64 cannot grow; whoever wants it reads the last event.
@@ -275,7 +334,7 @@ class GenerateBuilder:
         """What went wrong, and the end's mark."""
         return data_event(openai_error(problem)) + DONE
 
-    # -- the answer as a whole ----------------------------------------------------------------------------------------
+    # -- the answer as a whole ---------------------------------------------------------------------
 
     def response(self, choices: Sequence[Choice], usage: Usage) -> Any:
         """One object, or a list of them for a batch or several samples."""
@@ -287,7 +346,7 @@ class GenerateBuilder:
         )
         return Told(told) if self._is_list else next(told)
 
-    # -- parts --------------------------------------------------------------------------------------------------------
+    # -- parts -------------------------------------------------------------------------------------
 
     def _told(self, index: int, sample: TrainingSample, text: str) -> dict[str, Any]:
         """A choice in full."""

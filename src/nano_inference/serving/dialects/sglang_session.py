@@ -13,9 +13,9 @@ _CHECKS: Checks = {"complete": False, "check_finite": True}  # unless an update 
 class UpdateSession:
     """Requests are gathered into one update of `Control`'s, which takes effect as a whole.
 
-    Miles says where an update begins and ends. slime and AReaL pause, send their weights in as many requests as they
-    have buckets, and continue: between the two, requests are gathered. Outside of a pause each is an update of its own,
-    and so is one that says that it is whole.
+    Miles says where an update begins and ends. slime and AReaL pause, send their weights in as many
+    requests as they have buckets, and continue: between the two, requests are gathered. Outside of
+    a pause each is an update of its own, and so is one that says that it is whole.
     """
 
     def __init__(self, control: Control) -> None:
@@ -30,7 +30,9 @@ class UpdateSession:
         return self._is_open and self._control.session_open
 
     async def begin(self, **checks: Unpack[Checks]) -> None:
-        """From now on requests are gathered, until `end`. 409 if an update is open. Checks: `Control.begin_update`."""
+        """From now on requests are gathered, until `end`. 409 if an update is open. Checks:
+        `Control.begin_update`.
+        """
         async with self._turn:
             await self._open(checks, explicit=True)
 
@@ -48,7 +50,8 @@ class UpdateSession:
             receive: takes them in.
             version: the name of what is gathered; None: nothing is said of it.
             whole: they are all of the update, unless `begin` was called.
-            checks: of the update, as far as the request says it. 400 where its first request has said otherwise.
+            checks: of the update, as far as the request says it. 400 where its first request has
+                said otherwise.
         """
         async with self._turn:
             whole = whole or not await self._control.is_paused()
@@ -88,7 +91,9 @@ class UpdateSession:
             await self._control.cancel_update(reason)
 
     async def fail(self, problem: BaseException) -> None:
-        """A request of the update was refused: what it had to bring is missing, so what was gathered is forgotten."""
+        """A request of the update was refused: what it had to bring is missing, so what was
+        gathered is forgotten.
+        """
         if self._is_ours:
             await self._control.fail_update(problem)
 
@@ -99,7 +104,10 @@ class UpdateSession:
     def _require_same(self, checks: Checks) -> None:
         for name, value in checks.items():
             if self._checks[name] != value:
-                said = f"{name}={value} comes too late: this update began with {self._checks[name]}; say it at first."
+                said = (
+                    f"{name}={value} comes too late: this update began with "
+                    f"{self._checks[name]}; say it at first."
+                )
                 raise bad_request(said, name)
 
     async def _finish(self) -> str:

@@ -66,7 +66,7 @@ class Weights:
         self.session = UpdateSession(control)
         self._control = control
 
-    # -- groups -------------------------------------------------------------------------------------------------------
+    # -- groups ------------------------------------------------------------------------------------
 
     async def join(self, fields: Fields) -> str:
         """`/init_weights_update_group`."""
@@ -99,7 +99,7 @@ class Weights:
         await self._control.leave_group(name)
         return f"the group {name} is no more."
 
-    # -- updates ------------------------------------------------------------------------------------------------------
+    # -- updates -----------------------------------------------------------------------------------
 
     async def update_from_distributed(self, fields: Fields) -> str:
         """`/update_weights_from_distributed`."""
@@ -108,10 +108,14 @@ class Weights:
             _group(fields),
             fields.seconds("timeout"),
         )
-        packed_bytes = WHOLE if _load_format(fields, ("flattened_bucket",)) == "flattened_bucket" else None
+        packed_bytes = (
+            WHOLE if _load_format(fields, ("flattened_bucket",)) == "flattened_bucket" else None
+        )
 
         async def receive() -> None:
-            await self._control.receive_broadcast(group, tensors, packed_bytes=packed_bytes, timeout=timeout)
+            await self._control.receive_broadcast(
+                group, tensors, packed_bytes=packed_bytes, timeout=timeout
+            )
 
         return await self._update(_Update.of(fields, receive))
 
@@ -121,7 +125,9 @@ class Weights:
         if media_type == "application/octet-stream":
             server.lifecycle.require_open()
             content = await read_request(request, server, lambda body, _: body)
-            fields = Fields({}, {name: request.query_params.getlist(name) for name in request.query_params})
+            fields = Fields(
+                {}, {name: request.query_params.getlist(name) for name in request.query_params}
+            )
             _load_format(fields, ("safetensors",))
         else:
             fields = await fields_of(request, server)
@@ -129,30 +135,44 @@ class Weights:
         return await self._update(_Update.of(fields, lambda: self._control.receive_file(content)))
 
     async def update_from_disk(self, fields: Fields) -> str:
-        """`/update_weights_from_disk`. It is a whole update: slime deletes the folder while the engine is paused."""
+        """`/update_weights_from_disk`. It is a whole update: slime deletes the folder while the
+        engine is paused.
+        """
         path, timeout = fields.required_text("model_path"), fields.seconds("timeout")
         _load_format(fields, ("safetensors",))
         if fields.value("manifest") is not None:
             raise ApiError(501, "manifest is not supported; leave it out.", "manifest")
-        update = _Update.of(fields, lambda: self._control.receive_folder(path, timeout=timeout), whole=True)
+        update = _Update.of(
+            fields, lambda: self._control.receive_folder(path, timeout=timeout), whole=True
+        )
         return await self._update(update)
 
     async def _update(self, update: "_Update") -> str:
         if update.aborts:
             await self._control.abort(None)
-        if not await self.session.take(update.receive, update.version, whole=update.whole, checks=update.checks):
+        if not await self.session.take(
+            update.receive, update.version, whole=update.whole, checks=update.checks
+        ):
             return "the weights are kept until the update is complete."
         if update.flushes:
             await self._control.flush_cache()
         return f"the weights serve as version {await self._control.serving_version()}."
 
-    # -- checks -------------------------------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------
 
     async def check(self, fields: Fields, *, commits: bool = True) -> dict[str, Any]:
-        """`/weights_checker`. What was gathered takes effect first, with `commits`: not by a GET."""
-        action = fields.word("action", ("checksum", "snapshot", "compare", "reset_tensors"), "checksum")
+        """`/weights_checker`. What was gathered takes effect first, with `commits`: not by a
+        GET.
+        """
+        action = fields.word(
+            "action", ("checksum", "snapshot", "compare", "reset_tensors"), "checksum"
+        )
         if action == "reset_tensors":
-            raise ApiError(501, "action=reset_tensors, which would overwrite the weights, is not supported.", "action")
+            raise ApiError(
+                501,
+                "action=reset_tensors, which would overwrite the weights, is not supported.",
+                "action",
+            )
         fields.word("selector", ("target", "all"), "all")
         fields.flag("allow_quant_error", default=False)  # nothing is quantized
         skipped = fields.texts("skip_tensor_list") or ()
@@ -185,13 +205,18 @@ def _ranks(checksums: Mapping[str, str]) -> dict[str, Any]:
     for name, each in sorted(checksums.items()):
         own.update(name.encode() + each.encode())
     rank = {"checksums": checksums, "per_gpu_checksum": own.hexdigest(), "parallelism_info": _RANK}
-    return {"ranks": [rank], "per_engine_checksum": hashlib.sha256(own.hexdigest().encode()).hexdigest()}
+    return {
+        "ranks": [rank],
+        "per_engine_checksum": hashlib.sha256(own.hexdigest().encode()).hexdigest(),
+    }
 
 
 def _group(fields: Fields) -> str:
     name = fields.text("group_name") or GROUP
     if len(name) > MOST_NAME:
-        raise bad_request(f"group_name must have at most {MOST_NAME} characters, not {len(name)}.", "group_name")
+        raise bad_request(
+            f"group_name must have at most {MOST_NAME} characters, not {len(name)}.", "group_name"
+        )
     return name
 
 
@@ -200,7 +225,11 @@ def _load_format(fields: Fields, known: Sequence[str]) -> str | None:
     if given in (None, "auto", *known):
         return given
     what = f"leave it out, or say {' or '.join(known)}"
-    hint = "; flattened buckets come pickled, and pickles are not read" if given == "flattened_bucket" else ""
+    hint = (
+        "; flattened buckets come pickled, and pickles are not read"
+        if given == "flattened_bucket"
+        else ""
+    )
     raise bad_request(f"load_format={shown(given)} is not supported: {what}{hint}.", "load_format")
 
 
@@ -210,11 +239,14 @@ def _content(fields: Fields) -> bytes:
     given = fields.texts("serialized_named_tensors")
     if given is None or len(given) != 1:
         raise bad_request(
-            "serialized_named_tensors must hold one string, a safetensors file as base64; or send the file itself as "
+            "serialized_named_tensors must hold one string, a safetensors file as base64; or send "
+            "the file itself as "
             "the body, as application/octet-stream.",
             "serialized_named_tensors",
         )
     try:
         return base64.b64decode(given[0], validate=True)
     except (binascii.Error, ValueError):
-        raise bad_request("serialized_named_tensors is not base64.", "serialized_named_tensors") from None
+        raise bad_request(
+            "serialized_named_tensors is not base64.", "serialized_named_tensors"
+        ) from None

@@ -1,4 +1,6 @@
-"""The routes that two dialects have under one path. Their replies hold what either of them looks for."""
+"""The routes that two dialects have under one path. Their replies hold what either of them looks
+for.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +40,8 @@ async def _name_version(server: Server, fields: Fields) -> dict[str, Any]:
     version = fields.version("new_version")
     if version is None:
         raise bad_request("new_version is missing; it must be a string.", "new_version")
-    # SGLang's default would end every request with each version; only a client that says so gets that.
+    # SGLang's default would end every request with each version; only a client that says so gets
+    # that.
     if fields.flag("abort_all_requests", default=False):
         await server.control.abort(None)
     await server.control.name_version(version)
@@ -73,11 +76,12 @@ async def server_info(server: Server) -> dict[str, Any]:
         "ep_size": 1,
         "disaggregation_mode": "null",
         "enable_memory_saver": False,  # slime wants to find its own setting here
-        "max_total_num_tokens": info.get("kv_cache_tokens"),  # SGLang's word for the room of its cache
+        # SGLang's word for the room of its cache
+        "max_total_num_tokens": info.get("kv_cache_tokens"),
         **info,
         "vllm_config": {
-            # TRL asks only whether it is null. "nccl" is vLLM's word for a group that the trainer opens as rank 0; on
-            # a CPU the group is gloo's.
+            # TRL asks only whether it is null. "nccl" is vLLM's word for a group that the trainer
+            # opens as rank 0; on a CPU the group is gloo's.
             "weight_transfer_config": {"backend": "nccl"},
             "model_config": {
                 "model": served.engine.model_path,
@@ -85,7 +89,11 @@ async def server_info(server: Server) -> dict[str, Any]:
                 "max_model_len": served.engine.max_model_len,
                 "logprobs_mode": "processed_logprobs",
             },
-            "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
+            "parallel_config": {
+                "tensor_parallel_size": 1,
+                "pipeline_parallel_size": 1,
+                "data_parallel_size": 1,
+            },
             "lora_config": None,
         },
     }

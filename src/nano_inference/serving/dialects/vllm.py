@@ -11,7 +11,14 @@ from fastapi import APIRouter, Request, Response
 
 from nano_inference.serving.control import Control, Memory
 from nano_inference.serving.dialects import prime_rl
-from nano_inference.serving.dialects.reading import Answer, Fields, add_routes, checks_of, fields_of, tensors_of
+from nano_inference.serving.dialects.reading import (
+    Answer,
+    Fields,
+    add_routes,
+    checks_of,
+    fields_of,
+    tensors_of,
+)
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import ApiError, bad_request
 from nano_inference.serving.protocols.reading import shown
@@ -48,7 +55,8 @@ def routes(server: Server) -> APIRouter:
     }
     gets: dict[str, Answer] = {
         "/is_paused": lambda _: _said("is_paused", control.is_paused()),
-        "/is_sleeping": lambda _: _said("is_sleeping", control.is_paused()),  # as in vLLM, a pause is a light sleep
+        # as in vLLM, a pause is a light sleep
+        "/is_sleeping": lambda _: _said("is_sleeping", control.is_paused()),
         "/weight_info": lambda _: _said("weight_version", control.serving_version()),
         "/get_world_size": lambda _: _world_size(server),
     }
@@ -56,7 +64,9 @@ def routes(server: Server) -> APIRouter:
     add_routes(router, server, "POST", {"/finish_weight_update": transfer.finish}, transfer.fail)
     add_routes(router, server, "GET", gets)
 
-    @router.post("/update_weights", summary="Take part in a transfer of weights: vLLM's, or prime-rl's")
+    @router.post(
+        "/update_weights", summary="Take part in a transfer of weights: vLLM's, or prime-rl's"
+    )
     async def update_weights(request: Request) -> Response:
         fields: Fields | None = None
         try:
@@ -80,7 +90,7 @@ async def _world_size(server: Server) -> dict[str, Any]:
     return {"world_size": server.client.num_engines}
 
 
-# -- requests ---------------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 
 async def _pause(control: Control, fields: Fields) -> dict[str, Any]:
@@ -102,23 +112,29 @@ async def _abort(control: Control, fields: Fields) -> dict[str, Any]:
     if ids:
         names = set(ids) | {each.removeprefix(prefix) for each in ids for prefix in _PREFIXES}
         return {"status": "aborted", "aborted": await control.abort(names)}
-    return {"status": "aborted", "aborted": await control.abort(None)}  # vLLM's rule: none named, all meant
+    # vLLM's rule: none named, all meant
+    return {"status": "aborted", "aborted": await control.abort(None)}
 
 
 async def _abort_named(control: Control, fields: Fields) -> dict[str, Any]:
     if fields.texts("request_ids") is None:
         raise bad_request("request_ids is missing; it must be a list of ids.", "request_ids")
-    return await _abort(control, fields) if fields.texts("request_ids") else {"status": "aborted", "aborted": 0}
+    return (
+        await _abort(control, fields)
+        if fields.texts("request_ids")
+        else {"status": "aborted", "aborted": 0}
+    )
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 async def _reset_prefix_cache(control: Control, fields: Fields) -> dict[str, Any]:
     if fields.flag("reset_running_requests", default=False) and (await control.loads()).running:
         raise ApiError(
             501,
-            "reset_running_requests is not supported while requests run: what they have cached is their own. An update "
+            "reset_running_requests is not supported while requests run: what they have cached is "
+            "their own. An update "
             "after /pause?mode=keep&clear_cache=true computes it again.",
             "reset_running_requests",
         )
@@ -133,8 +149,8 @@ async def _sleep(control: Control, fields: Fields) -> dict[str, Any]:
     mode = _MODES[fields.word("mode", get_args(PauseMode), "abort")]
     await control.pause(mode, kv_policy="recompute" if level else "keep")
     if level:
-        # vLLM forgets the weights at level 2, for trainers that send them again. Here they stay in a file at either
-        # level, so that the version that is reported is always one that can serve.
+        # vLLM forgets the weights at level 2, for trainers that send them again. Here they stay in
+        # a file at either level, so that the version that is reported is always one that can serve.
         await control.sleep(("weights", "kv_cache"))
     return {"status": "sleeping", "level": level}
 
@@ -152,7 +168,7 @@ async def _wake(control: Control, fields: Fields) -> dict[str, Any]:
     return {"status": "awake" if awake else "sleeping", "tags": tags}
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 async def _check(control: Control, fields: Fields) -> dict[str, Any]:
@@ -160,7 +176,11 @@ async def _check(control: Control, fields: Fields) -> dict[str, Any]:
     if action == "":
         raise bad_request("action is missing; it must be checksum, reset or compare.", "action")
     if action == "reset":
-        raise ApiError(501, "action=reset, which overwrites the weights with noise, is not supported.", "action")
+        raise ApiError(
+            501,
+            "action=reset, which overwrites the weights with noise, is not supported.",
+            "action",
+        )
     baseline = fields.part("baseline")
     if action == "compare" and baseline is None:
         raise bad_request("action=compare needs a baseline: tensor name -> checksum.", "baseline")
@@ -171,11 +191,14 @@ async def _check(control: Control, fields: Fields) -> dict[str, Any]:
 
 
 class Transfer:
-    """One trainer's transfers of weights: join the group, then start, update as often as it likes, finish."""
+    """One trainer's transfers of weights: join the group, then start, update as often as it likes,
+    finish.
+    """
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        self._packed_bytes: int | None = None  # of the group's broadcasts; None: a broadcast a tensor
+        # of the group's broadcasts; None: a broadcast a tensor
+        self._packed_bytes: int | None = None
 
     async def join(self, fields: Fields) -> dict[str, Any]:
         """`/init_weight_transfer_engine`."""
@@ -183,7 +206,8 @@ class Transfer:
         if info.value("nccl_unique_id_b64") is not None:
             raise ApiError(
                 501,
-                "nccl_unique_id_b64 is not supported: the trainer opens a torch.distributed group as rank 0, at "
+                "nccl_unique_id_b64 is not supported: the trainer opens a torch.distributed group "
+                "as rank 0, at "
                 "master_address and master_port.",
                 "init_info.nccl_unique_id_b64",
             )
@@ -193,14 +217,18 @@ class Transfer:
         rank = info.required_number("rank_offset", least=1, most=world_size - 1)
         packed_bytes = _packed_bytes(info, None)
         timeout = fields.seconds("timeout")
-        await self._control.join_group(GROUP, host, port, rank=rank, world_size=world_size, timeout=timeout)
+        await self._control.join_group(
+            GROUP, host, port, rank=rank, world_size=world_size, timeout=timeout
+        )
         self._packed_bytes = packed_bytes
         return {"message": "Weight transfer initialized"}
 
     async def leave(self, _: Fields) -> dict[str, Any]:
         """`/shutdown_weight_transfer_engine`. Without a group it has nothing to do, as in vLLM."""
         if self._control.session_open:
-            raise ApiError(409, "a weight update is open; finish it before the transfer is shut down.")
+            raise ApiError(
+                409, "a weight update is open; finish it before the transfer is shut down."
+            )
         try:
             await self._control.leave_group(GROUP)
         except ApiError as problem:
@@ -211,7 +239,9 @@ class Transfer:
     async def start(self, fields: Fields) -> dict[str, Any]:
         """`/start_weight_update`."""
         if not fields.flag("is_checkpoint_format", default=True):
-            raise bad_request("is_checkpoint_format must be true: tensors are named as in the checkpoint.")
+            raise bad_request(
+                "is_checkpoint_format must be true: tensors are named as in the checkpoint."
+            )
         await self._require_group()
         await self._control.begin_update(**checks_of(fields))
         return {"message": "Weight update started"}
@@ -219,11 +249,15 @@ class Transfer:
     async def update(self, fields: Fields) -> dict[str, Any]:
         """`/update_weights`."""
         if not self._control.session_open:
-            raise ApiError(409, "no weight update is open; call /start_weight_update before /update_weights.")
+            raise ApiError(
+                409, "no weight update is open; call /start_weight_update before /update_weights."
+            )
         await self._require_group()
         info = _update_info(fields)
         if info.value("num_updates_list") is not None:
-            raise bad_request("num_updates_list is not supported: tensors are sent whole.", "num_updates_list")
+            raise bad_request(
+                "num_updates_list is not supported: tensors are sent whole.", "num_updates_list"
+            )
         await self._control.receive_broadcast(
             GROUP,
             tensors_of(info, "dtype_names"),
@@ -233,11 +267,15 @@ class Transfer:
         return {"message": "Weights updated"}
 
     async def fail(self, problem: BaseException) -> None:
-        """A request of the update was refused, or failed: the update ends, and the old weights serve on."""
+        """A request of the update was refused, or failed: the update ends, and the old weights
+        serve on.
+        """
         await self._control.fail_update(problem)
 
     async def lose(self, problem: BaseException) -> None:
-        """The same, and the group ends: the trainer may have sent what the next update would take for its own."""
+        """The same, and the group ends: the trainer may have sent what the next update would take
+        for its own.
+        """
         await self.fail(problem)
         with suppress(ApiError):  # there is none
             await self._control.leave_group(GROUP)
@@ -250,7 +288,9 @@ class Transfer:
     async def _require_group(self) -> None:
         if not await self._control.has_group(GROUP):
             raise ApiError(
-                409, "there is no weight transfer group with a living trainer; call /init_weight_transfer_engine first."
+                409,
+                "there is no weight transfer group with a living trainer; call "
+                "/init_weight_transfer_engine first.",
             )
 
 

@@ -1,7 +1,9 @@
-"""`POST /inference/v1/generate`: vLLM's route of tokens in and tokens out, by which renderers and verifiers sample.
+"""`POST /inference/v1/generate`: vLLM's route of tokens in and tokens out, by which renderers and
+verifiers sample.
 
-Beside what vLLM 0.32 answers, an entry of `logprobs.content` has a `token`, "token_id:7", as older servers said it, and
-a choice has `seed` and `weight_version`. In a stream the mask comes with the last piece of a choice, for all tokens.
+Beside what vLLM 0.32 answers, an entry of `logprobs.content` has a `token`, "token_id:7", as older
+servers said it, and a choice has `seed` and `weight_version`. In a stream the mask comes with the
+last piece of a choice, for all tokens.
 """
 
 import time
@@ -42,7 +44,12 @@ from nano_inference.serving.protocols.per_token import (
     version_spans,
 )
 from nano_inference.serving.protocols.pieces import Told
-from nano_inference.serving.protocols.reading import log_unknown, read_body, refuse_unsupported, shown
+from nano_inference.serving.protocols.reading import (
+    log_unknown,
+    read_body,
+    refuse_unsupported,
+    shown,
+)
 from nano_inference.types import SamplingParams, TrainingSample
 
 _CHOICE = thing("index", "finish_reason", "token_ids", index=INTEGER, token_ids=list_of(INTEGER))
@@ -52,7 +59,9 @@ _ANSWER = thing("request_id", "choices", "usage", request_id=STRING, choices=lis
 class Generate:
     """The protocol."""
 
-    openapi: Mapping[str, Any] = operation(GenerateRequest, _ANSWER, summary="Tokens in, tokens out", streams=True)
+    openapi: Mapping[str, Any] = operation(
+        GenerateRequest, _ANSWER, summary="Tokens in, tokens out", streams=True
+    )
 
     def prepare(self, body: bytes, served: Served, request_id: str) -> "GenerateBuilder":
         """Read a request."""
@@ -82,16 +91,23 @@ class GenerateBuilder:
         self._request_id = request.request_id or request_id
         self._created = int(time.time())
         self.stream = bool(request.stream)
-        self._tells_usage, self._tells_usage_always = usage_wanted(request.stream_options, stream=self.stream)
+        self._tells_usage, self._tells_usage_always = usage_wanted(
+            request.stream_options, stream=self.stream
+        )
         self._tells_text = request.output_mode == "text"
         if self._tells_text:
             need_tokenizer(served)
         num_samples = sampling.n or 1
         require_at_most(num_samples, served.config.max_samples, "sampling_params.n")
         self._num_logprobs = self._count(sampling.logprobs, "sampling_params.logprobs")
-        self._num_prompt_logprobs = self._count(sampling.prompt_logprobs, "sampling_params.prompt_logprobs")
+        self._num_prompt_logprobs = self._count(
+            sampling.prompt_logprobs, "sampling_params.prompt_logprobs"
+        )
         if not isinstance(request.token_ids, list):
-            raise bad_request(f"token_ids must be a list of token ids, not {shown(request.token_ids)}.", "token_ids")
+            raise bad_request(
+                f"token_ids must be a list of token ids, not {shown(request.token_ids)}.",
+                "token_ids",
+            )
         self._prompt = checked_prompt(request.token_ids, served, "token_ids")
         self.asks: Sequence[Ask] = [
             Ask(
@@ -101,9 +117,13 @@ class GenerateBuilder:
                 stream=self._num_prompt_logprobs is None,  # they come with the whole sample
                 client_id=request.request_id,
                 num_wanted=request.n_wanted,
-                min_version=version_number(request.min_weight_version, served, "min_weight_version"),
+                min_version=version_number(
+                    request.min_weight_version, served, "min_weight_version"
+                ),
                 detokenize=self._tells_text,
-                text=TextStyle(sampling.skip_special_tokens is False, bool(sampling.include_stop_str_in_output)),
+                text=TextStyle(
+                    sampling.skip_special_tokens is False, bool(sampling.include_stop_str_in_output)
+                ),
             )
         ]
         self._begun = False
@@ -118,9 +138,12 @@ class GenerateBuilder:
 
     def _params(self) -> SamplingParams:
         request, sampling = self._request, self._sampling
-        max_tokens = room(self._prompt, sampling.max_tokens, self._served, None, "sampling_params.max_tokens")
+        max_tokens = room(
+            self._prompt, sampling.max_tokens, self._served, None, "sampling_params.max_tokens"
+        )
         top = self._num_logprobs or 0
-        more: dict[str, Any] = {"top_logprobs": top if top > 1 else 0}  # the first candidate is the token itself
+        # the first candidate is the token itself
+        more: dict[str, Any] = {"top_logprobs": top if top > 1 else 0}
         if self._num_prompt_logprobs is not None:
             more |= {"prompt_logprobs": True, "prompt_top_logprobs": self._num_prompt_logprobs}
         if sampling.temperature is not None:
@@ -128,13 +151,15 @@ class GenerateBuilder:
         said: dict[str, Any] = {"cache_salt": request.cache_salt, "priority": request.priority}
         if sampling.return_sampling_mask:
             said["sampling_mask"] = True
-        fields = sampling.model_copy(update={name: value for name, value in said.items() if value is not None})
+        fields = sampling.model_copy(
+            update={name: value for name, value in said.items() if value is not None}
+        )
         if fields.seed == -1:  # vLLM's word for none
             fields = fields.model_copy(update={"seed": None})
         stop = checked_stop(sampling.stop, self._served, "sampling_params.stop")
         return sampling_params(fields, self._served, max_tokens=max_tokens, stop=stop, **more)
 
-    # -- a stream -----------------------------------------------------------------------------------------------------
+    # -- a stream ----------------------------------------------------------------------------------
 
     def start(self, usage: Usage) -> bytes:
         """Nothing: the prompt's ids stand in the first piece."""
@@ -142,7 +167,11 @@ class GenerateBuilder:
 
     def chunk(self, piece: Piece, usage: Usage) -> bytes:
         """New tokens, and at last why it ended."""
-        if not piece.token_ids and piece.finished is None and not (self._tells_text and piece.content):
+        if (
+            not piece.token_ids
+            and piece.finished is None
+            and not (self._tells_text and piece.content)
+        ):
             return b""
         event: dict[str, Any] = self._head()
         if self._request.return_token_ids and not self._begun:
@@ -158,13 +187,16 @@ class GenerateBuilder:
         """The usage, if it is wanted, and the end's mark."""
         if not self._tells_usage:
             return DONE
-        return data_event(self._head() | {"choices": [], "usage": usage_told(usage, self._served)}) + DONE
+        return (
+            data_event(self._head() | {"choices": [], "usage": usage_told(usage, self._served)})
+            + DONE
+        )
 
     def failure(self, problem: ApiError) -> bytes:
         """What went wrong, in OpenAI's shape, as vLLM says it."""
         return data_event(openai_error(problem))
 
-    # -- the answer as a whole ----------------------------------------------------------------------------------------
+    # -- the answer as a whole ---------------------------------------------------------------------
 
     def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
         """The answer."""
@@ -182,10 +214,13 @@ class GenerateBuilder:
             told["prompt_logprobs"] = self._prompt_logprobs(first)
         return told
 
-    # -- parts --------------------------------------------------------------------------------------------------------
+    # -- parts -------------------------------------------------------------------------------------
 
     def _head(self) -> dict[str, Any]:
-        return {"request_id": self._request_id, "output_mode": "text" if self._tells_text else "tokens"}
+        return {
+            "request_id": self._request_id,
+            "output_mode": "text" if self._tells_text else "tokens",
+        }
 
     def _prompt_logprobs(self, sample: TrainingSample) -> Told:
         return prompt_rows(sample, self._name, self._num_prompt_logprobs)
@@ -208,7 +243,9 @@ class GenerateBuilder:
         elif self._num_logprobs is not None:
             told["logprobs"] = {"content": self._content(piece)}
         if self._sampling.raw_logprobs:
-            told["raw_logprobs"] = flat(piece.raw_logprobs or (), self._request.flat_logprobs or "list")
+            told["raw_logprobs"] = flat(
+                piece.raw_logprobs or (), self._request.flat_logprobs or "list"
+            )
         return told if piece.finished is None else told | self._ending(piece.finished)
 
     def _ending(self, sample: TrainingSample) -> dict[str, Any]:
@@ -223,7 +260,9 @@ class GenerateBuilder:
         if sample.sampling_mask is not None:
             told["sampling_mask"] = sample.sampling_mask.rows()
         if sample.log_kept_mass is not None and self._sampling.raw_logprobs:
-            told["log_kept_mass"] = flat(sample.log_kept_mass, self._request.flat_logprobs or "list")
+            told["log_kept_mass"] = flat(
+                sample.log_kept_mass, self._request.flat_logprobs or "list"
+            )
         return told
 
     def _content(self, piece: Piece) -> list[Entry] | list[dict[str, Any]]:
@@ -234,12 +273,19 @@ class GenerateBuilder:
     def _in_words(self, entry: Entry) -> dict[str, Any]:
         """As OpenAI's clients read it, which `output_mode: "text"` is for."""
         tops = [self._word(each.token_id, each.logprob) for each in entry.top_logprobs]
-        return self._word(entry.token_id, entry.logprob) | {"token_id": entry.token_id, "top_logprobs": tops}
+        return self._word(entry.token_id, entry.logprob) | {
+            "token_id": entry.token_id,
+            "top_logprobs": tops,
+        }
 
     def _word(self, token_id: int, logprob: float) -> dict[str, Any]:
         texts = self._served.token_texts
         data = b"" if texts is None else texts.bytes_of(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": at_least(logprob), "bytes": list(data)}
+        return {
+            "token": data.decode("utf-8", "replace"),
+            "logprob": at_least(logprob),
+            "bytes": list(data),
+        }
 
     def _name(self, token_id: int) -> str | None:
         texts = self._served.token_texts

@@ -7,7 +7,12 @@ from pydantic import Field, WithJsonSchema
 
 from nano_inference.serving.protocols import fields
 from nano_inference.serving.protocols.fields import MOST, OneOrMany, SamplingFields
-from nano_inference.serving.protocols.openai_requests import Hint, StreamOptions, VersionName, Wanted
+from nano_inference.serving.protocols.openai_requests import (
+    Hint,
+    StreamOptions,
+    VersionName,
+    Wanted,
+)
 from nano_inference.serving.protocols.per_token import Flat
 from nano_inference.serving.protocols.reading import Strict
 
@@ -17,16 +22,20 @@ class GenerateSampling(SamplingFields):
 
     n: Annotated[int, Field(ge=1, le=MOST)] | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = Field(None, description="by default all that is left")
+    max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = Field(
+        None, description="by default all that is left"
+    )
     stop: OneOrMany | None = None
     logprobs: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(
-        None, description="candidates of each token, the token itself being the first; -1: all there are"
+        None,
+        description="candidates of each token, the token itself being the first; -1: all there are",
     )
     prompt_logprobs: Annotated[int, Field(ge=-1, le=MOST)] | None = None
     return_sampling_mask: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    # How vLLM is to make and hand over its results, which has no counterpart here, or changes nothing.
+    # How vLLM is to make and hand over its results, which has no counterpart here, or changes
+    # nothing.
     detokenize: Hint = None
     output_kind: Hint = None
     stream_interval: Hint = None
@@ -41,7 +50,10 @@ class GenerateRequest(Strict):
     model: Annotated[str, Field(max_length=1024)] | None = None
     # Checked by hand: pydantic would look at each of a hundred thousand ids.
     token_ids: Annotated[
-        Any, WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1})
+        Any,
+        WithJsonSchema(
+            {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+        ),
     ]
     sampling_params: GenerateSampling | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -51,7 +63,9 @@ class GenerateRequest(Strict):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     return_token_ids: bool | None = Field(None, description="the prompt's too")
     output_mode: Literal["tokens", "text"] | None = None
-    flat_logprobs: Flat | None = Field(None, description="token_logprobs alone: a list, or base64 of float32")
+    flat_logprobs: Flat | None = Field(
+        None, description="token_logprobs alone: a list, or base64 of float32"
+    )
     n_wanted: Wanted = None
     min_weight_version: VersionName = None
     token_offsets: Hint = None

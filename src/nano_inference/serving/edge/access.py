@@ -1,4 +1,6 @@
-"""Who may call what: API keys on every route but `/health`, the admin key on routes that change the engine."""
+"""Who may call what: API keys on every route but `/health`, the admin key on routes that change the
+engine.
+"""
 
 import hmac
 from collections.abc import Iterable
@@ -27,15 +29,18 @@ HEALTH = frozenset(("/health", "/ping"))
 LEVELS: dict[str, Level] = dict.fromkeys(HEALTH, Level.OPEN) | {"/flush_cache": Level.ADMIN}
 LEVELS |= dict.fromkeys(("/fleet", "/fleet/add", "/fleet/drain", "/fleet/remove"), Level.ADMIN)
 # With `ServerConfig.rl`.
-RL_LEVELS: dict[str, Level] = dict.fromkeys(paths.CHANGING, Level.ADMIN) | dict.fromkeys(paths.OPEN, Level.OPEN)
+RL_LEVELS: dict[str, Level] = dict.fromkeys(paths.CHANGING, Level.ADMIN) | dict.fromkeys(
+    paths.OPEN, Level.OPEN
+)
 
 
 class Keys:
     """The keys of a server. Comparisons take the same time for every wrong key.
 
-    Trainers send no key. So with `rl` and without an admin key, routes that change the engine ask for what the others
-    ask for, on an address that only this machine can reach (or with `rl_open`), but never serve a web page, since any
-    page that is opened here could reach them, and without `rl_open` nothing that a proxy passes on.
+    Trainers send no key. So with `rl` and without an admin key, routes that change the engine ask
+    for what the others ask for, on an address that only this machine can reach (or with `rl_open`),
+    but never serve a web page, since any page that is opened here could reach them, and without
+    `rl_open` nothing that a proxy passes on.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -43,14 +48,15 @@ class Keys:
         self._admin = None if config.admin_key is None else _digest(config.admin_key.encode())
         self._levels = LEVELS | RL_LEVELS if config.rl else LEVELS
         self._is_trusting = config.rl and config.admin_key is None
-        self._name = None if config.rl_open else config.host.lower()  # by which it may be called, beside addresses
+        # by which it may be called, beside addresses
+        self._name = None if config.rl_open else config.host.lower()
 
     def require(self, path: str, headers: Headers) -> None:
         """Let a request pass.
 
         Raises:
-            ApiError: 401 for a key that is missing or wrong, 403 for one that does not open this route, or for a web
-                page on a route that changes the engine.
+            ApiError: 401 for a key that is missing or wrong, 403 for one that does not open this
+                route, or for a web page on a route that changes the engine.
         """
         level = self._levels.get(path, Level.KEY)
         if level is Level.ADMIN and self._is_trusting:
@@ -67,7 +73,11 @@ class Keys:
             raise ApiError(401, _WRONG if given else _MISSING, headers=_ASK)
         if level is Level.ADMIN:
             if self._admin is None:
-                raise ApiError(403, "this route is off: the server was started without an admin key.", headers=NO_RETRY)
+                raise ApiError(
+                    403,
+                    "this route is off: the server was started without an admin key.",
+                    headers=NO_RETRY,
+                )
             if not is_user:
                 raise ApiError(401, _WRONG if given else _MISSING, headers=_ASK)
             raise ApiError(403, "this route needs the admin key.", headers=NO_RETRY)
@@ -75,13 +85,16 @@ class Keys:
     def _refuse_strangers(self, headers: Headers) -> None:
         """Web pages, and what a proxy passes on: that comes from this machine, whoever has sent it.
 
-        Browsers say by `Origin` or `Sec-Fetch-Site` that a page asks. Where they do not, because the page's name was
-        made to lead here (DNS rebinding), `Host` has that name. Raises `ApiError` 403.
+        Browsers say by `Origin` or `Sec-Fetch-Site` that a page asks. Where they do not, because
+        the page's name was made to lead here (DNS rebinding), `Host` has that name. Raises
+        `ApiError` 403.
         """
         for name, value in headers:
             if name in _PROXIED and self._name is not None:
                 raise ApiError(403, _NO_PROXIES, headers=NO_RETRY)
-            is_page = name == b"origin" or (name == b"sec-fetch-site" and value.strip().lower() != b"none")
+            is_page = name == b"origin" or (
+                name == b"sec-fetch-site" and value.strip().lower() != b"none"
+            )
             if is_page or (name == b"host" and not self._is_called(value.decode("latin-1"))):
                 raise ApiError(403, _NO_PAGES, headers=NO_RETRY)
 
@@ -93,12 +106,14 @@ class Keys:
 
 _PROXIED = frozenset((b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"))
 _NO_PROXIES = (
-    "a proxy passes this request on, so that anybody may have sent it; this route takes it with an admin key "
+    "a proxy passes this request on, so that anybody may have sent it; this route takes it with "
+    "an admin key "
     "(--admin-key), or with --rl-open."
 )
 _MISSING = "this server needs an API key, as `Authorization: Bearer KEY` or as `x-api-key: KEY`."
 _NO_PAGES = (
-    "web pages may not use this route: it takes no Origin, no Sec-Fetch-Site, and as Host an IP address or localhost. "
+    "web pages may not use this route: it takes no Origin, no Sec-Fetch-Site, and as Host an IP "
+    "address or localhost. "
     "An admin key (--admin-key) opens it to all who have it."
 )
 _WRONG = "the API key is not one of this server's."

@@ -11,8 +11,8 @@ _MOST, _LEAST = 30.0, 0.5  # seconds that a client is told to wait
 
 
 class Admission:
-    """Counts samples: those that run or wait are the client's `num_samples`. Such as wait for weights that have not
-    come are counted apart, so that they keep nobody out who does not.
+    """Counts samples: those that run or wait are the client's `num_samples`. Such as wait for
+    weights that have not come are counted apart, so that they keep nobody out who does not.
 
     Args:
         config: has the limit, which holds for either.
@@ -20,7 +20,9 @@ class Admission:
         newest: the newest version of the weights.
     """
 
-    def __init__(self, config: ServerConfig, client: EngineClient, newest: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self, config: ServerConfig, client: EngineClient, newest: Callable[[], int] = lambda: 0
+    ) -> None:
         self._limit = config.max_queued_samples
         self._client = client
         self._newest = newest
@@ -30,10 +32,11 @@ class Admission:
         self._seconds = 1.0  # of a sample, on average over the last dozens of requests
 
     def require_room(self, num_samples: int = 1, version: int = 0) -> None:
-        """Raises `ApiError` 429 if these samples, which want weights of this version, would make the queue too long.
+        """Raises `ApiError` 429 if these samples, which want weights of this version, would make
+        the queue too long.
 
-        429 and not 503: load balancers take a server out that answers 503. A request that finds nothing running is
-        let in, whatever its size: waiting would not help it.
+        429 and not 503: load balancers take a server out that answers 503. A request that finds
+        nothing running is let in, whatever its size: waiting would not help it.
         """
         self._look()
         if version > self._seen:
@@ -45,7 +48,8 @@ class Admission:
             wait = self._seconds * (there + num_samples - room) / self._client.info.max_batch_size
             raise ApiError(
                 429,
-                f"{there} samples run or wait already, and {num_samples} more would exceed max_queued_samples.",
+                f"{there} samples run or wait already, and {num_samples} more would exceed "
+                "max_queued_samples.",
                 code="rate_limit_exceeded",
                 headers=retry_after(min(_MOST, max(_LEAST, wait))),
             )
@@ -54,7 +58,8 @@ class Admission:
         if self._num_held and self._num_held + num_samples > self._limit:
             raise ApiError(
                 429,
-                f"{self._num_held} samples wait for weights that have not come, and {num_samples} more would exceed "
+                f"{self._num_held} samples wait for weights that have not come, and {num_samples} "
+                "more would exceed "
                 "max_queued_samples.",
                 code="rate_limit_exceeded",
                 headers=retry_after(_MOST),

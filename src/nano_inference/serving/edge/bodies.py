@@ -8,7 +8,8 @@ from starlette.requests import Request
 
 from nano_inference.serving.errors import NO_RETRY, ApiError, retry_after
 
-SMALL = 64 * 1024  # bytes of a body that are not counted: what others hold up keeps no ordinary request out
+# bytes of a body that are not counted: what others hold up keeps no ordinary request out
+SMALL = 64 * 1024
 
 
 class Bodies:
@@ -30,8 +31,8 @@ class Bodies:
     async def read(self, request: Request, upload: asyncio.Timeout) -> AsyncGenerator[bytes]:
         """A request's body, which counts as long as the block runs.
 
-        Raises `ApiError`: 408 for a client that falls silent, 503 where there is no room. `TimeoutError`: `upload`,
-        the time for all of it, is over.
+        Raises `ApiError`: 408 for a client that falls silent, 503 where there is no room.
+        `TimeoutError`: `upload`, the time for all of it, is over.
         """
         pieces: list[bytes] = []
         size = held = 0
@@ -64,5 +65,10 @@ class Bodies:
             raise ApiError(408, text, headers=NO_RETRY) from None
 
     def _full(self) -> ApiError:
-        text = f"the bodies of other requests fill the {self._limit} bytes that there are for them ({self._option})."
-        return ApiError(503, text, code="overloaded", headers={**retry_after(1.0), "connection": "close"})
+        text = (
+            f"the bodies of other requests fill the {self._limit} bytes that there are for "
+            f"them ({self._option})."
+        )
+        return ApiError(
+            503, text, code="overloaded", headers={**retry_after(1.0), "connection": "close"}
+        )

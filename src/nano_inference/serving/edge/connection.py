@@ -1,13 +1,16 @@
-"""`Connection`: uvicorn's HTTP/1.1 protocol with bounds that it lacks, and for clients that it does not know.
+"""`Connection`: uvicorn's HTTP/1.1 protocol with bounds that it lacks, and for clients that it does
+not know.
 
-httptools keeps whatever arrives of a header line until the line ends (CVE-2025-48956 was that, in another server).
-Here bytes and header lines are counted while they come, and a connection that brings too many is answered 431. A
-line that does not end may exceed the bound by what one read of the socket brings (256 KiB).
+httptools keeps whatever arrives of a header line until the line ends (CVE-2025-48956 was that, in
+another server). Here bytes and header lines are counted while they come, and a connection that
+brings too many is answered 431. A line that does not end may exceed the bound by what one read of
+the socket brings (256 KiB).
 
-The end of a client is told to the request that runs, also where others wait behind it on the same connection. A wish
-for another protocol is ignored as HTTP allows (Java's clients ask for HTTP/2 with every first request, and would lose
-its body), HTTP/1.0 gets no chunks, and trailers are no headers. What two servers in a row could read differently is
-refused: no Host or several, and any transfer coding beside `chunked`.
+The end of a client is told to the request that runs, also where others wait behind it on the same
+connection. A wish for another protocol is ignored as HTTP allows (Java's clients ask for HTTP/2
+with every first request, and would lose its body), HTTP/1.0 gets no chunks, and trailers are no
+headers. What two servers in a row could read differently is refused: no Host or several, and any
+transfer coding beside `chunked`.
 
 Of uvicorn only public names are used and overridden; a test looks.
 """
@@ -25,8 +28,10 @@ from nano_inference.serving.errors import ApiError, bad_request, error_body, ret
 
 MAX_HEADERS = 128  # lines
 MAX_PIPELINE = 100  # requests that wait on one connection
-HEAD_TIMEOUT = 30.0  # seconds from a connection's start, or a request's first byte, to the end of its headers
-SPARE = 64  # connections beyond `max_connections` that are told so; others are closed without a word
+# seconds from a connection's start, or a request's first byte, to the end of its headers
+HEAD_TIMEOUT = 30.0
+# connections beyond `max_connections` that are told so; others are closed without a word
+SPARE = 64
 STALL_TIMEOUT = 60.0  # seconds that a client may leave an answer unread
 
 
@@ -47,7 +52,8 @@ class Connection(HttpToolsProtocol):
         self._silent = 0  # bytes since the parser has last said something
         self._deadline: Any = None  # of the headers
         self._stall: Any = None
-        self._running: Any = None  # uvicorn's cycle of the request that is being answered; the others wait behind it
+        # uvicorn's cycle of the request that is being answered; the others wait behind it
+        self._running: Any = None
         self._method = b""
         self._has_head = False  # the headers of this request are complete
         self._wants_upgrade = False  # and ask for another protocol
@@ -79,7 +85,7 @@ class Connection(HttpToolsProtocol):
         if self.transport is not None:
             self.transport.abort()
 
-    # -- headers --------------------------------------------------------------------------------------------------
+    # -- headers -----------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come."""
@@ -167,16 +173,22 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            if self.cycle is not self._running or self.cycle.response_started:  # an answer is on its way
+            # an answer is on its way
+            if self.cycle is not self._running or self.cycle.response_started:
                 self.transport.abort()
                 return
             self._leave(self.cycle)
         request_id = request_id_of(None)
         path = bytes(getattr(self, "url", b"")[:64]).decode("latin-1").partition("?")[0]
         body = msgspec.json.encode(error_body(path, problem, request_id))
-        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n" % len(body)
+        head = (
+            b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n"
+            % len(body)
+        )
         ids = b"x-request-id: %b\r\nrequest-id: %b\r\n" % (request_id.encode(), request_id.encode())
-        more = "".join(f"{name}: {value}\r\n" for name, value in problem.headers.items()).encode("ascii")
+        more = "".join(f"{name}: {value}\r\n" for name, value in problem.headers.items()).encode(
+            "ascii"
+        )
         self.transport.write(STATUS_LINE[problem.status] + head + ids + more + b"\r\n" + body)
         self.transport.close()
 
@@ -191,8 +203,12 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("")
 
     def _parse_again(self, rest: bytes) -> None:
-        """Parse a request's headers once more, without those about another protocol; then what follows them."""
-        others = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"connection")]
+        """Parse a request's headers once more, without those about another protocol; then what
+        follows them.
+        """
+        others = [
+            (name, value) for name, value in self.headers if name not in (b"upgrade", b"connection")
+        ]
         lines = b"".join(b"%b: %b\r\n" % header for header in others)
         self.parser = httptools.HttpRequestParser(self)
         self._parse(b"%b %b HTTP/1.1\r\n%b\r\n" % (self._method, self.url, lines) + rest)
@@ -216,11 +232,13 @@ class Connection(HttpToolsProtocol):
             self._deadline.cancel()
             self._deadline = None
 
-    # -- answers --------------------------------------------------------------------------------------------------
+    # -- answers -----------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
         """An answer has been sent; the next request that waits is answered now."""
-        waiting = self.pipeline[-1][0] if self.pipeline and not self.transport.is_closing() else None
+        waiting = (
+            self.pipeline[-1][0] if self.pipeline and not self.transport.is_closing() else None
+        )
         super().on_response_complete()
         if waiting is not None:
             self._running = waiting
@@ -232,7 +250,9 @@ class Connection(HttpToolsProtocol):
             cycle.message_event.set()
 
     def begin_without_length(self) -> None:
-        """Send what follows as it is: the connection's end is its end. For HTTP/1.0, which knows no chunks."""
+        """Send what follows as it is: the connection's end is its end. For HTTP/1.0, which knows no
+        chunks.
+        """
         self._running.chunked_encoding = False
         self._running.expected_content_length = sys.maxsize
 
@@ -240,7 +260,7 @@ class Connection(HttpToolsProtocol):
         """`last` is about to be sent."""
         self._running.expected_content_length = len(last)
 
-    # -- clients that do not read ---------------------------------------------------------------------------------
+    # -- clients that do not read ------------------------------------------------------------------
 
     def pause_writing(self) -> None:
         """The client reads more slowly than the answer comes."""

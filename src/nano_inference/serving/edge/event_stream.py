@@ -1,8 +1,9 @@
 """`EventStream`: server-sent events, with one plain `send` an event and no task of its own.
 
-Nothing is sent until there is an event, so that a request which the engine refuses is answered with a plain status.
-Only when nothing has come for `KEEP_ALIVE` seconds does the stream begin with a comment, which keeps proxies and
-clients from giving up; what goes wrong after that is an event, as it is in the middle of a stream.
+Nothing is sent until there is an event, so that a request which the engine refuses is answered with
+a plain status. Only when nothing has come for `KEEP_ALIVE` seconds does the stream begin with a
+comment, which keeps proxies and clients from giving up; what goes wrong after that is an event, as
+it is in the middle of a stream.
 """
 
 import asyncio
@@ -58,7 +59,9 @@ class EventStream(Response):
         """ASGI."""
         self._send = send
         # HTTP/1.0 knows no chunks; proxies speak it too.
-        self._unsized = scope["state"].get("connection") if scope.get("http_version") == "1.0" else None
+        self._unsized = (
+            scope["state"].get("connection") if scope.get("http_version") == "1.0" else None
+        )
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
         self._timer = self._loop.call_later(self._keep_alive, self._tick)
@@ -94,7 +97,9 @@ class EventStream(Response):
             self._begun = True
             if self._unsized is not None:
                 self._unsized.begin_without_length()
-            await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            await self._send(
+                {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
+            )
 
     async def _write(self, data: bytes) -> None:
         self._sending = True
@@ -109,7 +114,9 @@ class EventStream(Response):
             await self._write(_COMMENT)
 
     def _tick(self) -> None:
-        """Once in a while: a comment if there was nothing, unless the client does not even read what there was."""
+        """Once in a while: a comment if there was nothing, unless the client does not even read
+        what there was.
+        """
         quiet = self._loop.time() - self._last
         if quiet >= self._keep_alive and not self._sending:
             task = self._loop.create_task(self._comment())

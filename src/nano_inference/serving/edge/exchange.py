@@ -1,4 +1,6 @@
-"""A generation's way over HTTP: read the body, ask the engine, answer, and end when there is nobody to answer."""
+"""A generation's way over HTTP: read the body, ask the engine, answer, and end when there is nobody
+to answer.
+"""
 
 import asyncio
 import logging
@@ -31,7 +33,9 @@ LARGE = 32 * 1024  # bytes of a body that is read in a thread, so that others do
 Made = TypeVar("Made")
 
 
-def generation_route(server: Server, protocol: Protocol_) -> Callable[[Request], Awaitable[Response]]:
+def generation_route(
+    server: Server, protocol: Protocol_
+) -> Callable[[Request], Awaitable[Response]]:
     """The route of a protocol."""
 
     async def generate(request: Request) -> Response:
@@ -40,7 +44,9 @@ def generation_route(server: Server, protocol: Protocol_) -> Callable[[Request],
             server.lifecycle.require_open()
             server.admission.require_room()  # before anything is read
             builder = await read_request(
-                request, server, lambda body, served: protocol.prepare(body, served, record.request_id)
+                request,
+                server,
+                lambda body, served: protocol.prepare(body, served, record.request_id),
             )
             builder.asks = affordable(builder.asks, server.require_served(), builder.names)
             num_samples = sum(ask.num_samples for ask in builder.asks)
@@ -58,7 +64,9 @@ def generation_route(server: Server, protocol: Protocol_) -> Callable[[Request],
 
 def wanted_version(builder: Builder) -> int:
     """The newest version of the weights that any of a request waits for; 0: it waits for none."""
-    return max((max(ask.min_version or 0, ask.exact_version or 0) for ask in builder.asks), default=0)
+    return max(
+        (max(ask.min_version or 0, ask.exact_version or 0) for ask in builder.asks), default=0
+    )
 
 
 @dataclass(eq=False)
@@ -74,13 +82,19 @@ class _Upload:
         self.limit.reschedule(0.0)
 
 
-async def read_request(request: Request, server: Server, make: Callable[[bytes, Served], Made]) -> Made:
-    """What is made of a body. Raises what `make` and `Bodies.read` do, `ApiError` 408 if the body takes too long to
-    arrive, and what the server ends it by.
+async def read_request(
+    request: Request, server: Server, make: Callable[[bytes, Served], Made]
+) -> Made:
+    """What is made of a body. Raises what `make` and `Bodies.read` do, `ApiError` 408 if the body
+    takes too long to arrive, and what the server ends it by.
     """
     config = server.config
     timeout = config.request_timeout
-    bodies = server.weight_bodies if config.rl and request.url.path in paths.WITH_WEIGHTS else server.bodies
+    bodies = (
+        server.weight_bodies
+        if config.rl and request.url.path in paths.WITH_WEIGHTS
+        else server.bodies
+    )
     late = ApiError(408, f"the body did not arrive within {timeout:g} seconds.", headers=NO_RETRY)
     upload = _Upload(asyncio.timeout(timeout), late)
     server.exchanges.add(upload)
@@ -88,7 +102,11 @@ async def read_request(request: Request, server: Server, make: Callable[[bytes, 
         async with bodies.read(request, upload.limit) as body:
             server.exchanges.discard(upload)
             served = server.require_served()
-            return await asyncio.to_thread(make, body, served) if len(body) > LARGE else make(body, served)
+            return (
+                await asyncio.to_thread(make, body, served)
+                if len(body) > LARGE
+                else make(body, served)
+            )
     except TimeoutError:
         if not upload.limit.expired():
             raise
@@ -110,10 +128,13 @@ def refusal(problem: Exception, record: RequestRecord) -> Response:
 class Exchange:
     """A generation and the client that waits for it. Made, it is submitted.
 
-    It ends early when the client goes away, when `request_timeout` is over, or when the server stops (`end`).
+    It ends early when the client goes away, when `request_timeout` is over, or when the server
+    stops (`end`).
     """
 
-    def __init__(self, server: Server, builder: Builder, record: RequestRecord, scope: Scope) -> None:
+    def __init__(
+        self, server: Server, builder: Builder, record: RequestRecord, scope: Scope
+    ) -> None:
         served = server.require_served()
         self._server = server
         self._builder = builder
@@ -161,7 +182,11 @@ class Exchange:
     def _watched(self, receive: Receive) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         seconds = self._server.config.request_timeout
-        late = ApiError(504, f"the request took more than {seconds:g} seconds (request_timeout).", headers=NO_RETRY)
+        late = ApiError(
+            504,
+            f"the request took more than {seconds:g} seconds (request_timeout).",
+            headers=NO_RETRY,
+        )
         left = max(0.0, seconds - (time.perf_counter() - self._record.started))
         timer = loop.call_later(left, self.end, late)
         watcher = loop.create_task(self._until_disconnected(receive))

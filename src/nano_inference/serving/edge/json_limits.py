@@ -1,7 +1,7 @@
 """How deep, how branched and how long a body of JSON may be, checked before it is parsed.
 
-A parser holds the interpreter's lock for as long as it runs, and every stream waits. So what would take it long is
-refused by a scan that stops at the first limit, and lets others run.
+A parser holds the interpreter's lock for as long as it runs, and every stream waits. So what would
+take it long is refused by a scan that stops at the first limit, and lets others run.
 """
 
 import re
@@ -21,7 +21,8 @@ _PIECE = re.compile(rb'(?:[^"\\]{1,1024}+|\\.){1,1024}+("?)|"', re.DOTALL)
 
 
 def check_json(body: bytes, max_depth: int, max_values: int) -> None:
-    """Refuse what nests deeper than `max_depth`, or has too many values, keys, or lists and objects.
+    """Refuse what nests deeper than `max_depth`, or has too many values, keys, or lists and
+    objects.
 
     Raises `ApiError` 400.
     """

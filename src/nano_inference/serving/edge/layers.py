@@ -1,4 +1,6 @@
-"""The layers around the routes, as plain ASGI: ids and logs outside, then CORS, then the gate of keys and limits."""
+"""The layers around the routes, as plain ASGI: ids and logs outside, then CORS, then the gate of
+keys and limits.
+"""
 
 import asyncio
 import logging
@@ -22,7 +24,8 @@ _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
 
 
 class Outermost:
-    """Gives every request its id and its record, puts ids on every answer, and answers what nobody caught.
+    """Gives every request its id and its record, puts ids on every answer, and answers what nobody
+    caught.
 
     Args:
         app: what is inside.
@@ -46,7 +49,11 @@ class Outermost:
         has_version = any(name == b"anthropic-version" for name, _ in scope["headers"])
         session = next((value for name, value in scope["headers"] if name == b"x-session-id"), None)
         record = RequestRecord(
-            request_id_of(given), scope["method"], scope["path"], session_of(session), has_version=has_version
+            request_id_of(given),
+            scope["method"],
+            scope["path"],
+            session_of(session),
+            has_version=has_version,
         )
         scope.setdefault("state", {})["record"] = record
         ids = record.request_id.encode("ascii")
@@ -54,9 +61,16 @@ class Outermost:
         async def send_with_ids(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                headers = [*message.get("headers", ()), (b"x-request-id", ids), (b"request-id", ids)]
-                if scope["http_version"] == "1.0" and all(name != b"connection" for name, _ in headers):
-                    headers.append((b"connection", b"close"))  # uvicorn hangs up, but not each of them says so
+                headers = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", ids),
+                    (b"request-id", ids),
+                ]
+                if scope["http_version"] == "1.0" and all(
+                    name != b"connection" for name, _ in headers
+                ):
+                    # uvicorn hangs up, but not each of them says so
+                    headers.append((b"connection", b"close"))
                 message["headers"] = headers
             await send(message)
 
@@ -75,7 +89,9 @@ class Outermost:
 
 
 def _strip(scope: Scope, root: str) -> None:
-    """Take a proxy's prefix off the path, before anything goes by it: keys and limits see what the router sees."""
+    """Take a proxy's prefix off the path, before anything goes by it: keys and limits see what the
+    router sees.
+    """
     path: str = scope["path"]
     if root and (path == root or path.startswith(root + "/")):
         scope["path"] = path[len(root) :] or "/"
@@ -153,15 +169,17 @@ class Gate:
 def _is_long(headers: Headers) -> bool:
     """Whether a body follows that is not small, or may be anything."""
     return any(
-        name == b"transfer-encoding" or (name == b"content-length" and len(value) > 5) for name, value in headers
+        name == b"transfer-encoding" or (name == b"content-length" and len(value) > 5)
+        for name, value in headers
     )
 
 
 def _require_json(headers: Headers, *, or_bytes: bool = False) -> None:
     """JSON says that it is JSON, but `curl -d` says it is a form, and other tools say nothing.
 
-    These are believed, but not in a browser: a page may post forms to any server without asking it first (no CORS), so
-    that any page could make a server without keys work for it. Browsers send `origin` with such requests.
+    These are believed, but not in a browser: a page may post forms to any server without asking it
+    first (no CORS), so that any page could make a server without keys work for it. Browsers send
+    `origin` with such requests.
     """
     found = {name: value for name, value in headers if name in _ABOUT_CONTENT}
     if found.get(b"content-encoding", b"identity").lower() != b"identity":
@@ -169,7 +187,9 @@ def _require_json(headers: Headers, *, or_bytes: bool = False) -> None:
     media_type = found.get(b"content-type", b"").split(b";")[0].strip().lower()
     if or_bytes and media_type == b"application/octet-stream":
         return
-    if media_type == b"application/json" or (media_type.startswith(b"application/") and media_type.endswith(b"+json")):
+    if media_type == b"application/json" or (
+        media_type.startswith(b"application/") and media_type.endswith(b"+json")
+    ):
         return
     if media_type in (b"", b"application/x-www-form-urlencoded") and b"origin" not in found:
         return
@@ -180,11 +200,15 @@ _ABOUT_CONTENT = frozenset((b"content-type", b"content-encoding", b"origin"))
 
 
 def in_layers(
-    routes: ASGIApp, config: ServerConfig, ready: Callable[[], None], done: Callable[[RequestRecord], None]
+    routes: ASGIApp,
+    config: ServerConfig,
+    ready: Callable[[], None],
+    done: Callable[[RequestRecord], None],
 ) -> ASGIApp:
     """The routes with all that is around them."""
     app: ASGIApp = Gate(routes, config, ready)
-    if config.cors_origins:  # outside the gate: a preflight carries no key, and pages may read refusals
+    # outside the gate: a preflight carries no key, and pages may read refusals
+    if config.cors_origins:
         app = CORSMiddleware(
             app,
             allow_origins=config.cors_origins,

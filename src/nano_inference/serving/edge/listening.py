@@ -1,4 +1,6 @@
-"""What a listening server needs of its system: descriptors for its connections, and a socket file that is its own."""
+"""What a listening server needs of its system: descriptors for its connections, and a socket file
+that is its own.
+"""
 
 import logging
 import os
@@ -14,7 +16,9 @@ _OTHERS = 256  # descriptors beside those of connections
 
 
 def raise_file_limit(connections: int) -> None:
-    """Let this process open so many connections, as far as its user may; says so where that is not far enough."""
+    """Let this process open so many connections, as far as its user may; says so where that is not
+    far enough.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _OTHERS
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -23,12 +27,17 @@ def raise_file_limit(connections: int) -> None:
     if most > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < wanted:
-        log.info("max_connections=%d, but the system allows %d open files; see ulimit -n.", connections, most)
+        log.info(
+            "max_connections=%d, but the system allows %d open files; see ulimit -n.",
+            connections,
+            most,
+        )
 
 
 @contextmanager
 def socket_for_its_user(path: str | None) -> Iterator[None]:
-    """While uvicorn makes the socket file at `path`: its user's alone, unless an old one is there, whose mode stays.
+    """While uvicorn makes the socket file at `path`: its user's alone, unless an old one is there,
+    whose mode stays.
 
     Raises `OSError` where another server listens, or where something else lies.
     """

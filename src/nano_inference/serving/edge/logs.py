@@ -21,7 +21,9 @@ _LONGEST = 256  # characters of what a client sent
 
 
 def set_up_logs(config: ServerConfig) -> None:
-    """Send what this package and uvicorn log to stderr. For the command; a library leaves logging as it is."""
+    """Send what this package and uvicorn log to stderr. For the command; a library leaves logging
+    as it is.
+    """
     for name in ("nano_inference", "uvicorn"):
         send_to_stderr(logging.getLogger(name), config.log_format)
     logging.getLogger("nano_inference").setLevel(config.log_level.upper())
@@ -29,7 +31,9 @@ def set_up_logs(config: ServerConfig) -> None:
 
 
 def log_access(record: RequestRecord) -> None:
-    """A request has been answered. What watches the server all the time is only told to those who want to know all."""
+    """A request has been answered. What watches the server all the time is only told to those who
+    want to know all.
+    """
     level = logging.DEBUG if record.path in _WATCHED and record.status == 200 else logging.INFO
     if not access.isEnabledFor(level):
         return
@@ -59,13 +63,20 @@ def log_access(record: RequestRecord) -> None:
 def _quoted(value: object) -> str:
     """So that a value cannot look like two fields."""
     text = str(value)
-    return json.dumps(text) if not text or any(each in ' "=' for each in text) or not text.isprintable() else text
+    return (
+        json.dumps(text)
+        if not text or any(each in ' "=' for each in text) or not text.isprintable()
+        else text
+    )
 
 
 def log_texts(generation: Generation, request_id: str) -> None:
     """What was asked and what was said; only where `log_prompts` is set."""
     tokenizer = generation.served.tokenizer
-    asks = [ask.prompt if tokenizer is None else tokenizer.decode(ask.prompt) for ask in generation.builder.asks]
+    asks = [
+        ask.prompt if tokenizer is None else tokenizer.decode(ask.prompt)
+        for ask in generation.builder.asks
+    ]
     said = [choice.reasoning + choice.content for choice in generation.choices]
     fields = {"request_id": request_id, "prompts": asks, "completions": said}
     prompts.info("%s", json.dumps(fields), extra={"fields": fields})
@@ -79,11 +90,15 @@ def log_start(config: ServerConfig, url: str) -> None:
     log.info("listening on %s, with %s and %s; the engine is being built.", url, keys, admin)
     if not config.api_keys and not is_loopback(config.host):
         log.warning(
-            "host=%s can be reached from other machines, and no API key is set: anybody who reaches it may use it.",
+            "host=%s can be reached from other machines, and no API key is set: anybody who "
+            "reaches it may use it.",
             config.host,
         )
     if config.rl:
-        log.info("routes for trainers are on (vLLM, SGLang, prime-rl, PipelineRL): %s.", _who_may_train(config))
+        log.info(
+            "routes for trainers are on (vLLM, SGLang, prime-rl, PipelineRL): %s.",
+            _who_may_train(config),
+        )
 
 
 def _who_may_train(config: ServerConfig) -> str:
@@ -100,10 +115,13 @@ def log_ready(config: ServerConfig, served: Served) -> None:
     """The engine is ready."""
     info = served.engine
     log.info(
-        "serving %s (%s)%s: max_model_len=%d, max_batch_size=%d, max_queued_samples=%d, request_timeout=%g s.",
+        "serving %s (%s)%s: max_model_len=%d, max_batch_size=%d, max_queued_samples=%d, "
+        "request_timeout=%g s.",
         served.name,
         info.numerics,
-        ", which has no tokenizer: token ids alone, by /v1/completions" if served.tokenizer is None else "",
+        ", which has no tokenizer: token ids alone, by /v1/completions"
+        if served.tokenizer is None
+        else "",
         info.max_model_len,
         info.max_batch_size,
         config.max_queued_samples,
@@ -111,7 +129,8 @@ def log_ready(config: ServerConfig, served: Served) -> None:
     )
     if served.sampling_defaults:
         log.info(
-            "what requests leave out is as generation_config.json recommends: %s; --generation-config none turns that "
+            "what requests leave out is as generation_config.json recommends: %s; "
+            "--generation-config none turns that "
             "off.",
             as_text(served.sampling_defaults),
         )

@@ -1,7 +1,8 @@
 """Prometheus metrics: vLLM's names under our prefix, so that its dashboards need one replacement.
 
-Requests are observed here as clients see them; what the engine counts is read from its last report when Prometheus
-asks. Streams alone have times of first and next tokens: of other requests the server hears when they are complete.
+Requests are observed here as clients see them; what the engine counts is read from its last report
+when Prometheus asks. Streams alone have times of first and next tokens: of other requests the
+server hears when they are complete.
 """
 
 import time
@@ -9,7 +10,12 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from nano_inference.serving.client import EngineClient
@@ -21,14 +27,81 @@ from nano_inference.types import EngineStats
 PREFIX = "nano_inference_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
-_LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_SHORT = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+    20,
+    40,
+    80,
+)
+_LONG = (
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+)
+_FIRST = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 _FEW = (1, 2, 4, 8, 16, 32, 64, 128)
 
 _HISTOGRAMS = {
-    "time_to_first_token_seconds": ("From a streamed request's arrival to its first tokens.", _FIRST),
+    "time_to_first_token_seconds": (
+        "From a streamed request's arrival to its first tokens.",
+        _FIRST,
+    ),
     "inter_token_latency_seconds": ("Between two events of a stream.", _SHORT),
     "request_time_per_output_token_seconds": ("Of streams, after the first token.", _SHORT),
     "e2e_request_latency_seconds": ("From arrival to the end of the answer.", _LONG),
@@ -47,7 +120,14 @@ _COUNTERS = {
     "admission_rejections": ("Requests that were not let in, by reason.", "reason"),
 }
 # status -> reason of `admission_rejections`; where a 503 says why, that
-_REASONS = {401: "key", 403: "key", 408: "timeout", 413: "body_too_large", 429: "queue_full", 503: "not_serving"}
+_REASONS = {
+    401: "key",
+    403: "key",
+    408: "timeout",
+    413: "body_too_large",
+    429: "queue_full",
+    503: "not_serving",
+}
 _NOT_SERVING = frozenset(("starting", "overloaded", "draining", "engine_dead", "engine_restarting"))
 
 
@@ -63,7 +143,9 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(client, self))
         self._families = {
-            name: Histogram(PREFIX + name, text, ("model_name",), buckets=buckets, registry=self._registry)
+            name: Histogram(
+                PREFIX + name, text, ("model_name",), buckets=buckets, registry=self._registry
+            )
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
         self._counters = {
@@ -86,10 +168,14 @@ class Metrics:
         self._counters[name].labels(self.model_name, label).inc()
 
     def refused(self, status: int, problem: str | None) -> None:
-        """A request was answered with an error status. `problem` is the error's code, if it has one."""
+        """A request was answered with an error status. `problem` is the error's code, if it has
+        one.
+        """
         self.count("request_errors", str(status))
         if status in _REASONS:
-            self.count("admission_rejections", problem if problem in _NOT_SERVING else _REASONS[status])
+            self.count(
+                "admission_rejections", problem if problem in _NOT_SERVING else _REASONS[status]
+            )
 
     def observer(self, started: float) -> "RequestObserver":
         """For one request that arrived at this `time.perf_counter()`."""
@@ -129,7 +215,10 @@ class RequestObserver:
         observe("request_prompt_tokens", usage.prompt_tokens)
         observe("request_generation_tokens", usage.completion_tokens)
         observe("request_params_n", max(ask.num_samples for ask in generation.builder.asks))
-        observe("request_params_max_tokens", max(ask.params.max_tokens for ask in generation.builder.asks))
+        observe(
+            "request_params_max_tokens",
+            max(ask.params.max_tokens for ask in generation.builder.asks),
+        )
         queued = generation.queued
         observe("request_queue_time_seconds", queued)
         observe("request_inference_time_seconds", max(0.0, seconds - queued))
@@ -153,7 +242,10 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Called for every scrape."""
         gauges: dict[str, tuple[str, float]] = {
-            "num_samples": ("Samples that run or wait, as the server counts them.", self._client.num_samples),
+            "num_samples": (
+                "Samples that run or wait, as the server counts them.",
+                self._client.num_samples,
+            ),
             "engine_up": ("Whether the engine serves.", float(self._client.why_dead is None)),
         }
         counters: dict[str, tuple[str, float]] = {}
@@ -171,8 +263,12 @@ class _EngineCollector(Collector):
             family.add_metric(list(labels.values()), value)
             yield family
         if stats is not None:  # sum and count alone: an average over time
-            steps = HistogramMetricFamily(PREFIX + "iteration_tokens_total", "Tokens of a step.", labels=list(labels))
-            steps.add_metric(list(labels.values()), [("+Inf", stats.num_steps)], stats.tokens_computed)
+            steps = HistogramMetricFamily(
+                PREFIX + "iteration_tokens_total", "Tokens of a step.", labels=list(labels)
+            )
+            steps.add_metric(
+                list(labels.values()), [("+Inf", stats.num_steps)], stats.tokens_computed
+            )
             yield steps
         if isinstance(self._client, FleetClient):
             yield from _of_replicas(self._client, self._metrics.model_name)
@@ -180,11 +276,21 @@ class _EngineCollector(Collector):
 
 def _of_replicas(fleet: FleetClient, model: str) -> Iterable[Metric]:
     labels = ["model_name", "replica"]
-    waiting = GaugeMetricFamily(PREFIX + "replica_waiting", "Samples of a replica that wait.", labels=labels)
-    running = GaugeMetricFamily(PREFIX + "replica_running", "Samples of a replica that run.", labels=labels)
-    version = GaugeMetricFamily(PREFIX + "replica_weight_version", "Weights that a replica serves.", labels=labels)
-    starts = CounterMetricFamily(PREFIX + "replica_starts", "Engines in the place of a replica.", labels=labels)
-    states = GaugeMetricFamily(PREFIX + "replica_state", "1 for the state that it is in.", labels=[*labels, "state"])
+    waiting = GaugeMetricFamily(
+        PREFIX + "replica_waiting", "Samples of a replica that wait.", labels=labels
+    )
+    running = GaugeMetricFamily(
+        PREFIX + "replica_running", "Samples of a replica that run.", labels=labels
+    )
+    version = GaugeMetricFamily(
+        PREFIX + "replica_weight_version", "Weights that a replica serves.", labels=labels
+    )
+    starts = CounterMetricFamily(
+        PREFIX + "replica_starts", "Engines in the place of a replica.", labels=labels
+    )
+    states = GaugeMetricFamily(
+        PREFIX + "replica_state", "1 for the state that it is in.", labels=[*labels, "state"]
+    )
     for status in fleet.replica_statuses():
         which = [model, status.name]
         waiting.add_metric(which, status.waiting)
@@ -195,7 +301,9 @@ def _of_replicas(fleet: FleetClient, model: str) -> Iterable[Metric]:
             version.add_metric(which, status.weight_version)
     yield from (waiting, running, version, starts, states)
     failovers = fleet.failovers
-    deaths = CounterMetricFamily(PREFIX + "replica_deaths", "Replicas that died.", labels=labels[:1])
+    deaths = CounterMetricFamily(
+        PREFIX + "replica_deaths", "Replicas that died.", labels=labels[:1]
+    )
     deaths.add_metric([model], failovers.deaths)
     moved = CounterMetricFamily(
         PREFIX + "requests_moved", "Requests that another replica took over.", labels=labels[:1]
@@ -207,12 +315,16 @@ def _of_replicas(fleet: FleetClient, model: str) -> Iterable[Metric]:
         labels=labels[:1],
     )
     counts = list(accumulate(failovers.counts))
-    pauses.add_metric([model], list(zip((*map(str, BUCKETS), "+Inf"), counts, strict=True)), failovers.seconds)
+    pauses.add_metric(
+        [model], list(zip((*map(str, BUCKETS), "+Inf"), counts, strict=True)), failovers.seconds
+    )
     yield from (deaths, moved, pauses)
 
 
 def leaked_blocks(stats: EngineStats) -> int:
-    """KV blocks that are held although nothing runs or waits that could hold them: 0, or there is a bug."""
+    """KV blocks that are held although nothing runs or waits that could hold them: 0, or there is a
+    bug.
+    """
     is_idle = not (stats.num_running or stats.num_waiting or stats.num_held)
     return round(stats.kv_use * stats.num_blocks) if is_idle else 0
 
@@ -221,8 +333,14 @@ def _gauges(stats: EngineStats) -> dict[str, tuple[str, float]]:
     return {
         "num_requests_running": ("Sequences that run.", stats.num_running),
         "num_requests_waiting": ("Sequences that wait.", stats.num_waiting + stats.num_held),
-        "kv_cache_usage_perc": ("Share of the KV memory that sequences hold; 1 is all of it.", stats.kv_use),
-        "kv_leaked_blocks": ("KV blocks that are held while nothing runs or waits: a bug.", leaked_blocks(stats)),
+        "kv_cache_usage_perc": (
+            "Share of the KV memory that sequences hold; 1 is all of it.",
+            stats.kv_use,
+        ),
+        "kv_leaked_blocks": (
+            "KV blocks that are held while nothing runs or waits: a bug.",
+            leaked_blocks(stats),
+        ),
     }
 
 
@@ -231,7 +349,10 @@ def _counters(stats: EngineStats) -> dict[str, tuple[str, float]]:
     return {
         "prefix_cache_queries": ("Prompt tokens that were looked up in the prefix cache.", asked),
         "prefix_cache_hits": ("Prompt tokens that were found there.", stats.prompt_tokens_cached),
-        "num_preemptions": ("Sequences that had to make room, and were computed again.", stats.num_preemptions),
+        "num_preemptions": (
+            "Sequences that had to make room, and were computed again.",
+            stats.num_preemptions,
+        ),
         "prompt_tokens": ("Prompt tokens, computed or cached.", asked),
         "generation_tokens": ("Tokens sampled.", stats.completion_tokens),
         "num_steps": ("Steps of the engine.", stats.num_steps),

@@ -1,4 +1,6 @@
-"""An answer's body as it is made: others get their turn meanwhile, and no large one is ever in memory as a whole."""
+"""An answer's body as it is made: others get their turn meanwhile, and no large one is ever in
+memory as a whole.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -32,7 +34,8 @@ async def reply_in_pieces(body: Any, *, aside: bool) -> Response:
 
 
 class PiecedReply(Response):
-    """What is made already, and then the rest of it, piece by piece. Ends early where nobody reads any more.
+    """What is made already, and then the rest of it, piece by piece. Ends early where nobody reads
+    any more.
 
     Args:
         made: the body's beginning.

@@ -1,4 +1,6 @@
-"""`RequestRecord`: what log lines and metrics say about a request; whoever learns something writes it here."""
+"""`RequestRecord`: what log lines and metrics say about a request; whoever learns something writes
+it here.
+"""
 
 import re
 import secrets
@@ -7,7 +9,8 @@ from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
-_SANE = re.compile(rb"[\x21-\x7e]{1,128}")  # printable ASCII, no spaces: safe in headers, logs and JSON
+# printable ASCII, no spaces: safe in headers, logs and JSON
+_SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 @dataclass(slots=True)
@@ -22,7 +25,8 @@ class RequestRecord:
         has_version: it has an `anthropic-version` header.
         model: that was asked for, where the body could be read.
         num_samples, prompt_tokens, cached_tokens, completion_tokens: of a generation.
-        first_token: seconds from its arrival to its first tokens; None: it had none, or did not stream.
+        first_token: seconds from its arrival to its first tokens; None: it had none, or did not
+            stream.
         seconds: from its arrival to the end of its answer.
         problem: the code or message of the error it ended in.
         started: `time.perf_counter()` at its arrival.

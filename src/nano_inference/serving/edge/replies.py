@@ -20,8 +20,13 @@ def json_reply(status: int, body: Any, headers: Mapping[str, str] | None = None)
 def error_reply(problem: ApiError, record: RequestRecord) -> Response:
     """An error; what it was is kept for the log."""
     record.problem = problem.code or problem.message
-    # A client that was refused before its body was read may still be sending it: it is not listened to any more.
-    close = {"connection": "close"} if problem.status in (408, 413) or problem.code == "draining" else {}
+    # A client that was refused before its body was read may still be sending it: it is not listened
+    # to any more.
+    close = (
+        {"connection": "close"}
+        if problem.status in (408, 413) or problem.code == "draining"
+        else {}
+    )
     body = error_body(record.path, problem, record.request_id, has_version=record.has_version)
     again = NO_RETRY if problem.status == 500 else {}  # the same bug would be met three times
     return json_reply(problem.status, body, {**again, **problem.headers, **close})

@@ -1,4 +1,6 @@
-"""Routes about the server itself: health, numbers, version, and the first one of an administrator."""
+"""Routes about the server itself: health, numbers, version, and the first one of an
+administrator.
+"""
 
 from contextlib import suppress
 from dataclasses import asdict
@@ -25,7 +27,11 @@ def server_routes(server: Server) -> APIRouter:
 
     @router.get("/", summary="What there is, and where")
     async def index() -> Response:
-        about = {"name": "nano-inference", "version": nano_inference.__version__, "status": server.lifecycle.status}
+        about = {
+            "name": "nano-inference",
+            "version": nano_inference.__version__,
+            "status": server.lifecycle.status,
+        }
         return json_reply(200, {**about, "model": server.metrics.model_name, "routes": _PLACES})
 
     @router.get("/version", summary="Version of the server")
@@ -58,7 +64,10 @@ def _add_health(router: APIRouter, server: Server) -> None:
     @router.get("/health", summary="Whether the server serves; open to all")
     async def health() -> Response:
         status = server.lifecycle.status
-        body: dict[str, Any] = {"status": status, "model_loaded": server.lifecycle.is_ready and status != "dead"}
+        body: dict[str, Any] = {
+            "status": status,
+            "model_loaded": server.lifecycle.is_ready and status != "dead",
+        }
         if status == "dead" and (reason := server.client.public_reason):
             body["reason"] = reason
         return json_reply(200 if status == "ok" else 503, body)
@@ -89,7 +98,9 @@ _PLACES = {
 
 
 async def _fresh_stats(server: Server, patience: float) -> EngineStats | None:
-    """Of the engine, which are its client's from now on; what it last reported if it has died, or hangs."""
+    """Of the engine, which are its client's from now on; what it last reported if it has died, or
+    hangs.
+    """
     client = server.client
     if client.why_dead is None and not client.is_silent:
         with suppress(TimeoutError):  # it hangs; what it last said is better than nothing
@@ -109,4 +120,9 @@ async def _stats(server: Server) -> dict[str, Any]:
     engine = None
     if latest is not None:
         engine = {**asdict(latest), "kv_leaked_blocks": leaked_blocks(latest)}
-    return {"status": server.lifecycle.status, "model": server.metrics.model_name, "engine": engine, "queue": queue}
+    return {
+        "status": server.lifecycle.status,
+        "model": server.metrics.model_name,
+        "engine": engine,
+        "queue": queue,
+    }

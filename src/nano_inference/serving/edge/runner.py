@@ -1,4 +1,6 @@
-"""uvicorn, told how to listen, and how to end: it drains on the first signal and goes at once on the second."""
+"""uvicorn, told how to listen, and how to end: it drains on the first signal and goes at once on
+the second.
+"""
 
 import asyncio
 import logging
@@ -24,7 +26,9 @@ from nano_inference.serving.server import Server
 
 log = logging.getLogger("nano_inference.serving")
 
-KEEP_ALIVE = 75  # seconds that a connection may wait for its next request: longer than clients and proxies keep theirs
+# seconds that a connection may wait for its next request: longer than clients and proxies keep
+# theirs
+KEEP_ALIVE = 75
 _GRACE = 3.0  # seconds for goodbyes after `drain_timeout`
 _GLANCE = 0.02  # seconds between two looks at what still runs
 _RUSH = 2.0  # seconds that the engine gets to end after a second signal
@@ -56,7 +60,9 @@ class Runner(uvicorn.Server):
         try:
             options.load()
         except OSError as problem:  # ssl's errors are among them
-            raise ConfigError(f"tls_cert={config.tls_cert!r} and tls_key={config.tls_key!r}: {problem}") from problem
+            raise ConfigError(
+                f"tls_cert={config.tls_cert!r} and tls_key={config.tls_key!r}: {problem}"
+            ) from problem
         super().__init__(options)
         self._server = server
         server.stop = self._stop
@@ -73,7 +79,11 @@ class Runner(uvicorn.Server):
             with socket_for_its_user(config.uds):
                 await super().startup(sockets)
         except (SystemExit, OSError) as problem:  # uvicorn has logged the first
-            where = f"host={config.host!r}, port={config.port}" if config.uds is None else f"uds={config.uds!r}"
+            where = (
+                f"host={config.host!r}, port={config.port}"
+                if config.uds is None
+                else f"uds={config.uds!r}"
+            )
             why = f": {problem}" if isinstance(problem, OSError) else ""
             self._server.lost = ConfigError(f"{where}: cannot listen there{why}.")
             self.should_exit = True
@@ -90,12 +100,15 @@ class Runner(uvicorn.Server):
         return f"{'https' if config.tls_cert else 'http'}://{host}:{port}"
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """What runs gets its time, and what comes meanwhile a 503; then nobody listens, and the engine ends."""
+        """What runs gets its time, and what comes meanwhile a 503; then nobody listens, and the
+        engine ends.
+        """
         self._server.drain()
         deadline = time.monotonic() + self._server.config.drain_timeout
         while self._server.exchanges and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(_GLANCE)
-        left = max(0.0, deadline - time.monotonic())  # for requests that are no exchanges: a trainer's calls
+        # for requests that are no exchanges: a trainer's calls
+        left = max(0.0, deadline - time.monotonic())
         self.config.timeout_graceful_shutdown = math.ceil(left + _GRACE)
         await super().shutdown(sockets)
         if (uds := self._server.config.uds) is not None:
@@ -108,11 +121,16 @@ class Runner(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Uvicorn raises a signal again after it has obeyed it; a server that has drained has ended well."""
+        """Uvicorn raises a signal again after it has obeyed it; a server that has drained has ended
+        well.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, self.handle_exit)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield
         finally:

@@ -1,1 +1,3 @@
-"""Several engines behind one client: which request goes where, and what becomes of it when its engine dies."""
+"""Several engines behind one client: which request goes where, and what becomes of it when its
+engine dies.
+"""

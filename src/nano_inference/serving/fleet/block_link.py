@@ -1,4 +1,6 @@
-"""`BlockLink`: the engine process's end of an exchange of blocks. Every call is a whole: nothing is kept between."""
+"""`BlockLink`: the engine process's end of an exchange of blocks. Every call is a whole: nothing is
+kept between.
+"""
 
 from array import array
 from typing import Any
@@ -19,10 +21,14 @@ class BlockLink:
         """How many blocks at the head of a chain are here."""
         return self._blocks.count_blocks(unpack_names(names))
 
-    def export_blocks(self, names: bytes, first: int = 0, max_bytes: int = MOST_BYTES) -> bytes | None:
+    def export_blocks(
+        self, names: bytes, first: int = 0, max_bytes: int = MOST_BYTES
+    ) -> bytes | None:
         """A piece of a chain (`BlockExchange.export_blocks`) as bytes."""
         if not 0 < max_bytes <= MOST_BYTES or first < 0:
-            raise InvalidRequest(f"first={first} and max_bytes={max_bytes}: at most {MOST_BYTES} bytes at a time.")
+            raise InvalidRequest(
+                f"first={first} and max_bytes={max_bytes}: at most {MOST_BYTES} bytes at a time."
+            )
         piece = self._blocks.export_blocks(unpack_names(names), first, max_bytes)
         return None if piece is None else encode(piece)
 
@@ -33,11 +39,20 @@ class BlockLink:
     def report_blocks(self, lost: bool = False) -> dict[str, Any]:
         """Names that came and went since the last report (`BlockReport`), eight bytes each."""
         report = self._blocks.report(lost)
-        published, dropped = (array("Q", names).tobytes() for names in (report.published, report.dropped))
-        return {"number": report.number, "published": published, "dropped": dropped, "whole": report.whole}
+        published, dropped = (
+            array("Q", names).tobytes() for names in (report.published, report.dropped)
+        )
+        return {
+            "number": report.number,
+            "published": published,
+            "dropped": dropped,
+            "whole": report.whole,
+        }
 
     def describe_blocks(self) -> dict[str, Any]:
-        """What the other side must know to decide what is worth fetching. Raises what keeps blocks from leaving."""
+        """What the other side must know to decide what is worth fetching. Raises what keeps blocks
+        from leaving.
+        """
         self._blocks.require_enabled()
         form = self._blocks.format
         return {

@@ -1,4 +1,6 @@
-"""Blocks as bytes: a header in msgpack, then keys and values as they lie in memory. Nothing here is ever unpickled."""
+"""Blocks as bytes: a header in msgpack, then keys and values as they lie in memory. Nothing here is
+ever unpickled.
+"""
 
 import math
 import sys
@@ -52,14 +54,20 @@ def encode(piece: BlockPiece) -> bytes:
             num_bytes=piece.data.numel(),
         )
     )
-    return b"".join((len(header).to_bytes(8, "little"), header, piece.data.contiguous().numpy().data))
+    return b"".join(
+        (len(header).to_bytes(8, "little"), header, piece.data.contiguous().numpy().data)
+    )
 
 
 def decode(data: bytes) -> BlockPiece:
-    """The piece that was encoded; its tensor reads the bytes themselves. Raises `InvalidRequest` for anything else."""
+    """The piece that was encoded; its tensor reads the bytes themselves. Raises `InvalidRequest`
+    for anything else.
+    """
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > min(_MOST_HEADER, len(data) - 8):
-        raise InvalidRequest(f"{len(data)} bytes are no blocks: they are shorter than their header.")
+        raise InvalidRequest(
+            f"{len(data)} bytes are no blocks: they are shorter than their header."
+        )
     try:
         header = _DECODER.decode(memoryview(data)[8 : 8 + size])
     except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
@@ -91,7 +99,9 @@ def _block_bytes(header: _Header) -> int:
     dtype = getattr(torch, header.dtype, None) if header.dtype.isidentifier() else None
     counts = [header.block_size, *(extent for shape in header.shapes for extent in shape)]
     if not isinstance(dtype, torch.dtype) or not header.shapes or min(counts) < 1:
-        raise InvalidRequest(f"blocks of shapes {header.shapes} in {header.dtype!r}: there are none such.")
+        raise InvalidRequest(
+            f"blocks of shapes {header.shapes} in {header.dtype!r}: there are none such."
+        )
     return dtype.itemsize * sum(map(math.prod, header.shapes))
 
 

@@ -1,7 +1,9 @@
-"""Which replica holds which blocks, as replicas report it; and whether fetching some is cheaper than computing them.
+"""Which replica holds which blocks, as replicas report it; and whether fetching some is cheaper
+than computing them.
 
-Pure: no asyncio, no clock, no engine. The router's own guess is coarse and says who *was sent* a prefix; this says who
-*has* it, block by block. Still it may be behind: an export looks again, and what is gone is computed.
+Pure: no asyncio, no clock, no engine. The router's own guess is coarse and says who *was sent* a
+prefix; this says who *has* it, block by block. Still it may be behind: an export looks again, and
+what is gone is computed.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,10 +30,12 @@ class _Replica:
 class Directory:
     """Block names by replica, and the other way round. A change, and a look at one name, are O(1).
 
-    Replicas are the bits of an integer for each name, so which of a thousand hold a whole chain is one `and` a block.
+    Replicas are the bits of an integer for each name, so which of a thousand hold a whole chain is
+    one `and` a block.
 
     Args:
-        max_names: names of one replica that are kept; of a replica that has more the rest is not known.
+        max_names: names of one replica that are kept; of a replica that has more the rest is not
+            known.
     """
 
     def __init__(self, max_names: int = 1 << 20) -> None:
@@ -64,9 +68,11 @@ class Directory:
         self._by_slot[record.bit.bit_length() - 1] = None
 
     def take(self, replica: str, report: BlockReport) -> bool:
-        """Take in a report. False: one before it was lost, this one was ignored, and a whole one is due.
+        """Take in a report. False: one before it was lost, this one was ignored, and a whole one is
+        due.
 
-        A report that was taken already changes nothing. Raises `KeyError` for a replica that is not there.
+        A report that was taken already changes nothing. Raises `KeyError` for a replica that is not
+        there.
         """
         record = self._replicas[replica]
         if report.whole:
@@ -89,11 +95,13 @@ class Directory:
     def count(self, replica: str, names: Sequence[int]) -> int:
         """How many leading blocks of a chain a replica holds. Names may be whole or short."""
         held = self._replicas[replica].names
-        return next((place for place, name in enumerate(names) if short_name(name) not in held), len(names))
+        return next(
+            (place for place, name in enumerate(names) if short_name(name) not in held), len(names)
+        )
 
     def longest(self, names: Sequence[int], among: Collection[str] | None = None) -> Holder | None:
-        """Who holds the longest head of a chain, of several the one that came first. None: nobody holds its first
-        block.
+        """Who holds the longest head of a chain, of several the one that came first. None: nobody
+        holds its first block.
 
         Args:
             names: of the chain's blocks, from its head on; whole or short.
@@ -141,10 +149,11 @@ class Directory:
 
 
 class FetchCost:
-    """Whether blocks are worth fetching: their bytes over the bandwidth against their tokens over the prefill rate.
+    """Whether blocks are worth fetching: their bytes over the bandwidth against their tokens over
+    the prefill rate.
 
-    Both rates are measured while the fleet runs (`fetched`, `prefilled`): means in which the last measurement counts
-    for a fifth. Before the first of each kind the given ones hold.
+    Both rates are measured while the fleet runs (`fetched`, `prefilled`): means in which the last
+    measurement counts for a fifth. Before the first of each kind the given ones hold.
 
     Args:
         block_size: tokens of a block.
@@ -197,7 +206,11 @@ class Fetch(NamedTuple):
 
 
 def worth_fetching(
-    directory: Directory, cost: FetchCost, names: Sequence[int], target: str, sources: Collection[str] | None = None
+    directory: Directory,
+    cost: FetchCost,
+    names: Sequence[int],
+    target: str,
+    sources: Collection[str] | None = None,
 ) -> Fetch | None:
     """What a replica should fetch before it computes a prompt; None: nothing.
 

@@ -33,23 +33,27 @@ log = logging.getLogger("nano_inference.serving")
 class FleetClient(EngineClient):
     """One engine to the server, and several behind it.
 
-    A request goes to the replica that the router says, with a seed; its tokens are kept until it has ended. When its
-    replica dies, or is to be empty, another one goes on with the same bits (`Flight`). Replicas come and go in the
-    `Roster`, and whatever changes one of them changes all or none (`Together`). All of it happens on one event loop.
+    A request goes to the replica that the router says, with a seed; its tokens are kept until it
+    has ended. When its replica dies, or is to be empty, another one goes on with the same bits
+    (`Flight`). Replicas come and go in the `Roster`, and whatever changes one of them changes all
+    or none (`Together`). All of it happens on one event loop.
 
     Args:
         make: a client of an engine that is not started yet, by the number of its place.
         replicas: how many there are in the beginning.
         max_backlog: see `EngineClient`.
         restart: start a new engine in the place of one that has died.
-        stall_timeout: seconds after which a replica that has something to do and gets nowhere is killed.
+        stall_timeout: seconds after which a replica that has something to do and gets nowhere is
+            killed.
         seed: where seeds come from of requests that have none; None: entropy.
         router: places requests.
         bring_weights: see `Roster`.
         prefill_replicas: of the first replicas, how many only compute prompts (`Prefill`).
         prefill_least: tokens of the prompts that they compute.
-        share_prefixes: fetch a prompt's prefix from the replica that has it, where that is faster (`Sharing`).
-        in_lockstep: the engines cannot do without each other, so none is added, taken out or started again alone.
+        share_prefixes: fetch a prompt's prefix from the replica that has it, where that is faster
+            (`Sharing`).
+        in_lockstep: the engines cannot do without each other, so none is added, taken out or
+            started again alone.
     """
 
     def __init__(
@@ -80,7 +84,11 @@ class FleetClient(EngineClient):
             in_lockstep=in_lockstep,
         )
         self.transfers = Transfers(self)
-        self.prefill = Prefill(self, self.transfers, prefill_replicas, prefill_least) if prefill_replicas else None
+        self.prefill = (
+            Prefill(self, self.transfers, prefill_replicas, prefill_least)
+            if prefill_replicas
+            else None
+        )
         self.sharing = Sharing(self, self.transfers) if share_prefixes else None
         self.suspects = Suspects(self)
         self._together = Together(self.roster)
@@ -148,7 +156,7 @@ class FleetClient(EngineClient):
         for client in self.roster.living().values():
             client.kill()
 
-    # -- replicas that come and go ------------------------------------------------------------------------------------
+    # -- replicas that come and go -----------------------------------------------------------------
 
     async def add(self) -> str:
         """Add a replica; returns its name when it serves. Raises what keeps it from being built."""
@@ -157,22 +165,26 @@ class FleetClient(EngineClient):
         return await self.roster.add()
 
     def drain(self, replica: str, *, move: bool = False, draining: bool = True) -> int:
-        """Give a replica nothing new; with `move` others go on with what it has. With `draining=False` it takes
-        requests again. Returns how many requests it still has. Raises `ApiError`.
+        """Give a replica nothing new; with `move` others go on with what it has. With
+        `draining=False` it takes requests again. Returns how many requests it still has. Raises
+        `ApiError`.
         """
         each = self.roster.drain(replica, move=move, draining=draining)
         return sum(flight.client is each.client for flight in self._flights.values())
 
     async def remove(self, replica: str) -> int:
-        """Take a replica out for good; others go on with what it has. Returns how many requests those were. Raises
-        `ApiError`.
+        """Take a replica out for good; others go on with what it has. Returns how many requests
+        those were. Raises `ApiError`.
         """
         self._require_independent()
         return await self.roster.remove(replica)
 
     def _require_independent(self) -> None:
         if self._in_lockstep:
-            text = "engines in lockstep share their experts: none can come or go; start a server with another number."
+            text = (
+                "engines in lockstep share their experts: none can come or go; start a server "
+                "with another number."
+            )
             raise ApiError(409, text)
 
     def opened(self, info: EngineInfo, again: bool) -> None:
@@ -205,12 +217,14 @@ class FleetClient(EngineClient):
             room = sum(client.info.max_batch_size for client in living)
             least = min(client.info.max_model_len for client in living)
             if (room, least) != (self._info.max_batch_size, self._info.max_model_len):
-                self._info = msgspec.structs.replace(self._info, max_batch_size=room, max_model_len=least)
+                self._info = msgspec.structs.replace(
+                    self._info, max_batch_size=room, max_model_len=least
+                )
         if known := self.roster.known_stats():
             self.stats = joined_stats(known, self.roster.gone)
         self.suspects.go_on()
 
-    # -- requests -----------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def _begin(self, message: Generate, session: str | None) -> None:
         params, asked = message.params, None
@@ -230,7 +244,9 @@ class FleetClient(EngineClient):
             raise
 
     def _place(self, flight: Flight, *, at_any: bool = False) -> None:
-        """Choose a replica and hand it over. Raises `NoReplica`, and what `EngineClient.begin` does."""
+        """Choose a replica and hand it over. Raises `NoReplica`, and what `EngineClient.begin`
+        does.
+        """
         if flight.deaths >= MOST_MOVES:
             if (alone := self.suspects.place(flight)) is not None:
                 self._hand_over(flight, alone)
@@ -243,10 +259,16 @@ class FleetClient(EngineClient):
     def choose(self, flight: Flight, *, at_any: bool = False) -> Ticket:
         """A place for a request, or for what follows its prompt. Raises `NoReplica`."""
         message, router, roster = flight.message, self.router, self.roster
-        asked = {"session": flight.session, "salt": message.params.cache_salt, "version": roster.version}
+        asked = {
+            "session": flight.session,
+            "salt": message.params.cache_salt,
+            "version": roster.version,
+        }
         if self.prefill is not None:
             with suppress(NoReplica):  # then those that are left
-                return router.place(message.prompt, flight.left, without=self.prefill.replicas, **asked)
+                return router.place(
+                    message.prompt, flight.left, without=self.prefill.replicas, **asked
+                )
         try:
             return router.place(message.prompt, flight.left, **asked)
         except NoReplica:
@@ -267,7 +289,11 @@ class FleetClient(EngineClient):
 
     def _hand_over(self, flight: Flight, ticket: Ticket) -> None:
         roster = self.roster
-        flight.hand_to(roster.replicas[ticket.replica].client, ticket, roster.version if roster.keeps_old else None)
+        flight.hand_to(
+            roster.replicas[ticket.replica].client,
+            ticket,
+            roster.version if roster.keeps_old else None,
+        )
 
     def _send(self, message: ToEngine) -> None:
         if not isinstance(message, Abort):
@@ -288,7 +314,7 @@ class FleetClient(EngineClient):
         if self._flights.pop(flight.request_id, None) is not None and flight.ticket is not None:
             self.router.finished(flight.ticket)
 
-    # -- what flights tell --------------------------------------------------------------------------------------------
+    # -- what flights tell -------------------------------------------------------------------------
 
     def arrived(self, flight: Flight, delta: Delta) -> None:
         """See `Fleet`."""
@@ -352,10 +378,12 @@ class FleetClient(EngineClient):
         if not self._silent:
             log.info("all requests that were handed on go on; the last one after %.3f s.", seconds)
 
-    # -- control ------------------------------------------------------------------------------------------------------
+    # -- control -----------------------------------------------------------------------------------
 
     async def call(self, name: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
-        """As `EngineClient.call`, of all replicas; see `Together`. It goes on where its caller leaves."""
+        """As `EngineClient.call`, of all replicas; see `Together`. It goes on where its caller
+        leaves.
+        """
         self._require_alive()
         call_id = next(self._ids)
         self._calls[call_id] = future = asyncio.get_running_loop().create_future()

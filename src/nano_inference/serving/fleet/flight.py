@@ -12,10 +12,19 @@ from nano_inference.serving.client import EngineClient
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.fleet.router import Ticket
 from nano_inference.serving.messages import Generate, Resume
-from nano_inference.types import ContextVersions, Delta, SamplingParams, TopLogprobs, TrainingSample, VersionSpan
+from nano_inference.types import (
+    ContextVersions,
+    Delta,
+    SamplingParams,
+    TopLogprobs,
+    TrainingSample,
+    VersionSpan,
+)
 
 CHANGED = ApiError(
-    503, "its engine has died, and another one cannot go on with this request: the weights have changed meanwhile."
+    503,
+    "its engine has died, and another one cannot go on with this request: the weights have "
+    "changed meanwhile.",
 )
 
 
@@ -50,11 +59,16 @@ class Known:
             self.top += delta.top_logprobs
         self.cached_tokens = delta.cached_tokens
 
-    def is_begun_by(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], at: int = 0) -> bool:
+    def is_begun_by(
+        self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], at: int = 0
+    ) -> bool:
         """Whether these come again, from place `at` on, as they were."""
         end = min(len(self.token_ids), at + len(token_ids))
         count = end - at
-        return tuple(self.token_ids[at:end]) == token_ids[:count] and tuple(self.logprobs[at:end]) == logprobs[:count]
+        return (
+            tuple(self.token_ids[at:end]) == token_ids[:count]
+            and tuple(self.logprobs[at:end]) == logprobs[:count]
+        )
 
 
 class Fleet(Protocol):
@@ -88,10 +102,11 @@ class Fleet(Protocol):
 class Flight:
     """A request and how far each of its samples has come. The replica's client puts deltas in.
 
-    A replica that dies leaves it to `hand_to` another one, which goes on in one of three ways: from the beginning,
-    where nothing has come; from the tokens so far, which are one prefill; or, where those cannot be gone on with
-    (`sampling_mask`: masks are told in the end alone), from the beginning with what has come passed over. The same
-    seed, position and weights draw the same tokens in each.
+    A replica that dies leaves it to `hand_to` another one, which goes on in one of three ways: from
+    the beginning, where nothing has come; from the tokens so far, which are one prefill; or, where
+    those cannot be gone on with (`sampling_mask`: masks are told in the end alone), from the
+    beginning with what has come passed over. The same seed, position and weights draw the same
+    tokens in each.
 
     Args:
         fleet: it.
@@ -102,7 +117,12 @@ class Flight:
     """
 
     def __init__(
-        self, fleet: Fleet, message: Generate, session: str | None, asked: SamplingParams | None, numerics: str
+        self,
+        fleet: Fleet,
+        message: Generate,
+        session: str | None,
+        asked: SamplingParams | None,
+        numerics: str,
     ) -> None:
         self._fleet = fleet
         self.message = message
@@ -135,7 +155,7 @@ class Flight:
         """Whether anything has come."""
         return any(known.ended or known.token_ids for known in self.samples)
 
-    # -- from the replica ---------------------------------------------------------------------------------------------
+    # -- from the replica --------------------------------------------------------------------------
 
     def put(self, delta: Delta) -> None:
         """A delta has come."""
@@ -172,17 +192,20 @@ class Flight:
     def fail(self, problem: Exception) -> None:
         """Its replica is gone, or has refused it."""
         if isinstance(problem, EngineDead):
-            if self.client is not None and self.client.why_dead is not None:  # else it is about to hear of it
+            # else it is about to hear of it
+            if self.client is not None and self.client.why_dead is not None:
                 self.deaths += 1
             self._fleet.orphaned(self)
         elif self._way == "resume old" and self.client is not None:
-            self._resume(self.client, None)  # it has not kept the old weights: those that serve will do
+            # it has not kept the old weights: those that serve will do
+            self._resume(self.client, None)
         elif self._way == "resume" and self.client is not None:
-            self._repeat(self.client)  # it cannot be gone on with, and why is not the client's business
+            # it cannot be gone on with, and why is not the client's business
+            self._repeat(self.client)
         else:
             self._fleet.ended(self, problem)
 
-    # -- to a replica -------------------------------------------------------------------------------------------------
+    # -- to a replica ------------------------------------------------------------------------------
 
     def hand_to(self, client: EngineClient, ticket: Ticket, version: int | None = None) -> None:
         """Let a replica take it, or go on with it.
@@ -190,7 +213,8 @@ class Flight:
         Args:
             client: of the replica.
             ticket: its place there.
-            version: of the weights that those samples finish on which an update left behind; None: no update does.
+            version: of the weights that those samples finish on which an update left behind; None:
+                no update does.
 
         Raises as `EngineClient.begin` does.
         """
@@ -205,9 +229,15 @@ class Flight:
         elif self.message.params.sampling_mask:
             self._repeat(client)
         else:
-            drawn = [known.starts[-1].version for known in self.samples if known.starts and not known.ended]
+            drawn = [
+                known.starts[-1].version
+                for known in self.samples
+                if known.starts and not known.ended
+            ]
             old = max(drawn, default=None)
-            self._resume(client, old if version is not None and old is not None and old < version else None)
+            self._resume(
+                client, old if version is not None and old is not None and old < version else None
+            )
 
     def let_go(self) -> None:
         """Take it away from its replica."""
@@ -225,7 +255,7 @@ class Flight:
         self.moves += 1
         self._paused = True
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _begin(self, client: EngineClient, message: Generate | Resume, num_samples: int) -> None:
         self.inner = client.begin(self, message, num_samples)
@@ -233,15 +263,21 @@ class Flight:
             self._tell_to_end()
 
     def _tell_to_end(self) -> None:
-        """Not before what has come has come again: a sample must not end before the tokens that its client has."""
-        if self.client is not None and not any(known.to_skip and not known.ended for known in self.samples):
+        """Not before what has come has come again: a sample must not end before the tokens that its
+        client has.
+        """
+        if self.client is not None and not any(
+            known.to_skip and not known.ended for known in self.samples
+        ):
             self.client.end_soon([self.inner])
 
     def _resume(self, client: EngineClient, version: int | None) -> None:
         self._way = "resume" if version is None else "resume old"
         for known in self.samples:
             known.to_skip = known.text_to_skip = 0
-        partial = [self._partial(index) for index, known in enumerate(self.samples) if not known.ended]
+        partial = [
+            self._partial(index) for index, known in enumerate(self.samples) if not known.ended
+        ]
         message = Resume(
             request_id=0,
             samples=partial,
@@ -255,7 +291,8 @@ class Flight:
 
     def _repeat(self, client: EngineClient) -> None:
         self._way = "repeat"
-        if not self.message.stream and self.message.exact_version is None:  # its client has heard nothing: begin anew
+        # its client has heard nothing: begin anew
+        if not self.message.stream and self.message.exact_version is None:
             self.samples = [known if known.ended else Known() for known in self.samples]
             self._begin(client, self.message, self.message.num_samples)
             return

@@ -41,7 +41,8 @@ def joined_stats(each: Sequence[EngineStats], gone: Counter[str]) -> EngineStats
         kv_use=sum(one.kv_use * one.num_blocks for one in each) / blocks,
         hit_rate=total["prompt_tokens_cached"] / asked if asked else 0.0,
         step_microseconds={
-            phase: sum(one.step_microseconds.get(phase, 0.0) * one.num_steps for one in each) / steps
+            phase: sum(one.step_microseconds.get(phase, 0.0) * one.num_steps for one in each)
+            / steps
             for phase in sorted(phases)
         },
         ranks_busy=tuple(seconds for one in each for seconds in one.ranks_busy),

@@ -1,8 +1,10 @@
-"""Prefill and decode on different replicas: some compute prompts, the others go on from the first token.
+"""Prefill and decode on different replicas: some compute prompts, the others go on from the first
+token.
 
-A request runs on a prefill replica until all its samples have a token. Then it is given up there, its prompt's blocks
-are brought to the replica that the router chose for the rest, and it goes on there as after a failover: the same seed,
-positions and weights, so the same bits. What cannot be brought is computed again.
+A request runs on a prefill replica until all its samples have a token. Then it is given up there,
+its prompt's blocks are brought to the replica that the router chose for the rest, and it goes on
+there as after a failover: the same seed, positions and weights, so the same bits. What cannot be
+brought is computed again.
 """
 
 from nano_inference.serving.fleet.flight import Flight
@@ -34,7 +36,9 @@ class Prefill:
         self._least = least
 
     def place(self, flight: Flight) -> Ticket | None:
-        """A place for the prompt of a request that nothing has come of yet; None: it is computed where it decodes."""
+        """A place for the prompt of a request that nothing has come of yet; None: it is computed
+        where it decodes.
+        """
         message, router = flight.message, self._fleet.router
         if flight.has_begun or len(message.prompt) < self._least or message.params.max_tokens == 1:
             return None

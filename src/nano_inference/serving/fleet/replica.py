@@ -8,8 +8,8 @@ from nano_inference.serving.backoff import Backoff
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.messages import EngineInfo
 
-# starting: it is built; syncing: it is brought to what the others have; serving; draining: it takes nothing new; dead:
-# it has died, and maybe another one will take its place.
+# starting: it is built; syncing: it is brought to what the others have; serving; draining: it takes
+# nothing new; dead: it has died, and maybe another one will take its place.
 State = Literal["starting", "syncing", "serving", "draining", "dead"]
 
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -42,8 +42,8 @@ class Replica:
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """What is told of a replica: see `Replica`; `waiting` and `running` are samples, as the router counts them.
-    `weight_version` and `pid` are None where it does not serve.
+    """What is told of a replica: see `Replica`; `waiting` and `running` are samples, as the router
+    counts them. `weight_version` and `pid` are None where it does not serve.
     """
 
     name: str

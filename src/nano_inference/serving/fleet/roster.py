@@ -26,22 +26,25 @@ _SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # of all repl
 
 
 class Roster:
-    """Starts engines, ends those that hang, and lets a new one serve when it has what the others have: weights of the
-    same version, the same pause, the same sleep.
+    """Starts engines, ends those that hang, and lets a new one serve when it has what the others
+    have: weights of the same version, the same pause, the same sleep.
 
     Args:
         owner: who has it.
         make: a client of an engine that is not started yet, by the number of its place.
         router: is told which replicas take requests.
         restart: start a new engine in the place of one that has died.
-        stall_timeout: seconds after which a replica that has something to do and gets nowhere is killed.
-        bring_weights: lets one that serves give another one the weights of a version; None: by way of a folder.
+        stall_timeout: seconds after which a replica that has something to do and gets nowhere is
+            killed.
+        bring_weights: lets one that serves give another one the weights of a version; None: by way
+            of a folder.
         in_lockstep: with one all die; new ones are started when none is left, all at once.
 
     Attributes:
         replicas: all of them, by name.
         failovers: what became of requests whose replica was gone.
-        lock: held by what changes the state that all have in common, and by a replica that is brought to it.
+        lock: held by what changes the state that all have in common, and by a replica that is
+            brought to it.
         version, paused, asleep: that state; see `Members`.
         keeps_old: whether requests finish on the version before.
         gone: what engines had counted that are no more.
@@ -82,7 +85,9 @@ class Roster:
     async def start(self, count: int) -> None:
         """Build so many at once. Raises what kept one from being built."""
         replicas = [self._new() for _ in range(count)]
-        for answer in await asyncio.gather(*(each.client.start() for each in replicas), return_exceptions=True):
+        for answer in await asyncio.gather(
+            *(each.client.start() for each in replicas), return_exceptions=True
+        ):
             if isinstance(answer, BaseException):
                 raise answer
         self._first = replicas[0].client.info
@@ -102,7 +107,8 @@ class Roster:
         self._closing = True
         for each in self.replicas.values():
             if each.state in ("starting", "syncing"):
-                self._ends.append(asyncio.get_running_loop().create_task(each.client.close()))  # nobody cancels it
+                # nobody cancels it
+                self._ends.append(asyncio.get_running_loop().create_task(each.client.close()))
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Let something go on, until the end."""
@@ -123,7 +129,7 @@ class Roster:
         """Of all."""
         return tuple(map(self._status, self.replicas.values()))
 
-    # -- coming and going ---------------------------------------------------------------------------------------------
+    # -- coming and going --------------------------------------------------------------------------
 
     async def add(self) -> str:
         """One more; returns its name when it serves. Raises what keeps it from that."""
@@ -137,7 +143,9 @@ class Roster:
             was_there = self.replicas.pop(each.name, None) is not None
             await each.client.close()
             if not was_there and isinstance(problem, Exception):
-                raise ApiError(409, f"replica {each.name!r} was removed before it served.") from problem
+                raise ApiError(
+                    409, f"replica {each.name!r} was removed before it served."
+                ) from problem
             raise
         return each.name
 
@@ -183,7 +191,9 @@ class Roster:
         client.on_dead = lambda: self._bury(each, client)
 
     def _open(self, replicas: list[Replica], version: int | None = None, *, again: bool) -> None:
-        """These are the first that serve, with weights of this version; None: those that they were built with."""
+        """These are the first that serve, with weights of this version; None: those that they were
+        built with.
+        """
         for each in replicas:
             self._require_same(each)
         info = replicas[0].client.info
@@ -228,7 +238,9 @@ class Roster:
                 self.spawn(self._start_all_again(delay))
 
     def _look_whether_lost(self, why: str, public: str) -> None:
-        """One is gone. If none serves, the owner is told, also when the one that was to come does not."""
+        """One is gone. If none serves, the owner is told, also when the one that was to come does
+        not.
+        """
         if self._first is not None and not self.living():
             coming = any(other.state in ("starting", "syncing") for other in self.replicas.values())
             self._owner.lost(why, public, coming)
@@ -264,7 +276,9 @@ class Roster:
         self._look_after(each)
         return each.client
 
-    async def _bring_up(self, each: Replica, begin: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+    async def _bring_up(
+        self, each: Replica, begin: Callable[[], Coroutine[Any, Any, None]] | None = None
+    ) -> None:
         """Let a replica serve, when it has what the others have; end it if it cannot have that."""
         client = each.client
         try:
@@ -277,7 +291,7 @@ class Roster:
                 self._bury(each, client, str(problem))  # first, so that this is why
                 client.kill()
 
-    # -- what all have in common --------------------------------------------------------------------------------------
+    # -- what all have in common -------------------------------------------------------------------
 
     def new_version(self, version: int, keeps_old: bool) -> None:
         """See `Members`."""
@@ -296,7 +310,8 @@ class Roster:
         self.spawn(self._bring_up(each))
 
     async def _sync(self, each: Replica, client: EngineClient) -> None:
-        """Weights, pause and sleep as the others have them. With the lock, so that nothing changes meanwhile.
+        """Weights, pause and sleep as the others have them. With the lock, so that nothing changes
+        meanwhile.
 
         If nobody is left who has them, it is the first one again, with the weights that it has.
         """
@@ -308,7 +323,9 @@ class Roster:
             version = await self._bring_what_serves(each, client)
             if self.living():
                 self._require_awake()
-                await client.call("wake", memory=[part for part in get_args(Memory) if part not in self.asleep])
+                await client.call(
+                    "wake", memory=[part for part in get_args(Memory) if part not in self.asleep]
+                )
                 if self.paused:
                     await client.call("pause_within", mode="keep", seconds=60.0)
                 else:
@@ -327,7 +344,9 @@ class Roster:
     async def _bring_what_serves(self, each: Replica, client: EngineClient) -> int:
         """The weights that serve, from any that has them; returns the version that it has then."""
         version: int = await client.call("get_weight_version")
-        while (donor := next(iter(self.living().values()), None)) is not None and version != self.version:
+        while (
+            donor := next(iter(self.living().values()), None)
+        ) is not None and version != self.version:
             self._require_awake()
             began = time.monotonic()
             try:
@@ -337,7 +356,12 @@ class Roster:
                     raise
                 continue  # there may be another one
             version = self.version
-            log.info("replica %s got weight version %d in %.2f s.", each.name, version, time.monotonic() - began)
+            log.info(
+                "replica %s got weight version %d in %.2f s.",
+                each.name,
+                version,
+                time.monotonic() - began,
+            )
         return version
 
     def _require_there(self, each: Replica, client: EngineClient) -> None:
@@ -356,15 +380,18 @@ class Roster:
         for name in _SAME:
             if first is not None and getattr(info, name) != getattr(first, name):
                 raise NanoInferenceError(
-                    f"the replicas differ in {name}: {getattr(info, name)!r} and {getattr(first, name)!r}; they could "
+                    f"the replicas differ in {name}: {getattr(info, name)!r} and "
+                    f"{getattr(first, name)!r}; they could "
                     "not go on with each other's requests."
                 )
 
     def _require_others(self, each: Replica) -> None:
         if not any(other is not each and other.is_alive for other in self.replicas.values()):
-            raise ApiError(409, "it is the last replica that serves; nobody could go on with what it has.")
+            raise ApiError(
+                409, "it is the last replica that serves; nobody could go on with what it has."
+            )
 
-    # -- now and then -------------------------------------------------------------------------------------------------
+    # -- now and then ------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         """Let the owner gather what replicas report, and end those that hang."""
@@ -373,7 +400,11 @@ class Roster:
             self._owner.changed()
             for name, client in self.living().items():
                 if client.stalled(self._stall_timeout):
-                    log.error("replica %s has got nowhere for %g s, and is killed.", name, self._stall_timeout)
+                    log.error(
+                        "replica %s has got nowhere for %g s, and is killed.",
+                        name,
+                        self._stall_timeout,
+                    )
                     client.kill()
 
     def _status(self, each: Replica) -> ReplicaStatus:

@@ -1,4 +1,6 @@
-"""`Router`: which replica takes the next request. Pure: no clock, no asyncio, no engine; it only counts."""
+"""`Router`: which replica takes the next request. Pure: no clock, no asyncio, no engine; it only
+counts.
+"""
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
@@ -10,7 +12,9 @@ import numpy.typing as npt
 from nano_inference.errors import NanoInferenceError
 
 WAITING = 4  # a sample that waits weighs as much as so many that run
-STRIDE = 4  # of a piece, every so many tokens are in its key: others hardly ever tell prompts apart that these do not
+# of a piece, every so many tokens are in its key: others hardly ever tell prompts apart that these
+# do not
+STRIDE = 4
 KEYS = 4096  # prefixes that are remembered for every replica
 _STAMP_BITS = 32  # of an order: the score, and below it when the replica was last chosen
 _STAMPS = (1 << _STAMP_BITS) - 1
@@ -44,30 +48,32 @@ class Ticket:
 class Router:
     """Places requests on replicas, by load and by what they have in their prefix caches.
 
-    A replica's *score* is `waiting * 4 + running`, in samples; the router counts them itself, from `place`, `started`
-    and `finished`. A request goes to the replica with the lowest **cost**: its score, less one for every `piece` tokens
-    of the prompt's prefix that it holds (`piece_worth` says how much). So the holder of the longest prefix is preferred
-    until it is overloaded: until its queue costs more than the prefix saves. Of equals the one that was chosen longest
-    ago is taken. A request is one placement, whatever the number of its samples: groups stay together.
+    A replica's *score* is `waiting * 4 + running`, in samples; the router counts them itself, from
+    `place`, `started` and `finished`. A request goes to the replica with the lowest **cost**: its
+    score, less one for every `piece` tokens of the prompt's prefix that it holds (`piece_worth`
+    says how much). So the holder of the longest prefix is preferred until it is overloaded: until
+    its queue costs more than the prefix saves. Of equals the one that was chosen longest ago is
+    taken. A request is one placement, whatever the number of its samples: groups stay together.
 
-    **Prefixes** are known coarsely: chained keys at fixed places of the prompt (after 1, 2, 3, 4, 6, 8, 12, 16, 24 …
-    pieces of `piece` tokens; of what lies between two places the last piece is looked at), with the salt and the weight
-    version at their root. A key names the replicas that were sent such a prompt, as the bits of an integer. There are
-    at most `max_keys`, and the ones least recently used go. A wrong guess costs a prefill and no bit, so nobody tells
-    the router what replicas evict; an update changes the version and so the keys.
+    **Prefixes** are known coarsely: chained keys at fixed places of the prompt (after 1, 2, 3, 4,
+    6, 8, 12, 16, 24 … pieces of `piece` tokens; of what lies between two places the last piece is
+    looked at), with the salt and the weight version at their root. A key names the replicas that
+    were sent such a prompt, as the bits of an integer. There are at most `max_keys`, and the ones
+    least recently used go. A wrong guess costs a prefill and no bit, so nobody tells the router
+    what replicas evict; an update changes the version and so the keys.
 
-    **Sessions**: requests with the same session go where the last one went, as long as that replica takes requests.
-    `max_sessions` are remembered, the ones least recently used go.
+    **Sessions**: requests with the same session go where the last one went, as long as that replica
+    takes requests. `max_sessions` are remembered, the ones least recently used go.
 
-    A *draining* replica takes nothing new and keeps what it has. Nothing here waits or reads a clock: at 1,000 replicas
-    a placement takes some tens of microseconds.
+    A *draining* replica takes nothing new and keeps what it has. Nothing here waits or reads a
+    clock: at 1,000 replicas a placement takes some tens of microseconds.
 
     Args:
         piece: tokens that a key looks at.
         most_keys: of one prompt.
         piece_worth: score that a cached piece is worth.
-        max_keys: prefixes that are remembered, some 300 bytes each at a thousand replicas; None: `KEYS` for every
-            replica.
+        max_keys: prefixes that are remembered, some 300 bytes each at a thousand replicas; None:
+            `KEYS` for every replica.
         max_sessions: sessions that are remembered.
     """
 
@@ -92,11 +98,12 @@ class Router:
         self._waiting: list[int] = []
         self._running: list[int] = []
         self._draining: set[str] = set()
-        self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)  # score and stamp; _NEVER: takes nothing
+        # score and stamp; _NEVER: takes nothing
+        self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._open = 0  # replicas that take requests, a bit each
         self._stamp = 0
 
-    # -- replicas -----------------------------------------------------------------------------------------------------
+    # -- replicas ----------------------------------------------------------------------------------
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -153,7 +160,9 @@ class Router:
             self._holders.clear()
             return
         rest = ~(1 << self._slots[replica])
-        self._holders = OrderedDict((key, mask & rest) for key, mask in self._holders.items() if mask & rest)
+        self._holders = OrderedDict(
+            (key, mask & rest) for key, mask in self._holders.items() if mask & rest
+        )
 
     def waiting(self, replica: str) -> int:
         """Samples there that have not begun."""
@@ -168,7 +177,7 @@ class Router:
         slot = self._slots[replica]
         return self._waiting[slot] * WAITING + self._running[slot]
 
-    # -- requests -----------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def place(
         self,
@@ -242,7 +251,7 @@ class Router:
         if ended and (slot := self._slot_of(ticket)) is not None:
             self._count(slot, ran - ended, -ran)
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _slot_of(self, ticket: Ticket) -> int | None:
         slot = self._slots.get(ticket.replica)

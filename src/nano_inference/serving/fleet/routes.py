@@ -1,4 +1,6 @@
-"""Routes of an administrator who looks at replicas, adds them and takes them out. Only where there are several."""
+"""Routes of an administrator who looks at replicas, adds them and takes them out. Only where there
+are several.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -30,7 +32,10 @@ def routes(server: Server) -> APIRouter:
         server.lifecycle.require_open()
         return json_reply(200, {"replica": await fleet.add()})
 
-    @router.post("/fleet/drain", summary="Give a replica nothing new; `move`: let others go on with what it has")
+    @router.post(
+        "/fleet/drain",
+        summary="Give a replica nothing new; `move`: let others go on with what it has",
+    )
     async def drain(request: Request) -> Response:
         body = await _body(request, move=False, undo=False)
         left = fleet.drain(_name(body), move=body["move"], draining=not body["undo"])
@@ -39,7 +44,9 @@ def routes(server: Server) -> APIRouter:
     @router.post("/fleet/remove", summary="Take a replica out; others go on with what it has")
     async def remove(request: Request) -> Response:
         body = await _body(request)
-        return json_reply(200, {"replica": _name(body), "requests_moved": await fleet.remove(_name(body))})
+        return json_reply(
+            200, {"replica": _name(body), "requests_moved": await fleet.remove(_name(body))}
+        )
 
     return router
 
@@ -73,7 +80,9 @@ async def _body(request: Request, **defaults: bool) -> dict[str, Any]:
     given: dict[str, Any] = dict(body)  # pyright: ignore[reportUnknownArgumentType]
     for name, value in given.items():
         if name != "replica" and name not in defaults:
-            raise bad_request(f"{name!r} is not known here; there are {', '.join(('replica', *defaults))}.", name)
+            raise bad_request(
+                f"{name!r} is not known here; there are {', '.join(('replica', *defaults))}.", name
+            )
         if name in defaults and not isinstance(value, bool):
             raise bad_request(f"{name} must be true or false.", name)
     return {**defaults, **given}

@@ -1,4 +1,6 @@
-"""Prefixes of one replica for the others: a directory of who has which blocks, and fetching where that is faster."""
+"""Prefixes of one replica for the others: a directory of who has which blocks, and fetching where
+that is faster.
+"""
 
 import asyncio
 import logging
@@ -19,7 +21,8 @@ SECONDS = 10.0  # for one
 
 
 class Sharing:
-    """What the replicas hold, block by block, half a second ago; and requests that fetch some of it.
+    """What the replicas hold, block by block, half a second ago; and requests that fetch some of
+    it.
 
     Args:
         fleet: it.
@@ -41,7 +44,9 @@ class Sharing:
         self._silent: set[str] = set()  # replicas whose last report did not come
 
     def fetch(self, flight: Flight, ticket: Ticket) -> bool:
-        """Bring a request's prefix to its place if somebody has more of it and that is faster. False: neither."""
+        """Bring a request's prefix to its place if somebody has more of it and that is faster.
+        False: neither.
+        """
         if self.cost is None or flight.has_begun or ticket.replica not in self._clients:
             return False
         living = self._fleet.roster.living()
@@ -55,10 +60,14 @@ class Sharing:
         return True
 
     def began(self, flight: Flight) -> None:
-        """A request's first token has come: what it waited for is how fast prompts are computed now."""
+        """A request's first token has come: what it waited for is how fast prompts are computed
+        now.
+        """
         if self.cost is not None and not flight.has_begun:
             num_cached = max(known.cached_tokens for known in flight.samples)
-            self.cost.prefilled(len(flight.message.prompt) - num_cached, time.monotonic() - flight.handed_at)
+            self.cost.prefilled(
+                len(flight.message.prompt) - num_cached, time.monotonic() - flight.handed_at
+            )
 
     async def watch(self) -> None:
         """Gather reports as long as the fleet lives."""
@@ -94,7 +103,11 @@ class Sharing:
             self._silent.discard(name)
         except Exception as problem:
             if name not in self._silent:
-                log.warning("replica %s does not say what it has cached: %s", name, problem or type(problem).__name__)
+                log.warning(
+                    "replica %s does not say what it has cached: %s",
+                    name,
+                    problem or type(problem).__name__,
+                )
             self._silent.add(name)
         else:
             self._silent.discard(name)

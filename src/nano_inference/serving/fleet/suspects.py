@@ -32,10 +32,10 @@ class Places(Protocol):
 class Suspects:
     """Keeps a request that kills engines from killing all of them.
 
-    A request that two engines have died with is a suspect, and so are those that were with it both times by chance. A
-    replica has one suspect at a time; the others wait for a replica that has none. So when a third engine dies, it is
-    known which suspect it had: that one ends with an error, and moves no more. Nothing else does: those beside it have
-    lost fewer engines.
+    A request that two engines have died with is a suspect, and so are those that were with it both
+    times by chance. A replica has one suspect at a time; the others wait for a replica that has
+    none. So when a third engine dies, it is known which suspect it had: that one ends with an
+    error, and moves no more. Nothing else does: those beside it have lost fewer engines.
 
     Args:
         fleet: it.
@@ -70,7 +70,11 @@ class Suspects:
 
     def _free(self) -> list[str]:
         """Replicas without a suspect; such as are about to leave only if there are no others."""
-        self._tried = {flight for flight in self._tried if self._fleet.has(flight) and flight.ticket is not None}
+        self._tried = {
+            flight
+            for flight in self._tried
+            if self._fleet.has(flight) and flight.ticket is not None
+        }
         taken = {flight.ticket.replica for flight in self._tried if flight.ticket is not None}
         living = self._fleet.roster.living()
         staying = [name for name in living if not self._fleet.router.is_draining(name)]
@@ -79,6 +83,13 @@ class Suspects:
 
 def given_up(flight: Flight) -> ApiError:
     """Why a suspect ends that another engine has died with."""
-    log.error("request %d was with %d engines that died, and is not tried again.", flight.request_id, flight.deaths)
-    text = f"{flight.deaths} engines died while they had this request; it may be why, and is not tried again."
+    log.error(
+        "request %d was with %d engines that died, and is not tried again.",
+        flight.request_id,
+        flight.deaths,
+    )
+    text = (
+        f"{flight.deaths} engines died while they had this request; it may be why, and is not "
+        "tried again."
+    )
     return ApiError(500, text, code="engines_died", headers=NO_RETRY)

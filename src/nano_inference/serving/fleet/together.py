@@ -1,4 +1,6 @@
-"""`Together`: a call of one engine, made of all replicas of a fleet. What it changes, it changes on all or on none."""
+"""`Together`: a call of one engine, made of all replicas of a fleet. What it changes, it changes on
+all or on none.
+"""
 
 import asyncio
 import logging
@@ -7,7 +9,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
-from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError, WeightUpdateConflict
+from nano_inference.errors import (
+    EngineDead,
+    InvalidRequest,
+    NanoInferenceError,
+    WeightUpdateConflict,
+)
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.fleet.joined_stats import joined_stats
 from nano_inference.types import EngineStats, Memory, TrainingSample
@@ -42,7 +49,9 @@ class Members(Protocol):
         ...
 
     def left_behind(self, replica: str, why: str) -> None:
-        """It does not have what the others have: it is to be brought there before it serves again."""
+        """It does not have what the others have: it is to be brought there before it serves
+        again.
+        """
         ...
 
     def new_version(self, version: int, keeps_old: bool) -> None:
@@ -57,15 +66,17 @@ class Members(Protocol):
 class Together:
     """The control plane: pause, memory, weight updates and questions, for all replicas at once.
 
-    A replica that dies meanwhile leaves the fleet, and the others go on. Whatever else fails on one is undone on all.
-    An update is first checked by all (`prepare_update`), then all stop between two steps, take it, and go on: while one
-    of them has the old weights no other draws a token with the new ones.
+    A replica that dies meanwhile leaves the fleet, and the others go on. Whatever else fails on one
+    is undone on all. An update is first checked by all (`prepare_update`), then all stop between
+    two steps, take it, and go on: while one of them has the old weights no other draws a token with
+    the new ones.
     """
 
     def __init__(self, fleet: Members) -> None:
         self.lock = fleet.lock
         self._fleet = fleet
-        # Engines, not places alone: another one in the place of a dead one has neither its session nor its groups.
+        # Engines, not places alone: another one in the place of a dead one has neither its session
+        # nor its groups.
         self._session: Engines = {}  # that take part in the open weight session
         self._groups: dict[str, Engines] = {}
         self._calls: dict[str, Callable[[str, float, Arguments], Awaitable[Any]]] = {
@@ -94,10 +105,18 @@ class Together:
 
     async def call(self, name: str, seconds: float, arguments: Arguments) -> Any:
         """As `EngineClient.call`, of the whole fleet."""
-        if name in ("receive_broadcast", "receive_stream", "receive_file", "receive_folder", "receive_bucket"):
+        if name in (
+            "receive_broadcast",
+            "receive_stream",
+            "receive_file",
+            "receive_folder",
+            "receive_bucket",
+        ):
             return await self._receive(name, seconds, arguments)
         if name not in self._calls:
-            raise InvalidRequest(f"{name!r} is not a call of a fleet; there are {', '.join(self._calls)}.")
+            raise InvalidRequest(
+                f"{name!r} is not a call of a fleet; there are {', '.join(self._calls)}."
+            )
         return await self._calls[name](name, seconds, arguments)
 
     @staticmethod
@@ -110,7 +129,7 @@ class Together:
         self._session = {}
         self._groups.clear()
 
-    # -- all of them --------------------------------------------------------------------------------------------------
+    # -- all of them -------------------------------------------------------------------------------
 
     async def each(
         self,
@@ -120,7 +139,8 @@ class Together:
         among: Iterable[str] | None = None,
         more: Callable[[int], Arguments] = lambda _: {},
     ) -> dict[str, Any]:
-        """Call all replicas (or these); what each returned, or the error that it raised. The dead are left out.
+        """Call all replicas (or these); what each returned, or the error that it raised. The dead
+        are left out.
 
         Raises `EngineDead` if none is left.
         """
@@ -147,7 +167,9 @@ class Together:
                 raise answer
         return found
 
-    async def all_or_error(self, name: str, seconds: float, arguments: Arguments, **options: Any) -> dict[str, Any]:
+    async def all_or_error(
+        self, name: str, seconds: float, arguments: Arguments, **options: Any
+    ) -> dict[str, Any]:
         """As `each`; raises the first error."""
         found = await self.each(name, seconds, arguments, **options)
         _raise_first(found)
@@ -168,15 +190,17 @@ class Together:
     def _still(self, engines: Engines) -> Engines:
         """Those of them that serve."""
         living = self._fleet.living()
-        return {replica: client for replica, client in engines.items() if living.get(replica) is client}
+        return {
+            replica: client for replica, client in engines.items() if living.get(replica) is client
+        }
 
     def _serving(self, replicas: Iterable[str]) -> Engines:
         living = self._fleet.living()
         return {replica: living[replica] for replica in replicas if replica in living}
 
     async def _go_on(self, name: str = "end_pause", seconds: float = SOON) -> None:
-        """End a pause. One that does not go on with the others leaves, and comes back as they are. Raises the error of
-        the first if none goes on.
+        """End a pause. One that does not go on with the others leaves, and comes back as they are.
+        Raises the error of the first if none goes on.
         """
         found = await self.each(name, seconds, {})
         if all(isinstance(answer, BaseException) for answer in found.values()):
@@ -195,20 +219,25 @@ class Together:
             raise NanoInferenceError(f"the replicas do not agree on {name}: {found}.")
         return next(iter(found.values()))
 
-    # -- questions ----------------------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------
 
     async def _stats(self, name: str, seconds: float, arguments: Arguments) -> EngineStats:
         found: dict[str, EngineStats] = await self.all_or_error("stats", seconds, arguments)
         return joined_stats(list(found.values()), self._fleet.gone)
 
     async def _checksums(self, name: str, seconds: float, arguments: Arguments) -> dict[str, str]:
-        found: dict[str, dict[str, str]] = await self.all_or_error("weights_checksum", seconds, arguments)
+        found: dict[str, dict[str, str]] = await self.all_or_error(
+            "weights_checksum", seconds, arguments
+        )
         (first, expected), *others = found.items()
         for replica, checksums in others:
-            differ = sorted(name for name in expected.keys() & checksums if expected[name] != checksums[name])
+            differ = sorted(
+                name for name in expected.keys() & checksums if expected[name] != checksums[name]
+            )
             if differ:
                 raise NanoInferenceError(
-                    f"replicas {first} and {replica} do not have the same weights: {differ[0]!r} differs, one of "
+                    f"replicas {first} and {replica} do not have the same weights: {differ[0]!r} "
+                    "differs, one of "
                     f"{len(differ)}."
                 )
             expected = checksums | expected  # of engines in lockstep each has some of the experts
@@ -222,7 +251,7 @@ class Together:
         found: dict[str, dict[str, Any]] = await self.all_or_error("describe", seconds, arguments)
         return {**next(iter(found.values())), "replicas": len(found)}
 
-    # -- pauses and memory --------------------------------------------------------------------------------------------
+    # -- pauses and memory -------------------------------------------------------------------------
 
     async def _flush(self, name: str, seconds: float, arguments: Arguments) -> None:
         await self.all_or_error("flush_cache", seconds, arguments)
@@ -233,17 +262,27 @@ class Together:
             asked = self._fleet.living()
             answer = await self._pause_now(name, seconds, arguments)
             async with self.lock:
-                late = [each for each, client in self._fleet.living().items() if asked.get(each) is not client]
+                late = [
+                    each
+                    for each, client in self._fleet.living().items()
+                    if asked.get(each) is not client
+                ]
                 if self._fleet.paused and late:
                     with suppress(EngineDead):  # those have died
-                        self._leave_behind(await self.each("pause_within", SOON, _KEEP, late), "it does not pause")
+                        self._leave_behind(
+                            await self.each("pause_within", SOON, _KEEP, late), "it does not pause"
+                        )
             return answer
         async with self.lock:
             return await self._pause_now(name, seconds, arguments)
 
     async def _pause_now(self, name: str, seconds: float, arguments: Arguments) -> Any:
         found = await self.each(name, seconds, arguments)
-        failed = [answer for answer in found.values() if isinstance(answer, BaseException) or answer is False]
+        failed = [
+            answer
+            for answer in found.values()
+            if isinstance(answer, BaseException) or answer is False
+        ]
         if failed:
             if not self._fleet.paused:
                 await self._go_on()
@@ -286,20 +325,28 @@ class Together:
     async def _parts(self, seconds: float) -> tuple[Memory, ...]:
         return tuple(await self._first("sleeping", seconds, {}))
 
-    # -- groups and updates -------------------------------------------------------------------------------------------
+    # -- groups and updates ------------------------------------------------------------------------
 
     async def _join(self, name: str, seconds: float, arguments: Arguments) -> None:
         """Replicas get rank, rank + 1, … in the order in which they came to the fleet."""
         replicas, rank = tuple(self._fleet.living()), arguments["rank"]
         if rank + len(replicas) > arguments["world_size"]:
             raise InvalidRequest(
-                f"rank={rank} and world_size={arguments['world_size']} leave no room for {len(replicas)} replicas, "
-                f"which are as many engines; the world size has to be at least {rank + len(replicas)}."
+                f"rank={rank} and world_size={arguments['world_size']} leave no room for "
+                f"{len(replicas)} replicas, "
+                "which are as many engines; the world size has to be at least "
+                f"{rank + len(replicas)}."
             )
         plain = {key: value for key, value in arguments.items() if key != "rank"}
-        found = await self.each("join_group", seconds, plain, replicas, lambda place: {"rank": rank + place})
+        found = await self.each(
+            "join_group", seconds, plain, replicas, lambda place: {"rank": rank + place}
+        )
         if any(isinstance(answer, BaseException) for answer in found.values()):
-            joined = [replica for replica, answer in found.items() if not isinstance(answer, BaseException)]
+            joined = [
+                replica
+                for replica, answer in found.items()
+                if not isinstance(answer, BaseException)
+            ]
             if joined:
                 await self.each("leave_group", SOON, {"group": arguments["group"]}, joined)
             _raise_first(found)
@@ -314,18 +361,31 @@ class Together:
             found = await self.each("begin_update", seconds, arguments)
             if any(isinstance(answer, BaseException) for answer in found.values()):
                 reason = "another replica could not begin this weight update."
-                begun = [replica for replica, answer in found.items() if not isinstance(answer, BaseException)]
+                begun = [
+                    replica
+                    for replica, answer in found.items()
+                    if not isinstance(answer, BaseException)
+                ]
                 if begun:
-                    await self.each("cancel_update", SOON, {"session": arguments["session"], "reason": reason}, begun)
+                    await self.each(
+                        "cancel_update",
+                        SOON,
+                        {"session": arguments["session"], "reason": reason},
+                        begun,
+                    )
                 _raise_first(found)
             self._session = self._serving(found)
             return max(found.values())
 
     async def _receive(self, name: str, seconds: float, arguments: Arguments) -> Any:
-        """Those receive that are in the session and in the group; the others are brought to the new version later."""
+        """Those receive that are in the session and in the group; the others are brought to the new
+        version later.
+        """
         serving = self._still(self._session)
         members = self._still(self._groups.get(arguments.get("group", ""), serving))
-        among = {replica: client for replica, client in serving.items() if members.get(replica) is client}
+        among = {
+            replica: client for replica, client in serving.items() if members.get(replica) is client
+        }
         if not among:  # as one engine says it
             among = self._fleet.living()
         session = arguments.get("session")
@@ -339,7 +399,9 @@ class Together:
                 raise answer
             return answer
 
-        answers = await asyncio.gather(*(one(replica) for replica in sorted(among)), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(one(replica) for replica in sorted(among)), return_exceptions=True
+        )
         living = self._fleet.living()
         kept = [
             answer
@@ -356,7 +418,10 @@ class Together:
 
     async def _cancel(self, name: str, seconds: float, arguments: Arguments) -> bool:
         self._session = {}
-        return any(answer is True for answer in (await self.each("cancel_update", seconds, arguments)).values())
+        return any(
+            answer is True
+            for answer in (await self.each("cancel_update", seconds, arguments)).values()
+        )
 
     async def _finish(self, name: str, seconds: float, arguments: Arguments) -> int:
         async with self.lock:
@@ -368,15 +433,26 @@ class Together:
         await self.all_or_error("prepare_update", seconds, arguments, among=members)
         stopped = not fleet.paused
         if stopped:
-            within = {"mode": "wait" if policy == "wait" else "keep", "seconds": arguments["seconds"]}
+            within = {
+                "mode": "wait" if policy == "wait" else "keep",
+                "seconds": arguments["seconds"],
+            }
             found = await self.each("pause_within", seconds, within)
-            if any(isinstance(answer, BaseException) or answer is False for answer in found.values()):
+            if any(
+                isinstance(answer, BaseException) or answer is False for answer in found.values()
+            ):
                 await self._go_on()
                 _raise_first(found)
-                raise WeightUpdateConflict(f"the requests did not end in time for weight version {version}.")
+                raise WeightUpdateConflict(
+                    f"the requests did not end in time for weight version {version}."
+                )
         try:
             found = await self.each("finish_update", seconds, arguments, members)
-            took = [replica for replica, answer in found.items() if not isinstance(answer, BaseException)]
+            took = [
+                replica
+                for replica, answer in found.items()
+                if not isinstance(answer, BaseException)
+            ]
             if not took:
                 _raise_first(found)
             fleet.new_version(version, policy == "finish_old")

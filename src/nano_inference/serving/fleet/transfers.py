@@ -28,15 +28,18 @@ class Stages(Protocol):
         ...
 
     def go_on_at(self, flight: Flight, ticket: Ticket) -> None:
-        """Hand a flight over, there or, if that replica is gone, anywhere; not if it has ended meanwhile."""
+        """Hand a flight over, there or, if that replica is gone, anywhere; not if it has ended
+        meanwhile.
+        """
         ...
 
 
 class Transfers:
     """Requests that no replica has, because their blocks are on the way to where they go on.
 
-    Whatever becomes of the blocks, each request is handed over once: when they are there, when they cannot come, or
-    when somebody does not want to wait (`land`). Blocks that are missing are computed.
+    Whatever becomes of the blocks, each request is handed over once: when they are there, when they
+    cannot come, or when somebody does not want to wait (`land`). Blocks that are missing are
+    computed.
 
     Args:
         fleet: it.
@@ -80,7 +83,11 @@ class Transfers:
             self._fleet.go_on_at(flight, ticket)
 
     async def _carry(
-        self, flight: Flight, source: EngineClient, target: EngineClient, told: Callable[[int, float], None]
+        self,
+        flight: Flight,
+        source: EngineClient,
+        target: EngineClient,
+        told: Callable[[int, float], None],
     ) -> None:
         began = time.monotonic()
         try:
@@ -89,22 +96,33 @@ class Transfers:
             told(count, time.monotonic() - began)
         except Exception as problem:
             log.warning(
-                "request %d computes its prompt again: %s", flight.request_id, problem or type(problem).__name__
+                "request %d computes its prompt again: %s",
+                flight.request_id,
+                problem or type(problem).__name__,
             )
         self.land(flight)
 
     async def _bring(self, flight: Flight, source: EngineClient, target: EngineClient) -> int:
-        return await bring(source, target, names_of_prompt(flight, target.info.block_size, self._fleet.roster.version))
+        return await bring(
+            source,
+            target,
+            names_of_prompt(flight, target.info.block_size, self._fleet.roster.version),
+        )
 
 
 def names_of_prompt(flight: Flight, block_size: int, version: int) -> tuple[int, ...]:
-    """Of the blocks of its prompt that another replica could find: the last token is always computed."""
+    """Of the blocks of its prompt that another replica could find: the last token is always
+    computed.
+    """
     prompt = flight.message.prompt
-    return names_of(prompt[: len(prompt) - 1], block_size, version, flight.message.params.cache_salt)
+    return names_of(
+        prompt[: len(prompt) - 1], block_size, version, flight.message.params.cache_salt
+    )
 
 
 async def bring(source: EngineClient, target: EngineClient, names: tuple[int, ...]) -> int:
-    """Bring the blocks of a chain from one engine to another, as far as they are there; returns how many came.
+    """Bring the blocks of a chain from one engine to another, as far as they are there; returns how
+    many came.
 
     Raises as `EngineClient.call` does.
     """

@@ -1,4 +1,6 @@
-"""What a model wrote, taken apart as it comes: reasoning, content and tool calls. Pure text, one table row a family."""
+"""What a model wrote, taken apart as it comes: reasoning, content and tool calls. Pure text, one
+table row a family.
+"""
 
 from nano_inference.serving.parsing.formats import (
     REASONING_FORMAT_NAMES,

@@ -12,12 +12,16 @@ from nano_inference.serving.parsing.tool_calls import TOOL_FORMATS, ToolCallPars
 TOOL_FORMAT_NAMES = ("none", *TOOL_FORMATS)
 REASONING_FORMAT_NAMES = ("none", *REASONING_FORMATS)
 
-# A template renders earlier calls the way its model writes them. What a template must hold, and what it must not: a
-# format of the same markers with something else than JSON objects between them.
+# A template renders earlier calls the way its model writes them. What a template must hold, and
+# what it must not: a format of the same markers with something else than JSON objects between them.
 _TOOL_SIGNS = (
     ("hermes", r"<tool_call>", r"<function=|<arg_key>"),
     ("mistral", r"\[TOOL_CALLS\]", r"\[ARGS\]|\[CALL_ID\]"),
-    ("llama", r"<\|python_tag\|>|<\|start_header_id\|>[\s\S]*[\"']parameters\\?[\"']", r"<function="),
+    (
+        "llama",
+        r"<\|python_tag\|>|<\|start_header_id\|>[\s\S]*[\"']parameters\\?[\"']",
+        r"<function=",
+    ),
 )
 _REASONING_SIGNS = (("think", r"</?think>", r"(?!)"),)
 
@@ -28,7 +32,8 @@ class ChatFormat:
 
     Attributes:
         tools: the name of the tool-call format, or None: tool calls are not recognised.
-        reasoning: the name of the reasoning format, or None: the model writes none, or it is not recognised.
+        reasoning: the name of the reasoning format, or None: the model writes none, or it is not
+            recognised.
     """
 
     tools: str | None = None
@@ -42,7 +47,8 @@ def chat_format(
 
     Args:
         template: Jinja source, or None where the model has none.
-        tool_format: one of `TOOL_FORMAT_NAMES`, instead of what the template tells. None: the template decides.
+        tool_format: one of `TOOL_FORMAT_NAMES`, instead of what the template tells. None: the
+            template decides.
         reasoning_format: one of `REASONING_FORMAT_NAMES`, likewise.
 
     Raises:
@@ -50,34 +56,50 @@ def chat_format(
     """
     return ChatFormat(
         tools=_choose("tool", tool_format, TOOL_FORMAT_NAMES, template, _TOOL_SIGNS),
-        reasoning=_choose("reasoning", reasoning_format, REASONING_FORMAT_NAMES, template, _REASONING_SIGNS),
+        reasoning=_choose(
+            "reasoning", reasoning_format, REASONING_FORMAT_NAMES, template, _REASONING_SIGNS
+        ),
     )
 
 
 def _choose(
-    kind: str, name: str | None, names: tuple[str, ...], template: str | None, signs: Iterable[tuple[str, str, str]]
+    kind: str,
+    name: str | None,
+    names: tuple[str, ...],
+    template: str | None,
+    signs: Iterable[tuple[str, str, str]],
 ) -> str | None:
     if name is not None:
         if name not in names:
-            raise ConfigError(f"there is no {kind} format {name!r}; choose one of {', '.join(names)}")
+            raise ConfigError(
+                f"there is no {kind} format {name!r}; choose one of {', '.join(names)}"
+            )
         return None if name == "none" else name
     if template is None:
         return None
-    found = (row for row, present, absent in signs if re.search(present, template) and not re.search(absent, template))
+    found = (
+        row
+        for row, present, absent in signs
+        if re.search(present, template) and not re.search(absent, template)
+    )
     return next(found, None)
 
 
-def make_parser(format: ChatFormat, *, tools: bool, reasoning: bool, prompt_tail: str) -> OutputParser:
+def make_parser(
+    format: ChatFormat, *, tools: bool, reasoning: bool, prompt_tail: str
+) -> OutputParser:
     """A parser for one sample.
 
     Args:
         format: of the model.
         tools: whether the request allows tool calls. False: they stay text.
         reasoning: whether reasoning is told apart. False: it stays text.
-        prompt_tail: the last words of the prompt, special tokens written out: where the template has opened the
-            reasoning already, the answer begins inside. Some 100 characters do.
+        prompt_tail: the last words of the prompt, special tokens written out: where the template
+            has opened the reasoning already, the answer begins inside. Some 100 characters do.
     """
-    parser: OutputParser = ToolCallParser(TOOL_FORMATS[format.tools]) if tools and format.tools else PlainParser()
+    parser: OutputParser = (
+        ToolCallParser(TOOL_FORMATS[format.tools]) if tools and format.tools else PlainParser()
+    )
     if reasoning and format.reasoning:
         row = REASONING_FORMATS[format.reasoning]
         parser = ReasoningParser(row, prompt_tail.rstrip().endswith(row.begin), parser)

@@ -39,11 +39,14 @@ class Parsed:
 class OutputParser(Protocol):
     """The parser of one sample. Takes any text in any portions and never raises.
 
-    Joined over all pieces, `content`, `reasoning` and the arguments of each call do not depend on the portions.
+    Joined over all pieces, `content`, `reasoning` and the arguments of each call do not depend on
+    the portions.
     """
 
     def push(self, text: str) -> Parsed:
-        """Take the next text. Returns what is final now; what may be the beginning of a marker waits."""
+        """Take the next text. Returns what is final now; what may be the beginning of a marker
+        waits.
+        """
         ...
 
     def finish(self) -> Parsed:

@@ -24,7 +24,8 @@ REASONING_FORMATS = {"think": ReasoningFormat("<think>", "</think>")}
 
 
 class ReasoningParser:
-    """Reasoning, then what another parser makes of the rest. White space around the markers belongs to them.
+    """Reasoning, then what another parser makes of the rest. White space around the markers belongs
+    to them.
 
     Args:
         format: how the model writes reasoning.
@@ -65,7 +66,9 @@ class ReasoningParser:
         if self._state is ReasoningParser._start:
             answer = self._answer.push("".join([*self._held, self._tail]))
             last = self._answer.finish()
-            return Parsed(answer.content + last.content, tool_calls=answer.tool_calls + last.tool_calls)
+            return Parsed(
+                answer.content + last.content, tool_calls=answer.tool_calls + last.tool_calls
+            )
         self._reasoning += [*self._marker.release(), self._tail]
         return self._parsed(self._answer.finish())
 

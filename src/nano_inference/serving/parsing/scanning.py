@@ -1,5 +1,5 @@
-"""Incremental scanners: text up to a marker, and the extent of one JSON value. Each character is looked at a few times
-at most, however the text is cut.
+"""Incremental scanners: text up to a marker, and the extent of one JSON value. Each character is
+looked at a few times at most, however the text is cut.
 """
 
 import re
@@ -12,7 +12,8 @@ class UntilMarker:
     """Text up to a marker. White space directly before the marker belongs to the marker.
 
     Attributes:
-        space: white space and a marker after it, in pieces, that are not passed on: more text decides.
+        space: white space and a marker after it, in pieces, that are not passed on: more text
+            decides.
         found: the marker has been seen. What follows is not this scanner's.
     """
 
@@ -24,11 +25,12 @@ class UntilMarker:
         self.found = False
 
     def feed(self, text: str, begin: int, out: list[str]) -> int:
-        """Take `text[begin:]` up to and including the marker, and add to `out` what stands before it.
+        """Take `text[begin:]` up to and including the marker, and add to `out` what stands before
+        it.
 
         Returns:
-            Where it stopped. Before the end and with no marker found, the rest may be the marker's beginning and has
-            to be given again with more text behind it.
+            Where it stopped. Before the end and with no marker found, the rest may be the marker's
+            beginning and has to be given again with more text behind it.
         """
         while begin < len(text) and not self.found:
             if run := self._run.match(text, begin):
@@ -56,7 +58,9 @@ class UntilMarker:
 
 
 def begins(marker: str, text: str, begin: int) -> bool:
-    """Whether `text[begin:]` is a proper prefix of the marker, so that more text may complete it."""
+    """Whether `text[begin:]` is a proper prefix of the marker, so that more text may complete
+    it.
+    """
     return len(text) - begin < len(marker) and marker.startswith(text[begin:])
 
 

@@ -1,7 +1,8 @@
 """Tool calls that a model writes as JSON objects between markers.
 
-A call is announced, and streams, from the moment its name is known and its arguments begin. What turns out to be no
-call before that is content; of a call that breaks later, the arguments so far stand and the rest is content.
+A call is announced, and streams, from the moment its name is known and its arguments begin. What
+turns out to be no call before that is content; of a call that breaks later, the arguments so far
+stand and the rest is content.
 """
 
 import json
@@ -15,7 +16,8 @@ from nano_inference.serving.parsing.scanning import SPACE, JsonScanner, UntilMar
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family writes tool calls: a section of JSON objects. White space around all parts is ignored.
+    """How a family writes tool calls: a section of JSON objects. White space around all parts is
+    ignored.
 
     Attributes:
         begin: opens a section.
@@ -52,7 +54,8 @@ class _Call:
         announced: it is a call.
         arguments: JSON text of the arguments, in pieces; the caller takes them out.
         has_arguments: `arguments` is whole.
-        raw: what was taken and is not known to be a call's, or stands beside its arguments: content if the call fails.
+        raw: what was taken and is not known to be a call's, or stands beside its arguments: content
+            if the call fails.
         complete, failed: the object has ended, well or not.
     """
 
@@ -81,7 +84,9 @@ class _Call:
                 begin = self._state(self, text, begin)
         return begin
 
-    def _take(self, text: str, begin: int, wanted: str, then: "Callable[[_Call, str, int], int]") -> int:
+    def _take(
+        self, text: str, begin: int, wanted: str, then: "Callable[[_Call, str, int], int]"
+    ) -> int:
         if text[begin] != wanted:
             self.failed = True
             return begin
@@ -110,7 +115,11 @@ class _Call:
         return self._start_scan(text, begin, '"' if self._key == "name" else text[begin])
 
     def _comma(self, text: str, begin: int) -> int:
-        return self._close(begin) if text[begin] == "}" else self._take(text, begin, ",", _Call._before_key)
+        return (
+            self._close(begin)
+            if text[begin] == "}"
+            else self._take(text, begin, ",", _Call._before_key)
+        )
 
     def _close(self, begin: int) -> int:
         self.raw.append("}")
@@ -161,7 +170,8 @@ class _Call:
     def _key_ended(self) -> None:
         key = json.loads("".join(self._scanned))
         self.failed = key not in _KEYS or key in self._seen
-        self._seen |= _ARGUMENTS if key in _ARGUMENTS else {key}  # two names for arguments, of which a call has one
+        # two names for arguments, of which a call has one
+        self._seen |= _ARGUMENTS if key in _ARGUMENTS else {key}
         self._key, self._state = key, _Call._colon
 
     def _name_ended(self) -> None:
@@ -215,7 +225,10 @@ class ToolCallParser:
         if self._state is ToolCallParser._in_call:
             self._call_failed()
         space = self._marker.release()
-        if not self._tail and self._state in (ToolCallParser._after_call, ToolCallParser._after_section):
+        if not self._tail and self._state in (
+            ToolCallParser._after_call,
+            ToolCallParser._after_section,
+        ):
             space = []
         self._content += [*self._held, *space, self._tail]
         self._held, self._tail = [], ""
@@ -237,7 +250,9 @@ class ToolCallParser:
             return space.end()
         if begins(self._format.begin, text, begin):
             return begin
-        if text.startswith(self._format.begin, begin) or text[begin] != (self._format.opener or "{"):
+        if text.startswith(self._format.begin, begin) or text[begin] != (
+            self._format.opener or "{"
+        ):
             self._state = ToolCallParser._text
         else:
             self._held, self._state = self._marker.release(), ToolCallParser._opener
@@ -290,7 +305,10 @@ class ToolCallParser:
         end = self._call.feed(text, begin)
         if self._call.announced:
             if not announced:
-                self._first[self._num_calls] = (f"call_{secrets.token_hex(12)}", self._call.name or "")
+                self._first[self._num_calls] = (
+                    f"call_{secrets.token_hex(12)}",
+                    self._call.name or "",
+                )
                 self._calls[self._num_calls] = []
                 self._num_calls += 1
                 self._held = []
@@ -305,7 +323,8 @@ class ToolCallParser:
 
     def _call_failed(self) -> None:
         raw = "".join(self._call.raw)
-        if self._call.announced and self._call.has_arguments and not raw.strip():  # only its closing brace is missing
+        # only its closing brace is missing
+        if self._call.announced and self._call.has_arguments and not raw.strip():
             self._state = ToolCallParser._after_call
         else:
             self._held.append(raw)

@@ -2,21 +2,27 @@
 
 What is particular to this server:
 
-- `temperature`, `top_p`, `top_k`, `stop_sequences` are Anthropic's; the engine's other parameters are extensions under
-  the engine's names. Those that return more than text (logprobs …) are refused: the OpenAI routes have them.
-- `max_tokens` beyond the model's context is no error: the answer ends there, with `model_context_window_exceeded`.
+- `temperature`, `top_p`, `top_k`, `stop_sequences` are Anthropic's; the engine's other parameters
+  are extensions under the engine's names. Those that return more than text (logprobs …) are
+  refused: the OpenAI routes have them.
+- `max_tokens` beyond the model's context is no error: the answer ends there, with
+  `model_context_window_exceeded`.
 - `thinking`: `enabled`, `adaptive` and `between_tools` ask the chat template to let the model think
-  (`enable_thinking`), `disabled` or none ask it not to; a model that knows no such switch does as it always does.
-  `budget_tokens` is not enforced. What the model thinks is a thinking block, asked for or not.
-- A last message of the assistant's is the beginning of the answer, and is not repeated in it. It may not end in white
-  space.
+  (`enable_thinking`), `disabled` or none ask it not to; a model that knows no such switch does as
+  it always does. `budget_tokens` is not enforced. What the model thinks is a thinking block, asked
+  for or not.
+- A last message of the assistant's is the beginning of the answer, and is not repeated in it. It
+  may not end in white space.
 - `chat_template_kwargs` is an extension: more names for the template.
-- `tool_choice` `any` and `tool` are refused: nothing can force a call yet. `disable_parallel_tool_use` leaves out all
-  calls but the first. The result of a call with `is_error` is shown to the model after the word `Error:`.
-- `document` blocks of text are what the user says, after their title and context; PDFs and citations are refused.
-- `stop_reason` is `pause_turn` where the answer was cut off by whoever runs the engine (new weights, say).
-- Accepted without effect: `metadata`, `cache_control` (prefixes are cached anyway), `service_tier`, `output_config`'s
-  `effort`, `context_management`, beta headers and the like.
+- `tool_choice` `any` and `tool` are refused: nothing can force a call yet.
+  `disable_parallel_tool_use` leaves out all calls but the first. The result of a call with
+  `is_error` is shown to the model after the word `Error:`.
+- `document` blocks of text are what the user says, after their title and context; PDFs and
+  citations are refused.
+- `stop_reason` is `pause_turn` where the answer was cut off by whoever runs the engine (new
+  weights, say).
+- Accepted without effect: `metadata`, `cache_control` (prefixes are cached anyway), `service_tier`,
+  `output_config`'s `effort`, `context_management`, beta headers and the like.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +38,13 @@ from nano_inference.serving.errors import ApiError, anthropic_error, bad_request
 from nano_inference.serving.protocols import chats
 from nano_inference.serving.protocols.anthropic_blocks import BlockStream, Event, blocks_of
 from nano_inference.serving.protocols.anthropic_prompt import encode
-from nano_inference.serving.protocols.anthropic_schema import COUNT, ERROR, MESSAGE, CountRequest, MessagesRequest
+from nano_inference.serving.protocols.anthropic_schema import (
+    COUNT,
+    ERROR,
+    MESSAGE,
+    CountRequest,
+    MessagesRequest,
+)
 from nano_inference.serving.protocols.fields import (
     UNSUPPORTED,
     checked_prompt,
@@ -61,7 +73,11 @@ class Messages:
     """The protocol."""
 
     openapi: Mapping[str, Any] = operation(
-        MessagesRequest, MESSAGE, summary="The next message of a chat, as Anthropic has it", streams=True, error=ERROR
+        MessagesRequest,
+        MESSAGE,
+        summary="The next message of a chat, as Anthropic has it",
+        streams=True,
+        error=ERROR,
     )
 
     def prepare(self, body: bytes, served: Served, request_id: str) -> "MessageBuilder":
@@ -71,7 +87,9 @@ class Messages:
 
 
 def count_tokens(body: bytes, served: Served) -> dict[str, int]:
-    """The answer of `/v1/messages/count_tokens`: tokens of the prompt, cached or not. Raises as `Messages.prepare`."""
+    """The answer of `/v1/messages/count_tokens`: tokens of the prompt, cached or not. Raises as
+    `Messages.prepare`.
+    """
     request = _read(body, CountRequest, served)
     return {"input_tokens": len(encode(request, served))}
 
@@ -81,11 +99,14 @@ class MessageBuilder:
 
     names: Names = {}  # noqa: RUF012 - as `Builder` has it
 
-    def __init__(self, request: MessagesRequest, prompt: list[int], served: Served, request_id: str) -> None:
+    def __init__(
+        self, request: MessagesRequest, prompt: list[int], served: Served, request_id: str
+    ) -> None:
         room = served.engine.max_model_len - len(prompt)
         if room < 1:
             raise bad_request(  # these words tell Claude Code to shorten the conversation
-                f"prompt is too long: {len(prompt)} tokens > {served.engine.max_model_len - 1} maximum",
+                f"prompt is too long: {len(prompt)} tokens > {served.engine.max_model_len - 1} "
+                "maximum",
                 "messages",
                 "context_length_exceeded",
             )
@@ -110,12 +131,19 @@ class MessageBuilder:
             "one_tool": choice is not None and bool(choice.disable_parallel_tool_use),
         }
         self._blocks = BlockStream(**self._options)
-        self._message = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": served.name}
+        self._message = {
+            "id": f"msg_{request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": served.name,
+        }
 
     def start(self, usage: Usage) -> bytes:
         """`message_start`."""
         message = self._message | {"content": [], "stop_reason": None, "stop_sequence": None}
-        return _events([{"type": "message_start", "message": message | {"usage": self._usage(usage)}}])
+        return _events(
+            [{"type": "message_start", "message": message | {"usage": self._usage(usage)}}]
+        )
 
     def chunk(self, piece: Piece, usage: Usage) -> bytes:
         """The events of blocks."""
@@ -123,7 +151,11 @@ class MessageBuilder:
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The last block's end, why it ended, and `message_stop`."""
-        last = {"type": "message_delta", "delta": self._ended(choices[0]), "usage": self._usage(usage)}
+        last = {
+            "type": "message_delta",
+            "delta": self._ended(choices[0]),
+            "usage": self._usage(usage),
+        }
         return _events([*self._blocks.finish(), last, {"type": "message_stop"}])
 
     def failure(self, problem: ApiError) -> bytes:
@@ -163,7 +195,12 @@ class MessageBuilder:
 
 
 def _events(events: Iterable[Event]) -> bytes:
-    return b"".join([b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_line(event)) for event in events])
+    return b"".join(
+        [
+            b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_line(event))
+            for event in events
+        ]
+    )
 
 
 def _read(body: bytes, kind: type[_Request], served: Served) -> _Request:
@@ -172,7 +209,9 @@ def _read(body: bytes, kind: type[_Request], served: Served) -> _Request:
     require_model(request.model, served)
     if not request.messages:
         raise bad_request("messages is empty; give at least one.", "messages")
-    require_at_most(len(request.messages), served.config.max_messages, "messages", "the number of messages")
+    require_at_most(
+        len(request.messages), served.config.max_messages, "messages", "the number of messages"
+    )
     return request
 
 
@@ -184,5 +223,7 @@ def routes(server: Server) -> APIRouter:
         return json_reply(200, await read_request(request, server, count_tokens))
 
     described = operation(CountRequest, COUNT, summary="How many tokens a prompt has", error=ERROR)
-    router.add_api_route("/v1/messages/count_tokens", count, methods=["POST"], openapi_extra=described)
+    router.add_api_route(
+        "/v1/messages/count_tokens", count, methods=["POST"], openapi_extra=described
+    )
     return router

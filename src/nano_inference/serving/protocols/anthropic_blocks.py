@@ -1,8 +1,9 @@
-"""From pieces of a choice to Anthropic's content blocks: one after the other in a stream, or all at once.
+"""From pieces of a choice to Anthropic's content blocks: one after the other in a stream, or all at
+once.
 
-Thinking comes first, then text, then tool calls. What a model says after it has begun to call tools is a block after
-them in a stream, and in an answer as a whole it stands with the rest of the text. White space alone makes no block,
-unless it is all that the model said.
+Thinking comes first, then text, then tool calls. What a model says after it has begun to call tools
+is a block after them in a stream, and in an answer as a whole it stands with the rest of the text.
+White space alone makes no block, unless it is all that the model said.
 """
 
 import base64
@@ -26,7 +27,9 @@ _KINDS: tuple[Kind, Kind] = ("thinking", "text")
 
 
 def signature(thinking: str) -> str:
-    """What vouches for a thinking block: a digest of it. Nothing checks it; clients want one to be there."""
+    """What vouches for a thinking block: a digest of it. Nothing checks it; clients want one to be
+    there.
+    """
     return base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()
 
 
@@ -35,23 +38,31 @@ def tool_use_id(call_id: str) -> str:
     return "toolu_" + call_id.removeprefix("call_")
 
 
-def blocks_of(choice: Choice, *, omit_thinking: bool = False, one_tool: bool = False) -> list[dict[str, Any]]:
+def blocks_of(
+    choice: Choice, *, omit_thinking: bool = False, one_tool: bool = False
+) -> list[dict[str, Any]]:
     """The content blocks of a choice that has ended. Arguments: see `BlockStream`."""
     blocks: list[dict[str, Any]] = []
     calls = choice.tool_calls[:1] if one_tool else choice.tool_calls
     if choice.reasoning.strip():
         shown = "" if omit_thinking else choice.reasoning
-        blocks.append({"type": "thinking", "thinking": shown, "signature": signature(choice.reasoning)})
+        blocks.append(
+            {"type": "thinking", "thinking": shown, "signature": signature(choice.reasoning)}
+        )
     if choice.content.strip() or (choice.content and not calls):
         blocks.append({"type": "text", "text": choice.content})
     for call in calls:
         given = _object(call.arguments)
-        blocks.append({"type": "tool_use", "id": tool_use_id(call.id), "name": call.name, "input": given})
+        blocks.append(
+            {"type": "tool_use", "id": tool_use_id(call.id), "name": call.name, "input": given}
+        )
     return blocks
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call; of one that was cut off, as far as they came, as SDKs read a stream."""
+    """The arguments of a call; of one that was cut off, as far as they came, as SDKs read a
+    stream.
+    """
     try:
         value = from_json(text, allow_partial=True) if text else {}
     except ValueError:
@@ -74,7 +85,8 @@ class BlockStream:
         self._index = -1  # of the last block
         self._open: Kind | Literal["tool_use"] | None = None
         self._thought: list[str] = []  # in the open block
-        self._held: dict[Kind, str] = {"thinking": "", "text": ""}  # white space, or what was said during a call
+        # white space, or what was said during a call
+        self._held: dict[Kind, str] = {"thinking": "", "text": ""}
         self._said = False  # text or a call
 
     def push(self, piece: Piece) -> list[Event]:
@@ -123,7 +135,12 @@ class BlockStream:
     def _call(self, call: ToolCallDelta) -> None:
         if call.id is not None:
             self._close()
-            block = {"type": "tool_use", "id": tool_use_id(call.id), "name": call.name or "", "input": {}}
+            block = {
+                "type": "tool_use",
+                "id": tool_use_id(call.id),
+                "name": call.name or "",
+                "input": {},
+            }
             self._start("tool_use", block)
         if call.arguments:
             self._delta({"type": "input_json_delta", "partial_json": call.arguments})
@@ -132,7 +149,9 @@ class BlockStream:
         self._index += 1
         self._open = kind
         self._said = self._said or kind != "thinking"
-        self._events.append({"type": "content_block_start", "index": self._index, "content_block": block})
+        self._events.append(
+            {"type": "content_block_start", "index": self._index, "content_block": block}
+        )
 
     def _delta(self, delta: Event) -> None:
         self._events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
@@ -142,7 +161,9 @@ class BlockStream:
         while self._open is not None:
             was, self._open = self._open, None
             if was == "thinking":
-                self._delta({"type": "signature_delta", "signature": signature("".join(self._thought))})
+                self._delta(
+                    {"type": "signature_delta", "signature": signature("".join(self._thought))}
+                )
                 self._thought = []
             self._events.append({"type": "content_block_stop", "index": self._index})
             if was == "tool_use":

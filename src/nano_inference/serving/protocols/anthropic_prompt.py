@@ -1,4 +1,6 @@
-"""From Anthropic's messages, system text and tools to what chat templates take, and on to token ids."""
+"""From Anthropic's messages, system text and tools to what chat templates take, and on to token
+ids.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +26,8 @@ from nano_inference.serving.protocols.anthropic_schema import (
 from nano_inference.serving.protocols.interface import Served
 from nano_inference.serving.protocols.reading import shown
 
-# Claude Code puts a line into the system text that differs with every request. It says nothing to a model, and with it
-# no prefix of the prompt would ever be found in the cache.
+# Claude Code puts a line into the system text that differs with every request. It says nothing to a
+# model, and with it no prefix of the prompt would ever be found in the cache.
 _BILLING = "x-anthropic-billing-header:"
 
 
@@ -62,9 +64,9 @@ def encode(request: CountRequest, served: Served) -> list[int]:
 def conversation(request: CountRequest) -> Conversation:
     """The conversation of a request.
 
-    Turns of the same role that follow each other are one turn, as at Anthropic's; texts of one turn are joined by line
-    feeds. Results of tools become messages of the role `tool`. A last message of the assistant's is the beginning of
-    the answer, unless it is empty.
+    Turns of the same role that follow each other are one turn, as at Anthropic's; texts of one turn
+    are joined by line feeds. Results of tools become messages of the role `tool`. A last message of
+    the assistant's is the beginning of the answer, unless it is empty.
 
     Raises:
         ApiError: it holds what is not served, or what no conversation can be.
@@ -79,7 +81,9 @@ def conversation(request: CountRequest) -> Conversation:
         elif role == "user":
             messages += _user(blocks, known)
         else:
-            messages.append({"role": "system", "content": _joined(_texts(blocks, "a system message"))})
+            messages.append(
+                {"role": "system", "content": _joined(_texts(blocks, "a system message"))}
+            )
         if role == "assistant" and place == len(turns) - 1:
             _check_prefill(blocks)
     thinking = request.thinking is not None and request.thinking.type != "disabled"
@@ -153,7 +157,9 @@ def _document(block: DocumentBlock) -> str:
             text = _joined(_texts(parts, "a document"))
         case source:
             raise bad_request(
-                f"a document of source type {shown(source.type)} is not supported: this server is for text.", "messages"
+                f"a document of source type {shown(source.type)} is not supported: this server is "
+                "for text.",
+                "messages",
             )
     return _joined([block.title or "", block.context or "", text])
 
@@ -161,7 +167,8 @@ def _document(block: DocumentBlock) -> str:
 def _result(block: ToolResultBlock, known: Mapping[str, str]) -> dict[str, Any]:
     if block.tool_use_id not in known:
         raise bad_request(
-            f"tool_result answers tool_use_id {shown(block.tool_use_id)}, but the assistant's turn before has no "
+            f"tool_result answers tool_use_id {shown(block.tool_use_id)}, but the assistant's "
+            "turn before has no "
             "tool_use block of that id.",
             "messages",
         )
@@ -191,7 +198,10 @@ def _assistant(blocks: Sequence[Block]) -> dict[str, Any]:
                 pass
             case _:
                 raise _unsupported(block.type, "an assistant message")
-    message: dict[str, Any] = {"role": "assistant", "content": _joined(texts) or (None if calls else "")}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": _joined(texts) or (None if calls else ""),
+    }
     if any(thoughts):
         message["reasoning_content"] = _joined(thoughts)
     if calls:
@@ -203,12 +213,15 @@ def _check_prefill(blocks: Sequence[Block]) -> None:
     last = blocks[-1] if blocks else None
     if not isinstance(last, TextBlock):
         raise bad_request(
-            "the last message is the assistant's and does not end in text, so the answer cannot begin with it; end "
+            "the last message is the assistant's and does not end in text, so the answer cannot "
+            "begin with it; end "
             "with a user message, or with a tool_result for each tool_use.",
             "messages",
         )
     if last.text != last.text.rstrip():
-        raise bad_request("messages: final assistant content cannot end with trailing whitespace.", "messages")
+        raise bad_request(
+            "messages: final assistant content cannot end with trailing whitespace.", "messages"
+        )
 
 
 def _tools(request: CountRequest) -> list[dict[str, Any]] | None:
@@ -216,7 +229,8 @@ def _tools(request: CountRequest) -> list[dict[str, Any]] | None:
     functions = [_function(tool) for tool in tools]
     if choice is not None and choice.type in ("any", "tool"):
         raise bad_request(
-            f"tool_choice of type {choice.type!r} is not supported: no call can be forced before structured output "
+            f"tool_choice of type {choice.type!r} is not supported: no call can be forced before "
+            "structured output "
             'exists; use {"type": "auto"}.',
             "tool_choice",
         )
@@ -228,12 +242,17 @@ def _tools(request: CountRequest) -> list[dict[str, Any]] | None:
 def _function(tool: Tool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise bad_request(
-            f"tools of type {shown(tool.type)} are not supported; give tools with a name and an input_schema.", "tools"
+            f"tools of type {shown(tool.type)} are not supported; give tools with a name and an "
+            "input_schema.",
+            "tools",
         )
     if tool.input_schema is None:
         raise bad_request(f"tool {shown(tool.name)} has no input_schema.", "tools")
     described = {} if tool.description is None else {"description": tool.description}
-    return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
+    return {
+        "type": "function",
+        "function": {"name": tool.name, **described, "parameters": tool.input_schema},
+    }
 
 
 def _texts(blocks: Iterable[Block | TextOrOther], where: str) -> list[str]:
@@ -251,5 +270,7 @@ def _joined(texts: Iterable[str]) -> str:
 
 def _unsupported(kind: str, where: str) -> Exception:
     return bad_request(
-        f"a content block of type {shown(kind)} in {where} is not supported: this server is for text.", "messages"
+        f"a content block of type {shown(kind)} in {where} is not supported: this server is for "
+        "text.",
+        "messages",
     )

@@ -1,12 +1,20 @@
 """What `POST /v1/messages` takes, as pydantic models.
 
-Every content is a list of blocks here: a plain string is one text block. Tags in angle brackets are left out of what
-errors say of a place.
+Every content is a list of blocks here: a plain string is one text block. Tags in angle brackets are
+left out of what errors say of a place.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, WithJsonSchema, field_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
 
 from nano_inference.serving.protocols.fields import MOST, SamplingFields, Strings
 from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, nullable, thing
@@ -85,7 +93,8 @@ def _text_tag(block: object) -> str:
 
 
 TextOrOther = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[OtherBlock, Tag("<other>")], Discriminator(_text_tag)
+    Annotated[TextBlock, Tag("<text>")] | Annotated[OtherBlock, Tag("<other>")],
+    Discriminator(_text_tag),
 ]
 Texts = Annotated[list[TextOrOther], BeforeValidator(_as_blocks)]
 

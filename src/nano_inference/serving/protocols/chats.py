@@ -1,4 +1,6 @@
-"""What the chat protocols share: the prompt of a conversation, and the parser of what answers it."""
+"""What the chat protocols share: the prompt of a conversation, and the parser of what answers
+it.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -6,14 +8,19 @@ from functools import cache, partial
 from typing import Any
 
 from nano_inference.serving.parsing import OutputParser, make_parser
-from nano_inference.serving.protocols.fields import need_tokenizer, require_at_most, require_possible_length
+from nano_inference.serving.protocols.fields import (
+    need_tokenizer,
+    require_at_most,
+    require_possible_length,
+)
 from nano_inference.serving.protocols.interface import Served
 from nano_inference.text.chat import encode_chat
 from nano_inference.text.tokenizer import Tokenizer
 
 log = logging.getLogger("nano_inference.serving")
 
-# Names of template arguments that other servers let a request choose -> values that ask for nothing.
+# Names of template arguments that other servers let a request choose -> values that ask for
+# nothing.
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {"chat_template": ()}
 
 _TAIL = 64  # tokens of a prompt that say whether its template has opened the reasoning
@@ -30,8 +37,8 @@ def encode(
     documents: Sequence[Mapping[str, Any]] | None = None,
     add_special_tokens: bool = False,
 ) -> list[int]:
-    """The token ids of a conversation. Arguments: see `encode_chat`; with `add_special_tokens` what the tokenizer puts
-    around a text stands around it too. Raises `ApiError` and `InvalidRequest`.
+    """The token ids of a conversation. Arguments: see `encode_chat`; with `add_special_tokens` what
+    the tokenizer puts around a text stands around it too. Raises `ApiError` and `InvalidRequest`.
     """
     tokenizer = need_tokenizer(served)
     if tools:
@@ -61,12 +68,15 @@ def _around(token_ids: list[int], tokenizer: Tokenizer) -> list[int]:
 @cache
 def _say_once() -> None:
     log.warning(
-        "a request offers tools, and this model's way to write calls is not known: what it answers is text. "
+        "a request offers tools, and this model's way to write calls is not known: what it "
+        "answers is text. "
         "--tool-format names a way."
     )
 
 
-def parser_of(prompt: Sequence[int], served: Served, *, tools: bool) -> Callable[[], OutputParser] | None:
+def parser_of(
+    prompt: Sequence[int], served: Served, *, tools: bool
+) -> Callable[[], OutputParser] | None:
     """Makes the parser of each answer to a prompt; None: all that the model can say is content.
 
     Args:

@@ -1,4 +1,6 @@
-"""What one HTTP request may cost, its prompts and their samples together, before any of it is sent to the engine."""
+"""What one HTTP request may cost, its prompts and their samples together, before any of it is sent
+to the engine.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,7 +14,8 @@ CODE = "request_too_large"
 
 
 def affordable(asks: Iterable[Ask], served: Served, names: Names) -> list[Ask]:
-    """The asks of one request, each with its part of what they may have together (`Ask.max_entries`).
+    """The asks of one request, each with its part of what they may have together
+    (`Ask.max_entries`).
 
     Those of many prompts may be made one by one: none is made after the first that does not fit.
 
@@ -27,7 +30,9 @@ def affordable(asks: Iterable[Ask], served: Served, names: Names) -> list[Ask]:
     budget = served.engine.max_request_entries
     taken, demands, left = list[Ask](), list[Demand](), budget
     for ask in asks:
-        demand = demand_of(len(ask.prompt), ask.params, ask.num_samples, repeats_prompt=ask.repeats_prompt)
+        demand = demand_of(
+            len(ask.prompt), ask.params, ask.num_samples, repeats_prompt=ask.repeats_prompt
+        )
         try:
             require_affordable(demand, budget, names)
         except RequestTooLarge as problem:
@@ -35,7 +40,8 @@ def affordable(asks: Iterable[Ask], served: Served, names: Names) -> list[Ask]:
         left -= demand.entries()
         if left < 0:
             raise bad_request(
-                f"the prompts of the request ask for more entries than max_request_entries={budget}; send the first "
+                "the prompts of the request ask for more entries than "
+                f"max_request_entries={budget}; send the first "
                 f"{len(taken)} by themselves, or ask for less with each.",
                 code=CODE,
             )

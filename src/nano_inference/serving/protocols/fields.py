@@ -1,4 +1,6 @@
-"""What the protocols' requests have in common: the engine's sampling parameters, prompts, limits."""
+"""What the protocols' requests have in common: the engine's sampling parameters, prompts,
+limits.
+"""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -39,19 +41,26 @@ def _count_of_flag(value: object) -> object:
     return value if not isinstance(value, bool) else 0 if value else None
 
 
-# How many of the most probable tokens to tell for each prompt token; `true` is 0: the prompt's own alone; -1: all.
+# How many of the most probable tokens to tell for each prompt token; `true` is 0: the prompt's own
+# alone; -1: all.
 PromptLogprobs = Annotated[
     int | None,
     Field(ge=-1, le=MOST),
     BeforeValidator(_count_of_flag),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": -1}, {"type": "boolean"}, {"type": "null"}]}),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": -1}, {"type": "boolean"}, {"type": "null"}]}
+    ),
 ]
 
 
 class SamplingFields(Strict):
-    """The engine's own sampling parameters, which every protocol takes beside its own. Null: the default."""
+    """The engine's own sampling parameters, which every protocol takes beside its own. Null: the
+    default.
+    """
 
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="0: the most probable token alone")
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="0: the most probable token alone"
+    )
     top_k: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(None, description="0 and -1: all")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -101,8 +110,14 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
 
 
 def require_model(name: str | None, served: Served) -> None:
-    """Raise `ApiError`, 404, if a client asks for another model than the one that is served. None: any will do."""
-    if name is not None and name not in (served.name, *served.other_names, served.engine.model_path):
+    """Raise `ApiError`, 404, if a client asks for another model than the one that is served. None:
+    any will do.
+    """
+    if name is not None and name not in (
+        served.name,
+        *served.other_names,
+        served.engine.model_path,
+    ):
         raise ApiError(
             404,
             f"the model {shown(name)} does not exist; this server has {shown(served.name)}.",
@@ -114,7 +129,10 @@ def require_model(name: str | None, served: Served) -> None:
 def need_tokenizer(served: Served) -> Tokenizer:
     """The tokenizer. Raises `ApiError`, 400, where the model has none."""
     if served.tokenizer is None:
-        raise bad_request("the model has no tokenizer; only prompts of token ids can be served, by /v1/completions.")
+        raise bad_request(
+            "the model has no tokenizer; only prompts of token ids can be served, by "
+            "/v1/completions."
+        )
     return served.tokenizer
 
 
@@ -122,13 +140,19 @@ def checked_stop(stop: Sequence[str] | None, served: Served, name: str = "stop")
     """Stop strings within the limits. Raises `ApiError`, 400."""
     strings, config = tuple(stop or ()), served.config
     if len(strings) > config.max_stop:
-        raise bad_request(f"{name} holds {len(strings)} strings; this server takes {config.max_stop}.", name)
+        raise bad_request(
+            f"{name} holds {len(strings)} strings; this server takes {config.max_stop}.", name
+        )
     for string in strings:
         if not string:
-            raise bad_request(f"{name} holds an empty string, which would end every answer at once.", name)
+            raise bad_request(
+                f"{name} holds an empty string, which would end every answer at once.", name
+            )
         if len(string) > config.max_stop_length:
             raise bad_request(
-                f"{name} holds a string of {len(string)} characters; this server takes {config.max_stop_length}.", name
+                f"{name} holds a string of {len(string)} characters; this server takes "
+                f"{config.max_stop_length}.",
+                name,
             )
     if strings:
         need_tokenizer(served)
@@ -136,9 +160,13 @@ def checked_stop(stop: Sequence[str] | None, served: Served, name: str = "stop")
 
 
 def require_at_most(value: int, limit: int, name: str, what: str | None = None) -> None:
-    """Raise `ApiError`, 400, if `value` is beyond `limit`. `what` it counts, if that is not the field itself."""
+    """Raise `ApiError`, 400, if `value` is beyond `limit`. `what` it counts, if that is not the
+    field itself.
+    """
     if value > limit:
-        raise bad_request(f"{what or name} is {shown(value)}; this server takes at most {limit}.", name)
+        raise bad_request(
+            f"{what or name} is {shown(value)}; this server takes at most {limit}.", name
+        )
 
 
 def checked_prompt(token_ids: list[int], served: Served, name: str = "prompt") -> list[int]:
@@ -152,11 +180,15 @@ def checked_prompt(token_ids: list[int], served: Served, name: str = "prompt") -
         raise bad_request(f"{name} must be text or a list of token ids.", name)
     if min(token_ids) < 0 or max(token_ids) >= engine.vocab_size:
         wrong = next(each for each in token_ids if not 0 <= each < engine.vocab_size)
-        raise bad_request(f"{name} holds {shown(wrong)}; token ids are in [0, {engine.vocab_size}).", name)
+        raise bad_request(
+            f"{name} holds {shown(wrong)}; token ids are in [0, {engine.vocab_size}).", name
+        )
     return token_ids
 
 
-def room(token_ids: Sequence[int], asked: int | None, served: Served, default: int | None, name: str) -> int:
+def room(
+    token_ids: Sequence[int], asked: int | None, served: Served, default: int | None, name: str
+) -> int:
     """Completion tokens at most.
 
     Args:
@@ -181,9 +213,14 @@ def too_long(num_prompt_tokens: int, max_tokens: int, served: Served, name: str)
     """400: it does not fit into the context."""
     limit = served.engine.max_model_len
     left = limit - num_prompt_tokens
-    remedy = f"shorten {name}" if left < 1 or name in ("prompt", "messages") else f"lower {name} to {left}"
+    remedy = (
+        f"shorten {name}"
+        if left < 1 or name in ("prompt", "messages")
+        else f"lower {name} to {left}"
+    )
     return bad_request(  # clients that shorten conversations by themselves look for OpenAI's words
-        f"This model's maximum context length is {limit} tokens, and the request is longer: {num_prompt_tokens} in the "
+        f"This model's maximum context length is {limit} tokens, and the request is longer: "
+        f"{num_prompt_tokens} in the "
         f"prompt and {shown(max_tokens)} for the completion; {remedy}.",
         name,
         "context_length_exceeded",
@@ -191,11 +228,14 @@ def too_long(num_prompt_tokens: int, max_tokens: int, served: Served, name: str)
 
 
 def require_possible_length(text: str, served: Served, name: str) -> None:
-    """Refuse a text that cannot fit whatever its tokens are, before time is spent on it. Raises `ApiError`, 400."""
+    """Refuse a text that cannot fit whatever its tokens are, before time is spent on it. Raises
+    `ApiError`, 400.
+    """
     longest = served.longest_token
     if longest is not None and len(text) > longest * served.engine.max_model_len:
         raise bad_request(
-            f"{name} has {len(text)} characters, more than the model's context of {served.engine.max_model_len} tokens "
+            f"{name} has {len(text)} characters, more than the model's context of "
+            f"{served.engine.max_model_len} tokens "
             "can hold.",
             name,
             "context_length_exceeded",
@@ -209,37 +249,51 @@ def require_logprobs(count: int, served: Served, name: str) -> None:
 
 
 def num_logprobs(asked: int | None, served: Served, name: str) -> int | None:
-    """How many logprobs a token are asked for; -1: of the whole vocabulary. Raises `ApiError`, 400, for too many."""
+    """How many logprobs a token are asked for; -1: of the whole vocabulary. Raises `ApiError`, 400,
+    for too many.
+    """
     count = served.engine.vocab_size if asked == -1 else asked
     require_logprobs(count or 0, served, name)
     return count
 
 
 def version_number(name: object, served: Served, field: str) -> int | None:
-    """The engine's number of a weight version that a client names, by a string or a number; None: it names none.
+    """The engine's number of a weight version that a client names, by a string or a number; None:
+    it names none.
 
-    Raises `ApiError`: 400 for something else, and for one that cannot come, 409 for a name that no version has or can
-    get.
+    Raises `ApiError`: 400 for something else, and for one that cannot come, 409 for a name that no
+    version has or can get.
     """
     if name is None:
         return None
     if is_whole(name, 0) and name < 2**63:
         name = str(name)
     if not isinstance(name, str) or not 0 < len(name) <= 256:
-        raise bad_request(f"{field} must be the name of a weight version, not {shown(name)}.", field)
+        raise bad_request(
+            f"{field} must be the name of a weight version, not {shown(name)}.", field
+        )
     number = served.version_number(name)
     if number is None:
-        raise ApiError(409, f"there is no weight version {shown(name)}.", field, "weight_version_gone")
+        raise ApiError(
+            409, f"there is no weight version {shown(name)}.", field, "weight_version_gone"
+        )
     newest = served.engine.weight_version
     if number > newest and not served.config.rl:
         raise bad_request(
-            f"{field}: version {shown(name)} cannot come: {newest} serves, and weights change only with --rl.", field
+            f"{field}: version {shown(name)} cannot come: {newest} serves, and weights change "
+            "only with --rl.",
+            field,
         )
     return number
 
 
 def sampling_params(
-    fields: SamplingFields, served: Served, *, max_tokens: int, defaults: Mapping[str, float] = _NONE, **more: Any
+    fields: SamplingFields,
+    served: Served,
+    *,
+    max_tokens: int,
+    defaults: Mapping[str, float] = _NONE,
+    **more: Any,
 ) -> SamplingParams:
     """The engine's parameters.
 
@@ -247,7 +301,8 @@ def sampling_params(
         fields: of the request.
         served: has the limits.
         max_tokens: completion tokens at most.
-        defaults: for what the request leaves out, such as `Served.sampling_defaults`; without them it is neutral.
+        defaults: for what the request leaves out, such as `Served.sampling_defaults`; without them
+            it is neutral.
         more: parameters that a protocol names in its own way: temperature, stop, top_logprobs …
 
     Raises:
@@ -258,7 +313,8 @@ def sampling_params(
     given = fields.model_dump(include=_NAMES, exclude_none=True)
     if (top_k := given.get("top_k")) is not None:
         given["top_k"] = 0 if top_k < 0 else min(top_k, vocab_size)
-    if given.get("top_p") == 0:  # OpenAI's range begins there; the engine's is of prefixes that hold something
+    # OpenAI's range begins there; the engine's is of prefixes that hold something
+    if given.get("top_p") == 0:
         del given["top_p"]
         given["top_k"] = 1
     if "seed" in given:
@@ -279,7 +335,8 @@ def _bias(bias: Mapping[str, float], vocab_size: int) -> dict[int, float]:
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
             raise bad_request(
-                f"logit_bias has the key {shown(key)}; keys are token ids in [0, {vocab_size}), as strings.",
+                f"logit_bias has the key {shown(key)}; keys are token ids in [0, {vocab_size}), "
+                "as strings.",
                 "logit_bias",
             )
     return {int(key): value for key, value in bias.items()}
@@ -293,13 +350,17 @@ def _token_ids(ids: Sequence[int], name: str, vocab_size: int) -> frozenset[int]
 
 
 def text_of(content: object, where: str) -> str:
-    """The text of a message's content: a string, nothing, or a list of text parts. Raises `ApiError`, 400."""
+    """The text of a message's content: a string, nothing, or a list of text parts. Raises
+    `ApiError`, 400.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise bad_request(f"{where} must be a string or a list of parts, not {shown(content)}.", where)
+        raise bad_request(
+            f"{where} must be a string or a list of parts, not {shown(content)}.", where
+        )
     texts = [_text_of_part(part, f"{where}.{place}") for place, part in enumerate(content)]
     return "\n".join(text for text in texts if text)
 
@@ -319,7 +380,9 @@ def _text_of_part(part: object, where: str) -> str:
 
 
 def arguments_of(arguments: object, served: Served, where: str) -> dict[str, Any]:
-    """A tool call's arguments, which come as JSON text. Raises `ApiError`, 400, unless they are an object."""
+    """A tool call's arguments, which come as JSON text. Raises `ApiError`, 400, unless they are an
+    object.
+    """
     value: object = arguments or {}
     if isinstance(arguments, str) and arguments:
         try:
@@ -327,5 +390,7 @@ def arguments_of(arguments: object, served: Served, where: str) -> dict[str, Any
         except ApiError:
             value = None
     if not isinstance(value, dict):
-        raise bad_request(f"{where} must be the JSON text of an object, not {shown(arguments)}.", where)
+        raise bad_request(
+            f"{where} must be the JSON text of an object, not {shown(arguments)}.", where
+        )
     return value

@@ -1,4 +1,6 @@
-"""What a protocol is: a `Builder` reads one request and writes its answer; a `Protocol` makes builders."""
+"""What a protocol is: a `Builder` reads one request and writes its answer; a `Protocol` makes
+builders.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +26,12 @@ class Ask:
 
     Attributes:
         stream: False: its samples come whole, also where the answer is a stream.
-        client_id: by which `Control.abort` finds it; None: the id of the HTTP request (`x-request-id`).
+        client_id: by which `Control.abort` finds it; None: the id of the HTTP request
+            (`x-request-id`).
         unique: refused, 400, while another request has its `client_id`.
-        num_wanted, min_version, max_staleness, exact_version: as in `InferenceEngine.add_request`; versions are the
-            engine's integers. An `exact_version` that is gone is answered with 409.
+        num_wanted, min_version, max_staleness, exact_version: as in `InferenceEngine.add_request`;
+            versions are the engine's integers. An `exact_version` that is gone is answered with
+            409.
         detokenize: False: its choices have no text but what the engine makes for stop strings.
         text: what the text shows.
         repeats_prompt: the answer tells of the prompt with each sample, not once.
@@ -73,7 +77,8 @@ class Served:
         config: the server's limits.
         other_names: that clients may name as well; answers name the first.
         version_name: what trainers call a version of the weights.
-        version_number: the version of this name, which may still be to come; None: there can be none.
+        version_number: the version of this name, which may still be to come; None: there can be
+            none.
     """
 
     name: str
@@ -83,7 +88,9 @@ class Served:
     config: ServerConfig
     other_names: tuple[str, ...] = ()
     version_name: Callable[[int], str] = str
-    version_number: Callable[[str], int | None] = lambda name: int(name) if name.isdecimal() else None
+    version_number: Callable[[str], int | None] = lambda name: (
+        int(name) if name.isdecimal() else None
+    )
 
     def __post_init__(self) -> None:
         # What takes a while at its first use has it here, where no request waits for it.
@@ -111,7 +118,9 @@ class Served:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a request so far: of its distinct prompts, how many of these were cached, and of its completions."""
+    """Tokens of a request so far: of its distinct prompts, how many of these were cached, and of
+    its completions.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -119,7 +128,8 @@ class Usage:
 
 
 class Builder(Protocol):
-    """One request. Made by `Protocol_.prepare`, which has checked all that can be checked without the engine.
+    """One request. Made by `Protocol_.prepare`, which has checked all that can be checked without
+    the engine.
 
     Attributes:
         asks: what the engine is to do.
@@ -134,7 +144,9 @@ class Builder(Protocol):
     make_parser: Callable[[], OutputParser] | None
 
     def start(self, usage: Usage) -> bytes:
-        """What a stream begins with. The engine has taken the request, and its first tokens are there."""
+        """What a stream begins with. The engine has taken the request, and its first tokens are
+        there.
+        """
         ...
 
     def chunk(self, piece: Piece, usage: Usage) -> bytes:
@@ -149,7 +161,9 @@ class Builder(Protocol):
         """What a stream ends with that cannot go on."""
         ...
 
-    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
+    def response(
+        self, choices: Sequence[Choice], usage: Usage
+    ) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
         """The answer as a whole."""
         ...
 
@@ -164,7 +178,7 @@ class Protocol_(Protocol):  # noqa: N801 - typing has the name
     openapi: Mapping[str, Any]
 
     def prepare(self, body: bytes, served: Served, request_id: str) -> Builder:
-        """Read a request. Raises `ApiError`, `InvalidRequest` and the like; may take a while (templates, tokenising),
-        and runs in a thread where the body is large.
+        """Read a request. Raises `ApiError`, `InvalidRequest` and the like; may take a while
+        (templates, tokenising), and runs in a thread where the body is large.
         """
         ...

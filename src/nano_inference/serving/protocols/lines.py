@@ -3,10 +3,15 @@
 from nano_inference.serving.protocols.pieces import encode
 
 # Some clients split a stream's text at these too, and not only at line feeds.
-_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+_LINE_ENDS = (
+    (b"\xc2\x85", b"\\u0085"),
+    (b"\xe2\x80\xa8", b"\\u2028"),
+    (b"\xe2\x80\xa9", b"\\u2029"),
+)
 
 
-DONE = b"data: [DONE]\n\n"  # the end's mark of OpenAI's streams, and of all that are modelled on them
+# the end's mark of OpenAI's streams, and of all that are modelled on them
+DONE = b"data: [DONE]\n\n"
 
 
 def data_event(value: object) -> bytes:

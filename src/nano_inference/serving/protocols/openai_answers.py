@@ -32,12 +32,18 @@ def fingerprint(served: Served) -> str:
 
 
 def usage_wanted(options: StreamOptions | None, *, stream: bool) -> tuple[bool, bool]:
-    """Whether a stream ends with the usage, and whether each event has it. Raises `ApiError`, 400."""
+    """Whether a stream ends with the usage, and whether each event has it. Raises `ApiError`,
+    400.
+    """
     if options is None:
         return False, False
     if not stream:
-        raise bad_request("stream_options is for streams; set stream to true, or leave it out.", "stream_options")
-    return bool(options.include_usage), bool(options.include_usage and options.continuous_usage_stats)
+        raise bad_request(
+            "stream_options is for streams; set stream to true, or leave it out.", "stream_options"
+        )
+    return bool(options.include_usage), bool(
+        options.include_usage and options.continuous_usage_stats
+    )
 
 
 def usage_told(usage: Usage, served: Served) -> dict[str, Any]:
@@ -52,8 +58,12 @@ def usage_told(usage: Usage, served: Served) -> dict[str, Any]:
     return told
 
 
-def stop_reason(sample: TrainingSample, served: Served, own: Sequence[int] | None) -> str | int | None:
-    """What ended a sample, as vLLM has it: None for the model's own end, unless the request names it too (`own`)."""
+def stop_reason(
+    sample: TrainingSample, served: Served, own: Sequence[int] | None
+) -> str | int | None:
+    """What ended a sample, as vLLM has it: None for the model's own end, unless the request names
+    it too (`own`).
+    """
     reason = sample.stop_reason
     return None if reason in served.engine.eos_token_ids and reason not in (own or ()) else reason
 
@@ -73,13 +83,21 @@ class OpenAIBuilder:
         prefix: of the answer's id.
     """
 
-    around_text: tuple[bytes, bytes]  # what stands around a new text in its choice, behind the index
+    # what stands around a new text in its choice, behind the index
+    around_text: tuple[bytes, bytes]
     make_parser: Callable[[], OutputParser] | None = None
     asks: Sequence[Ask] = ()
     names: Names = {"num_samples": "n", "prompt_top_logprobs": "prompt_logprobs"}  # noqa: RUF012 - as `Builder` has it
 
     def __init__(
-        self, request: OpenAIFields, served: Served, request_id: str, *, kind: str, chunk_kind: str, prefix: str
+        self,
+        request: OpenAIFields,
+        served: Served,
+        request_id: str,
+        *,
+        kind: str,
+        chunk_kind: str,
+        prefix: str,
     ) -> None:
         require_model(request.model, served)
         self.served = served
@@ -87,11 +105,15 @@ class OpenAIBuilder:
         request_id = request.request_id or request_id
         self.num_samples = request.n or 1
         if request.best_of is not None and request.best_of != self.num_samples:
-            raise bad_request("best_of must equal n: this server returns all samples that it draws.", "best_of")
+            raise bad_request(
+                "best_of must equal n: this server returns all samples that it draws.", "best_of"
+            )
         require_at_most(self.num_samples, served.config.max_samples, "n")
         self.num_prompt_logprobs = num_logprobs(request.prompt_logprobs, served, "prompt_logprobs")
         self.stream = bool(request.stream)
-        self.include_usage, self.continuous_usage = usage_wanted(request.stream_options, stream=self.stream)
+        self.include_usage, self.continuous_usage = usage_wanted(
+            request.stream_options, stream=self.stream
+        )
         self.stop = checked_stop(request.stop, served)
         self.request = request
         self.texts = served.token_texts
@@ -108,10 +130,14 @@ class OpenAIBuilder:
         self._around: dict[int, tuple[bytes, bytes]] = {}
         self._no_choice = b"data: " + head + b',"choices":[],"usage":'
 
-    # -- requests -----------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
-    def params(self, max_tokens: int, top_logprobs: int, *, scored_prompt: int | None) -> SamplingParams:
-        """The engine's parameters. `scored_prompt`: how many of the most probable to tell of a prompt token."""
+    def params(
+        self, max_tokens: int, top_logprobs: int, *, scored_prompt: int | None
+    ) -> SamplingParams:
+        """The engine's parameters. `scored_prompt`: how many of the most probable to tell of a
+        prompt token.
+        """
         request = self.request
         more: dict[str, Any] = {"top_logprobs": top_logprobs}
         if scored_prompt is not None:
@@ -119,9 +145,18 @@ class OpenAIBuilder:
         if request.temperature is not None:
             more["temperature"] = request.temperature
         defaults = self.served.sampling_defaults
-        return sampling_params(request, self.served, max_tokens=max_tokens, defaults=defaults, stop=self.stop, **more)
+        return sampling_params(
+            request, self.served, max_tokens=max_tokens, defaults=defaults, stop=self.stop, **more
+        )
 
-    def ask(self, prompt: list[int], params: SamplingParams, *, stream: bool, repeats_prompt: bool = False) -> Ask:
+    def ask(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        stream: bool,
+        repeats_prompt: bool = False,
+    ) -> Ask:
         """One prompt for the engine."""
         request = self.request
         return Ask(
@@ -130,24 +165,32 @@ class OpenAIBuilder:
             self.num_samples,
             stream=stream,
             client_id=self.client_id,
-            text=TextStyle(request.skip_special_tokens is False, bool(request.include_stop_str_in_output)),
+            text=TextStyle(
+                request.skip_special_tokens is False, bool(request.include_stop_str_in_output)
+            ),
             num_wanted=request.n_wanted,
-            min_version=version_number(request.min_weight_version, self.served, "min_weight_version"),
+            min_version=version_number(
+                request.min_weight_version, self.served, "min_weight_version"
+            ),
             repeats_prompt=repeats_prompt,
         )
 
     def cut(self, prompt: list[int], max_tokens: int | None) -> list[int]:
-        """The prompt as short as the request wants it. `max_tokens`: of the completion; None: one at least."""
+        """The prompt as short as the request wants it. `max_tokens`: of the completion; None: one
+        at least.
+        """
         most = self.request.truncate_prompt_tokens
         if most is None or len(prompt) <= most:
             return prompt
         if most == -1:
             most = max(1, self.served.engine.max_model_len - max(1, max_tokens or 1))
         if most == 0:
-            raise bad_request("truncate_prompt_tokens is 0, which leaves no prompt; give -1, or 1 or more.", _CUT)
+            raise bad_request(
+                "truncate_prompt_tokens is 0, which leaves no prompt; give -1, or 1 or more.", _CUT
+            )
         return prompt[:most] if self.request.truncation_side == "right" else prompt[-most:]
 
-    # -- answers ------------------------------------------------------------------------------------------------------
+    # -- answers -----------------------------------------------------------------------------------
 
     def usage_of(self, usage: Usage, choices: Sequence[Choice] = ()) -> dict[str, Any]:
         """Tokens, as clients see them."""
@@ -160,9 +203,13 @@ class OpenAIBuilder:
         # Counted in the text: a piece may hold reasoning and content, and markers are in neither.
         if self.served.tokenizer is None or self.make_parser is None:
             return 0
-        return sum(len(self.served.tokenizer.encode(each.reasoning)) for each in choices if each.reasoning)
+        return sum(
+            len(self.served.tokenizer.encode(each.reasoning)) for each in choices if each.reasoning
+        )
 
-    def event(self, choice: Mapping[str, Any], usage: Usage, more: Mapping[str, Any] | None = None) -> bytes:
+    def event(
+        self, choice: Mapping[str, Any], usage: Usage, more: Mapping[str, Any] | None = None
+    ) -> bytes:
         """One choice's news as an event; `more` stands beside the choices."""
         close = self.close
         if self.continuous_usage or more:
@@ -177,7 +224,10 @@ class OpenAIBuilder:
         around = self._around.get(index)
         if around is None:
             before, after = self.around_text
-            around = self._around[index] = (self._open + b'{"index":%d,%b' % (index, before), after + self.close)
+            around = self._around[index] = (
+                self._open + b'{"index":%d,%b' % (index, before),
+                after + self.close,
+            )
         return around[0] + encode_line(text) + around[1]
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
@@ -212,7 +262,9 @@ class OpenAIBuilder:
 
     @property
     def names_ids(self) -> bool:
-        """Whether logprobs name tokens by their ids: the request says so, or the server where it does not."""
+        """Whether logprobs name tokens by their ids: the request says so, or the server where it
+        does not.
+        """
         asked = self.request.return_tokens_as_token_ids
         return self.served.config.return_tokens_as_token_ids if asked is None else asked
 

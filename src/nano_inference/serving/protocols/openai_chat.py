@@ -1,4 +1,6 @@
-"""`POST /v1/chat/completions`. Nothing that a message says becomes a special token: only the template writes these."""
+"""`POST /v1/chat/completions`. Nothing that a message says becomes a special token: only the
+template writes these.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +19,12 @@ from nano_inference.serving.protocols.fields import (
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
 from nano_inference.serving.protocols.openai_answers import OpenAIBuilder
-from nano_inference.serving.protocols.openai_requests import CHAT_UNSUPPORTED, ChatRequest, ChatTemplateFields, Message
+from nano_inference.serving.protocols.openai_requests import (
+    CHAT_UNSUPPORTED,
+    ChatRequest,
+    ChatTemplateFields,
+    Message,
+)
 from nano_inference.serving.protocols.openai_schemas import CHAT
 from nano_inference.serving.protocols.openapi import operation
 from nano_inference.serving.protocols.per_token import ROWS_AT_ONCE, at_least
@@ -29,11 +36,15 @@ from nano_inference.types import TopLogprobs, TrainingSample
 class Chat:
     """The protocol."""
 
-    openapi: Mapping[str, Any] = operation(ChatRequest, CHAT, summary="The next message of a chat", streams=True)
+    openapi: Mapping[str, Any] = operation(
+        ChatRequest, CHAT, summary="The next message of a chat", streams=True
+    )
 
     def prepare(self, body: bytes, served: Served, request_id: str) -> "ChatBuilder":
         """Read a request."""
-        return ChatBuilder(read_body(body, ChatRequest, served.config, CHAT_UNSUPPORTED), served, request_id)
+        return ChatBuilder(
+            read_body(body, ChatRequest, served.config, CHAT_UNSUPPORTED), served, request_id
+        )
 
 
 def chat_prompt(request: ChatTemplateFields, given: Sequence[Message], served: Served) -> list[int]:
@@ -51,7 +62,9 @@ def chat_prompt(request: ChatTemplateFields, given: Sequence[Message], served: S
         served,
         tools=_tools(request),
         template_kwargs=kwargs,
-        add_generation_prompt=not goes_on if request.add_generation_prompt is None else request.add_generation_prompt,
+        add_generation_prompt=not goes_on
+        if request.add_generation_prompt is None
+        else request.add_generation_prompt,
         continue_final_message=goes_on,
         documents=request.documents,
         add_special_tokens=bool(request.add_special_tokens),
@@ -66,24 +79,36 @@ def _tools(request: ChatTemplateFields) -> list[dict[str, Any]] | None:
     if not tools or choice == "none":
         return None
     if names is not None and (unknown := names - {tool.function.name for tool in tools}):
-        raise bad_request(f"tool_choice allows {shown(min(unknown))}, which is not among the tools.", "tool_choice")
+        raise bad_request(
+            f"tool_choice allows {shown(min(unknown))}, which is not among the tools.",
+            "tool_choice",
+        )
     kept = [tool for tool in tools if names is None or tool.function.name in names]
     return [tool.model_dump(exclude_none=True) for tool in kept] or None
 
 
 def _allowed(choice: object) -> set[str] | None:
-    """The names that a choice of `allowed_tools` leaves, where it forces no call; None: it is another choice."""
+    """The names that a choice of `allowed_tools` leaves, where it forces no call; None: it is
+    another choice.
+    """
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return None
     allowed = choice.get("allowed_tools")
-    mode, tools = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+    mode, tools = (
+        (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+    )
     if mode == "required":
         return None
-    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    functions = (
+        [tool.get("function") for tool in tools if isinstance(tool, dict)]
+        if isinstance(tools, list)
+        else []
+    )
     names = {str(function.get("name")) for function in functions if isinstance(function, dict)}
     if mode != "auto" or not names:
         raise bad_request(
-            "tool_choice.allowed_tools must hold a mode, auto, and tools: a list of functions with their names.",
+            "tool_choice.allowed_tools must hold a mode, auto, and tools: a list of functions "
+            "with their names.",
             "tool_choice",
         )
     return names
@@ -114,7 +139,10 @@ def _plain(message: Message, place: int, served: Served) -> dict[str, Any]:
     if message.content is None and message.role != "assistant":
         raise bad_request(f"{where}.content is missing.", f"{where}.content")
     text = text_of(message.content, f"{where}.content")
-    plain: dict[str, Any] = {"role": message.role, "content": text or (None if message.tool_calls else "")}
+    plain: dict[str, Any] = {
+        "role": message.role,
+        "content": text or (None if message.tool_calls else ""),
+    }
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
@@ -128,7 +156,9 @@ def _plain(message: Message, place: int, served: Served) -> dict[str, Any]:
                 "function": {
                     "name": call.function.name,
                     "arguments": arguments_of(
-                        call.function.arguments, served, f"{where}.tool_calls.{number}.function.arguments"
+                        call.function.arguments,
+                        served,
+                        f"{where}.tool_calls.{number}.function.arguments",
                     ),
                 },
             }
@@ -140,7 +170,10 @@ def _plain(message: Message, place: int, served: Served) -> dict[str, Any]:
 class ChatBuilder(OpenAIBuilder):
     """One request."""
 
-    around_text = (b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null,"token_ids":null}')
+    around_text = (
+        b'"delta":{"content":',
+        b'},"logprobs":null,"finish_reason":null,"token_ids":null}',
+    )
 
     def __init__(self, request: ChatRequest, served: Served, request_id: str) -> None:
         super().__init__(
@@ -155,7 +188,9 @@ class ChatBuilder(OpenAIBuilder):
         if request.top_logprobs and not request.logprobs:
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
         top_logprobs = num_logprobs(request.top_logprobs, served, "top_logprobs") or 0
-        name = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
+        name = (
+            "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
+        )
         asked = getattr(request, name)
         self._prompt = checked_prompt(
             self.cut(chat_prompt(request, request.messages, served), asked), served, "messages"
@@ -171,13 +206,15 @@ class ChatBuilder(OpenAIBuilder):
         self._shows_reasoning = request.include_reasoning is not False
         self._called: set[int] = set()  # choices with tool calls
 
-    # -- a stream -----------------------------------------------------------------------------------------------------
+    # -- a stream ----------------------------------------------------------------------------------
 
     def start(self, usage: Usage) -> bytes:
         """The role, of every choice."""
         more = {"prompt_token_ids": self._prompt if self.request.return_token_ids else None}
         return b"".join(
-            self.event(_choice(index, {"role": "assistant", "content": ""}), usage, None if index else more)
+            self.event(
+                _choice(index, {"role": "assistant", "content": ""}), usage, None if index else more
+            )
             for index in range(self.num_samples)
         )
 
@@ -194,12 +231,17 @@ class ChatBuilder(OpenAIBuilder):
             events[0] |= self._extras_of(piece)
         more = None
         if piece.finished is not None:
-            events.append(_choice(piece.index, {}, self._reason(piece.finished, piece.index in self._called)))
+            events.append(
+                _choice(piece.index, {}, self._reason(piece.finished, piece.index in self._called))
+            )
             events[-1] |= self.ending(piece.finished)
             if self.request.prompt_logprobs is not None and not piece.index:
                 more = {"prompt_logprobs": self.prompt_logprobs(piece.finished)}
         last = len(events) - 1
-        return b"".join(self.event(each, usage, more if place == last else None) for place, each in enumerate(events))
+        return b"".join(
+            self.event(each, usage, more if place == last else None)
+            for place, each in enumerate(events)
+        )
 
     def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
@@ -219,7 +261,7 @@ class ChatBuilder(OpenAIBuilder):
     def _reason(sample: TrainingSample, called: bool) -> str:
         return "tool_calls" if called and sample.finish_reason == "stop" else sample.finish_reason
 
-    # -- the answer as a whole ----------------------------------------------------------------------------------------
+    # -- the answer as a whole ---------------------------------------------------------------------
 
     def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
         """The answer."""
@@ -229,7 +271,9 @@ class ChatBuilder(OpenAIBuilder):
         }
         first, scored = choices[0].finished, self.request.prompt_logprobs is not None
         return told | {
-            "prompt_logprobs": self.prompt_logprobs(first) if scored and first is not None else None,
+            "prompt_logprobs": self.prompt_logprobs(first)
+            if scored and first is not None
+            else None,
             "prompt_token_ids": self._prompt if self.request.return_token_ids else None,
             "kv_transfer_params": None,
         }
@@ -249,13 +293,17 @@ class ChatBuilder(OpenAIBuilder):
         if calls:
             message["tool_calls"] = [_tool_call(call) for call in calls]
         told: dict[str, Any] = {"index": choice.index, "message": message, "logprobs": None}
-        told |= {"finish_reason": self._reason(sample, bool(calls)), "token_ids": None, "routed_experts": None}
+        told |= {
+            "finish_reason": self._reason(sample, bool(calls)),
+            "token_ids": None,
+            "routed_experts": None,
+        }
         told |= self.ending(sample)
         if self._extras:
             told |= self._extras_of(choice.whole)
         return told
 
-    # -- parts --------------------------------------------------------------------------------------------------------
+    # -- parts -------------------------------------------------------------------------------------
 
     def _extras_of(self, piece: Piece) -> dict[str, Any]:
         """What is told of single tokens."""
@@ -272,23 +320,38 @@ class ChatBuilder(OpenAIBuilder):
         tops = piece.top_logprobs or (TopLogprobs((), ()),) * len(piece.token_ids)
         told = (
             self._token(token_id, logprob)
-            | {"top_logprobs": [self._token(*each) for each in zip(top.token_ids, top.logprobs, strict=True)]}
+            | {
+                "top_logprobs": [
+                    self._token(*each) for each in zip(top.token_ids, top.logprobs, strict=True)
+                ]
+            }
             for token_id, logprob, top in zip(piece.token_ids, piece.logprobs, tops, strict=True)
         )
         return Told(told, ROWS_AT_ONCE)
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = b"" if self.texts is None else self.texts.bytes_of(token_id)
-        text = self.token_text(token_id) if self.names_ids else data.decode("utf-8", "replace")  # `bytes` has all of it
+        # `bytes` has all of it
+        text = self.token_text(token_id) if self.names_ids else data.decode("utf-8", "replace")
         return {"token": text, "logprob": at_least(logprob), "bytes": list(data)}
 
 
 def _choice(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason, "token_ids": None}
+    return {
+        "index": index,
+        "delta": delta,
+        "logprobs": None,
+        "finish_reason": reason,
+        "token_ids": None,
+    }
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def _tool_call_delta(call: ToolCallDelta) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""`POST /v1/completions`: text or token ids go on. A prompt's text may write out special tokens, which become such."""
+"""`POST /v1/completions`: text or token ids go on. A prompt's text may write out special tokens,
+which become such.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,10 @@ from nano_inference.serving.protocols.fields import (
 )
 from nano_inference.serving.protocols.interface import Ask, Served, Usage
 from nano_inference.serving.protocols.openai_answers import OpenAIBuilder
-from nano_inference.serving.protocols.openai_requests import COMPLETION_UNSUPPORTED, CompletionRequest
+from nano_inference.serving.protocols.openai_requests import (
+    COMPLETION_UNSUPPORTED,
+    CompletionRequest,
+)
 from nano_inference.serving.protocols.openai_schemas import COMPLETION
 from nano_inference.serving.protocols.openapi import operation
 from nano_inference.serving.protocols.per_token import at_least, flat, own_first
@@ -32,12 +37,16 @@ DEFAULT_MAX_TOKENS = 16
 class Completions:
     """The protocol."""
 
-    openapi: Mapping[str, Any] = operation(CompletionRequest, COMPLETION, summary="How a text goes on", streams=True)
+    openapi: Mapping[str, Any] = operation(
+        CompletionRequest, COMPLETION, summary="How a text goes on", streams=True
+    )
 
     def prepare(self, body: bytes, served: Served, request_id: str) -> "CompletionBuilder":
         """Read a request."""
         return CompletionBuilder(
-            read_body(body, CompletionRequest, served.config, COMPLETION_UNSUPPORTED), served, request_id
+            read_body(body, CompletionRequest, served.config, COMPLETION_UNSUPPORTED),
+            served,
+            request_id,
         )
 
 
@@ -61,7 +70,12 @@ class CompletionBuilder(OpenAIBuilder):
 
     def __init__(self, request: CompletionRequest, served: Served, request_id: str) -> None:
         super().__init__(
-            request, served, request_id, kind="text_completion", chunk_kind="text_completion", prefix="cmpl-"
+            request,
+            served,
+            request_id,
+            kind="text_completion",
+            chunk_kind="text_completion",
+            prefix="cmpl-",
         )
         self.request: CompletionRequest = request
         self.echo = bool(request.echo)
@@ -89,12 +103,15 @@ class CompletionBuilder(OpenAIBuilder):
         self._offsets: dict[int, Offsets] = {}  # of each choice
         self._told_prompts: set[int] = set()  # choices whose stream has told the prompt's ids
 
-    # -- the request --------------------------------------------------------------------------------------------------
+    # -- the request -------------------------------------------------------------------------------
 
     def _read_prompts(self, prompt: object) -> list[_Prompt]:
         given = self._prompt_list(prompt)
         require_at_most(
-            len(given) * self.num_samples, self.served.config.max_samples, "prompt", "n times the number of prompts"
+            len(given) * self.num_samples,
+            self.served.config.max_samples,
+            "prompt",
+            "n times the number of prompts",
         )
         return [self._read_prompt(each) for each in given]
 
@@ -103,14 +120,19 @@ class CompletionBuilder(OpenAIBuilder):
         if isinstance(prompt, str):
             return [prompt]
         if not isinstance(prompt, list):
-            raise bad_request(f"prompt must be text, token ids or a list of these, not {shown(prompt)}.", "prompt")
+            raise bad_request(
+                f"prompt must be text, token ids or a list of these, not {shown(prompt)}.", "prompt"
+            )
         if not prompt:
             raise bad_request("prompt is empty; give at least one token.", "prompt")
         if type(prompt[0]) is int:
             return [prompt]
         if not all(isinstance(each, str | list) for each in prompt):
             wrong = next(each for each in prompt if not isinstance(each, str | list))
-            raise bad_request(f"prompt holds {shown(wrong)}; it must be text, token ids or a list of these.", "prompt")
+            raise bad_request(
+                f"prompt holds {shown(wrong)}; it must be text, token ids or a list of these.",
+                "prompt",
+            )
         return prompt
 
     def _read_prompt(self, prompt: str | list[int]) -> _Prompt:
@@ -121,20 +143,31 @@ class CompletionBuilder(OpenAIBuilder):
         add = self.request.add_special_tokens is not False
         whole = tokenizer.encode(prompt, add_special_tokens=add)
         token_ids = self._cut(whole)
-        return _Prompt(checked_prompt(token_ids, self.served), prompt if len(token_ids) == len(whole) else None)
+        return _Prompt(
+            checked_prompt(token_ids, self.served), prompt if len(token_ids) == len(whole) else None
+        )
 
     def _cut(self, token_ids: list[int]) -> list[int]:
-        return self.cut(token_ids, DEFAULT_MAX_TOKENS if self._max_tokens is None else self._max_tokens)
+        return self.cut(
+            token_ids, DEFAULT_MAX_TOKENS if self._max_tokens is None else self._max_tokens
+        )
 
     def _ask(self, prompt: _Prompt, scored: int | None) -> Ask:
         asked = 1 if self._hides else self._max_tokens
-        max_tokens = room(prompt.token_ids, asked, self.served, DEFAULT_MAX_TOKENS, self._max_tokens_name)
+        max_tokens = room(
+            prompt.token_ids, asked, self.served, DEFAULT_MAX_TOKENS, self._max_tokens_name
+        )
         params = self.params(max_tokens, self.logprobs or 0, scored_prompt=scored)
         # Scores of a prompt come with the whole sample, and stand before the completion's.
         repeats = self.echo or bool(self.request.return_token_ids) or scored is not None
-        return self.ask(prompt.token_ids, params, stream=scored is None and not self._hides, repeats_prompt=repeats)
+        return self.ask(
+            prompt.token_ids,
+            params,
+            stream=scored is None and not self._hides,
+            repeats_prompt=repeats,
+        )
 
-    # -- a stream -----------------------------------------------------------------------------------------------------
+    # -- a stream ----------------------------------------------------------------------------------
 
     def start(self, usage: Usage) -> bytes:
         """The prompts, where they are to be repeated and not scored."""
@@ -164,19 +197,23 @@ class CompletionBuilder(OpenAIBuilder):
         self._correct(usage)
         return super().end(choices, usage)
 
-    # -- the answer as a whole ----------------------------------------------------------------------------------------
+    # -- the answer as a whole ---------------------------------------------------------------------
 
     def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
         """The answer."""
         self._correct(usage)
         told = Told(map(self._finished, choices))
-        return self.head | {"choices": told, "usage": self.usage_of(usage), "kv_transfer_params": None}
+        return self.head | {
+            "choices": told,
+            "usage": self.usage_of(usage),
+            "kv_transfer_params": None,
+        }
 
     def _finished(self, choice: Choice) -> dict[str, Any]:
         text = "" if self._hides else choice.content
         return self._whole(choice.whole, self._echo_of(choice.index) + text if self.echo else text)
 
-    # -- parts --------------------------------------------------------------------------------------------------------
+    # -- parts -------------------------------------------------------------------------------------
 
     def _correct(self, usage: Usage) -> None:
         if self._hides:
@@ -191,7 +228,11 @@ class CompletionBuilder(OpenAIBuilder):
         if prompt.text is not None:
             return prompt.text
         tokenizer = self.served.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        return (
+            ""
+            if tokenizer is None
+            else tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        )
 
     def _choice(self, index: int, text: str, logprobs: object) -> dict[str, Any]:
         tells = self.request.return_token_ids and index not in self._told_prompts
@@ -210,7 +251,9 @@ class CompletionBuilder(OpenAIBuilder):
         """A choice with all that is asked for."""
         sample, request = piece.finished, self.request
         shows = 0 if self._hides else len(piece.token_ids)
-        told = self._choice(piece.index, text, None if request.flat_logprobs else self._logprobs(piece))
+        told = self._choice(
+            piece.index, text, None if request.flat_logprobs else self._logprobs(piece)
+        )
         if request.return_token_ids or request.flat_logprobs:
             told["token_ids"] = piece.token_ids[:shows]
         if request.flat_logprobs:
@@ -222,7 +265,9 @@ class CompletionBuilder(OpenAIBuilder):
             told |= self.ending(sample)
             if self._hides:
                 told["stop_reason"] = None
-            told["prompt_logprobs"] = None if request.prompt_logprobs is None else self.prompt_logprobs(sample)
+            told["prompt_logprobs"] = (
+                None if request.prompt_logprobs is None else self.prompt_logprobs(sample)
+            )
             told["routed_experts"] = None
         return told
 
@@ -246,7 +291,9 @@ class CompletionBuilder(OpenAIBuilder):
         }
 
     def _begin(self, piece: Piece, rows: "_Rows") -> Offsets:
-        """Offsets from the choice's beginning on; with `echo` the prompt's tokens are there already."""
+        """Offsets from the choice's beginning on; with `echo` the prompt's tokens are there
+        already.
+        """
         assert self.texts is not None
         sample = piece.finished
         if not self.echo or sample is None:
@@ -262,9 +309,17 @@ class CompletionBuilder(OpenAIBuilder):
 
     def _new_offsets(self, start: int) -> Offsets:
         assert self.texts is not None
-        return Offsets(self.texts, start=start, special_tokens=self.request.skip_special_tokens is False)
+        return Offsets(
+            self.texts, start=start, special_tokens=self.request.skip_special_tokens is False
+        )
 
-    def _add(self, rows: "_Rows", ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]) -> None:
+    def _add(
+        self,
+        rows: "_Rows",
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[TopLogprobs],
+    ) -> None:
         for token_id, logprob, top in zip(ids, logprobs, tops, strict=True):
             name = self.token_text(token_id)
             rows.tokens.append(name)

@@ -1,4 +1,6 @@
-"""What OpenAI's clients send, as models. Fields beside OpenAI's own are named as in vLLM where it has them."""
+"""What OpenAI's clients send, as models. Fields beside OpenAI's own are named as in vLLM where it
+has them.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -57,8 +59,11 @@ Flag = Annotated[
 ]
 
 
-# Of the `n` samples of a prompt, how many may finish; when they have, the others end as "abort" with what they have.
-Wanted = Annotated[int, Field(ge=1, le=MOST, description="of n samples, how many may finish")] | None
+# Of the `n` samples of a prompt, how many may finish; when they have, the others end as "abort"
+# with what they have.
+Wanted = (
+    Annotated[int, Field(ge=1, le=MOST, description="of n samples, how many may finish")] | None
+)
 # As its trainer calls it; trainers that count say the number.
 VersionName = Annotated[Any, WithJsonSchema({"type": ["string", "integer", "null"]})]
 
@@ -80,19 +85,27 @@ class OpenAIFields(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = Field(None, description='logprobs name tokens "token_id:123"')
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description='logprobs name tokens "token_id:123"'
+    )
     prompt_logprobs: PromptLogprobs = None
     include_stop_str_in_output: bool | None = Field(
         None, description="the text ends with the stop string that ended it"
     )
-    skip_special_tokens: bool | None = Field(None, description="false: the text names special tokens")
+    skip_special_tokens: bool | None = Field(
+        None, description="false: the text names special tokens"
+    )
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         None, description="the answer's id, behind its prefix; by it the request can be aborted"
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(
-        None, description="cut the prompt to so many tokens; -1: to what the context leaves beside the completion"
+        None,
+        description="cut the prompt to so many tokens; -1: to what the context leaves beside the "
+        "completion",
     )
-    truncation_side: Literal["left", "right"] | None = Field(None, description="what is cut off; left by default")
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="what is cut off; left by default"
+    )
     n_wanted: Wanted = None
     min_weight_version: VersionName = None
     best_of: Annotated[int, Field(ge=1, le=MOST)] | None = Field(None, description="must equal n")
@@ -109,12 +122,20 @@ class CompletionRequest(OpenAIFields):
     """The body of `POST /v1/completions`."""
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = Field(None, description="16 by default")
-    max_completion_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = Field(None, description="max_tokens, newer")
+    max_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = Field(
+        None, description="16 by default"
+    )
+    max_completion_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = Field(
+        None, description="max_tokens, newer"
+    )
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(None, description="-1: all")
-    flat_logprobs: Flat | None = Field(None, description="token_logprobs alone, in each choice, and token_ids")
-    add_special_tokens: bool | None = Field(None, description="what the tokenizer puts around a text; true by default")
+    flat_logprobs: Flat | None = Field(
+        None, description="token_logprobs alone, in each choice, and token_ids"
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="what the tokenizer puts around a text; true by default"
+    )
 
 
 class FunctionCall(Strict):
@@ -163,14 +184,18 @@ class ChatTemplateFields(Strict):
     """How a chat becomes a prompt."""
 
     tools: list[Tool] | None = None
-    tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"enum": ["auto", "none", None]}, {"type": "object"}]})] = (
-        None
-    )
+    tool_choice: Annotated[
+        Any, WithJsonSchema({"anyOf": [{"enum": ["auto", "none", None]}, {"type": "object"}]})
+    ] = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    add_special_tokens: bool | None = Field(None, description="what the tokenizer puts around a text, too")
-    documents: list[dict[str, Any]] | None = Field(None, description="for templates that render some")
+    add_special_tokens: bool | None = Field(
+        None, description="what the tokenizer puts around a text, too"
+    )
+    documents: list[dict[str, Any]] | None = Field(
+        None, description="for templates that render some"
+    )
     continue_final_message: bool | None = None
 
 
@@ -178,18 +203,26 @@ class ChatRequest(OpenAIFields, ChatTemplateFields):
     """The body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = Field(None, description="by default all that is left")
+    max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = Field(
+        None, description="by default all that is left"
+    )
     max_completion_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
     logprobs: Flag = None
     top_logprobs: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(None, description="-1: all")
     parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = Field(None, description="false: reasoning is left out of the answer")
+    include_reasoning: bool | None = Field(
+        None, description="false: reasoning is left out of the answer"
+    )
     verbosity: Hint = None
     store: Hint = None  # nothing is kept
 
 
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
-    **{name: harmless for name, harmless in fields.UNSUPPORTED.items() if name != "truncate_prompt_tokens"},
+    **{
+        name: harmless
+        for name, harmless in fields.UNSUPPORTED.items()
+        if name != "truncate_prompt_tokens"
+    },
     "response_format": ({"type": "text"},),
     "moderation": (),
 }

@@ -1,8 +1,17 @@
-"""The JSON schemas of OpenAI's answers, as strict as OpenAI's own document where that says what is required."""
+"""The JSON schemas of OpenAI's answers, as strict as OpenAI's own document where that says what is
+required.
+"""
 
 from typing import Any
 
-from nano_inference.serving.protocols.openapi import INTEGER, NUMBER, STRING, list_of, nullable, thing
+from nano_inference.serving.protocols.openapi import (
+    INTEGER,
+    NUMBER,
+    STRING,
+    list_of,
+    nullable,
+    thing,
+)
 
 _REASON = {"enum": ["stop", "length", "tool_calls", "abort"]}
 _USAGE = thing(
@@ -15,7 +24,9 @@ _USAGE = thing(
     prompt_tokens_details=thing(cached_tokens=INTEGER),
     completion_tokens_details=thing(reasoning_tokens=INTEGER),
 )
-_TOP = thing("token", "logprob", "bytes", token=STRING, logprob=NUMBER, bytes=nullable(list_of(INTEGER)))
+_TOP = thing(
+    "token", "logprob", "bytes", token=STRING, logprob=NUMBER, bytes=nullable(list_of(INTEGER))
+)
 _TOKEN = thing(
     "token",
     "logprob",
@@ -56,13 +67,17 @@ _ENDING = {
     "routed_experts": {"type": "null"},
 }
 _IDS = nullable(list_of(INTEGER))
-_RANKED = thing("logprob", "rank", logprob=NUMBER, rank=nullable(INTEGER), decoded_token=nullable(STRING))
+_RANKED = thing(
+    "logprob", "rank", logprob=NUMBER, rank=nullable(INTEGER), decoded_token=nullable(STRING)
+)
 _PROMPT_LOGPROBS = nullable(list_of(nullable({"type": "object", "additionalProperties": _RANKED})))
 
 
 def _answer(kind: str, *required: str, **properties: Any) -> dict[str, Any]:
     """The schema of an answer whose `object` is `kind`; the rest is its choices'."""
-    choice = thing("index", *required, "logprobs", "finish_reason", index=INTEGER, **_ENDING, **properties)
+    choice = thing(
+        "index", *required, "logprobs", "finish_reason", index=INTEGER, **_ENDING, **properties
+    )
     return thing(
         *("id", "object", "created", "model", "choices", "usage"),
         id=STRING,

@@ -49,7 +49,10 @@ def operation(
         "responses": {
             "200": {"description": "The answer", "content": content},
             **{
-                str(each): {"description": "Refused", "content": {"application/json": {"schema": dict(error)}}}
+                str(each): {
+                    "description": "Refused",
+                    "content": {"application/json": {"schema": dict(error)}},
+                }
                 for each in ERRORS
             },
         },
@@ -61,7 +64,9 @@ def operation(
 
 
 def schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    """The JSON schema of a model, its parts written out where they stand. The model must not hold itself."""
+    """The JSON schema of a model, its parts written out where they stand. The model must not hold
+    itself.
+    """
     schema = model.model_json_schema()
     parts = schema.pop("$defs", {})
     return _written_out(schema, parts)
@@ -79,7 +84,11 @@ def _written_out(value: Any, parts: Mapping[str, Any]) -> Any:
 
 def thing(*required: str, **properties: Any) -> dict[str, Any]:
     """The schema of an object. Properties that are `required` and not described may be anything."""
-    return {"type": "object", "required": [*required], "properties": {**{name: {} for name in required}, **properties}}
+    return {
+        "type": "object",
+        "required": [*required],
+        "properties": {**{name: {} for name in required}, **properties},
+    }
 
 
 def list_of(item: Mapping[str, Any]) -> dict[str, Any]:

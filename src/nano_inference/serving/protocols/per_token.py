@@ -39,7 +39,9 @@ def base64_of(kind: Literal["f", "i"], numbers: Iterable[float]) -> str:
     return base64.b64encode(packed.tobytes()).decode("ascii")
 
 
-def version_spans(spans: Iterable[VersionSpan], name: Callable[[int], int | str]) -> list[dict[str, Any]]:
+def version_spans(
+    spans: Iterable[VersionSpan], name: Callable[[int], int | str]
+) -> list[dict[str, Any]]:
     """Which version sampled which tokens."""
     return [{"version": name(span.version), "start": span.start, "end": span.end} for span in spans]
 
@@ -54,7 +56,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """A token that was drawn: named as vLLM's clients of both kinds want it, by `token` and by `token_id`."""
+    """A token that was drawn: named as vLLM's clients of both kinds want it, by `token` and by
+    `token_id`.
+    """
 
     token: str
     token_id: int
@@ -75,7 +79,10 @@ def token_name(token_id: int) -> str:
 
 
 def entries(
-    token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs] | None = None, count: int = 0
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    tops: Sequence[TopLogprobs] | None = None,
+    count: int = 0,
 ) -> list[Entry]:
     """One entry a token.
 
@@ -83,7 +90,8 @@ def entries(
         token_ids: that were drawn.
         logprobs: of these.
         tops: the most probable tokens of each place.
-        count: how many candidates to tell: as in vLLM the token itself first, then the others, best first.
+        count: how many candidates to tell: as in vLLM the token itself first, then the others, best
+            first.
     """
     if tops is None or count < 2:
         return [
@@ -103,7 +111,8 @@ def _alone(name: str, token_id: int, logprob: float) -> Entry:
 def _entry(token_id: int, logprob: float, top: TopLogprobs, count: int) -> Entry:
     own, *others = own_first(token_id, logprob, top)
     told = [
-        Candidate(token_name(each), each, at_least(score), rank) for each, score, rank in (own, *others[: count - 1])
+        Candidate(token_name(each), each, at_least(score), rank)
+        for each, score, rank in (own, *others[: count - 1])
     ]
     return Entry(token_name(token_id), token_id, logprob, own.rank, tuple(told))
 
@@ -117,22 +126,35 @@ class Ranked(NamedTuple):
 
 
 def own_first(token_id: int, logprob: float, top: TopLogprobs) -> list[Ranked]:
-    """A row as readers by position want it: the token itself, then the most probable of the others, best first."""
-    best = [Ranked(*each, rank) for rank, each in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1)]
-    own = next((each for each in best if each.token_id == token_id), Ranked(token_id, logprob, None))
+    """A row as readers by position want it: the token itself, then the most probable of the others,
+    best first.
+    """
+    best = [
+        Ranked(*each, rank)
+        for rank, each in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1)
+    ]
+    own = next(
+        (each for each in best if each.token_id == token_id), Ranked(token_id, logprob, None)
+    )
     return [own, *(each for each in best if each.token_id != token_id)]
 
 
-def prompt_rows(sample: TrainingSample, text: Callable[[int], str | None], count: int | None) -> Told:
-    """One row a prompt token: id -> logprob, rank and text, of the token, then of the `count` most probable ones.
+def prompt_rows(
+    sample: TrainingSample, text: Callable[[int], str | None], count: int | None
+) -> Told:
+    """One row a prompt token: id -> logprob, rank and text, of the token, then of the `count` most
+    probable ones.
 
-    The first row is None: nothing stands before it. A token that is not among these has the rank None.
+    The first row is None: nothing stands before it. A token that is not among these has the rank
+    None.
     """
     assert sample.prompt_logprobs is not None
     tops = sample.prompt_top_logprobs or (TopLogprobs((), ()),) * len(sample.prompt_tokens)
     rows = zip(sample.prompt_tokens, sample.prompt_logprobs, tops, strict=True)
     told = (
-        _prompt_row(token_id, logprob, TopLogprobs(top.token_ids[:count], top.logprobs[:count]), text)
+        _prompt_row(
+            token_id, logprob, TopLogprobs(top.token_ids[:count], top.logprobs[:count]), text
+        )
         if place
         else None
         for place, (token_id, logprob, top) in enumerate(rows)

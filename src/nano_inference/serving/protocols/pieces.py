@@ -1,4 +1,6 @@
-"""JSON in pieces: what a large answer says is made while it is written, and never there as a whole."""
+"""JSON in pieces: what a large answer says is made while it is written, and never there as a
+whole.
+"""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -12,7 +14,8 @@ class Told:
 
     Args:
         items: they.
-        at_once: so many are made and written together; with 1 an item may itself hold what is made when it is written.
+        at_once: so many are made and written together; with 1 an item may itself hold what is made
+            when it is written.
     """
 
     def __init__(self, items: Iterable[Any], at_once: int = 1) -> None:

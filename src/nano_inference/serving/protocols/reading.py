@@ -1,4 +1,6 @@
-"""From a body's bytes to a checked request model: strict JSON, bounded nesting, one sentence on what is wrong."""
+"""From a body's bytes to a checked request model: strict JSON, bounded nesting, one sentence on
+what is wrong.
+"""
 
 import json
 import logging
@@ -23,23 +25,30 @@ _unknown_lock = threading.Lock()
 
 
 class Strict(BaseModel):
-    """A part of a request: numbers are numbers, nothing is converted; unknown fields are kept in `model_extra`."""
+    """A part of a request: numbers are numbers, nothing is converted; unknown fields are kept in
+    `model_extra`.
+    """
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True, regex_engine="rust-regex")
+    model_config = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False, frozen=True, regex_engine="rust-regex"
+    )
 
 
 Model = TypeVar("Model", bound=Strict)
 
 
-def read_body(body: bytes, model: type[Model], config: ServerConfig, unsupported: Mapping[str, Iterable[Any]]) -> Model:
+def read_body(
+    body: bytes, model: type[Model], config: ServerConfig, unsupported: Mapping[str, Iterable[Any]]
+) -> Model:
     """The request that a body holds. Unknown fields are accepted, and logged once a name.
 
     Args:
-        body: JSON. NaN, infinities, numbers beyond a double, lone surrogates and bytes that are not UTF-8 are refused.
+        body: JSON. NaN, infinities, numbers beyond a double, lone surrogates and bytes that are not
+            UTF-8 are refused.
         model: of the request.
         config: the server's limits.
-        unsupported: fields that are known and not supported -> the values that change nothing, which are accepted, as
-            null is.
+        unsupported: fields that are known and not supported -> the values that change nothing,
+            which are accepted, as null is.
 
     Raises:
         ApiError: 400, naming the field.
@@ -66,9 +75,15 @@ def refuse_unsupported(
         within: the field that holds them.
     """
     for name, harmless in unsupported.items():
-        if (value := given.get(name)) is not None and not any(_same(value, each) for each in harmless):
+        if (value := given.get(name)) is not None and not any(
+            _same(value, each) for each in harmless
+        ):
             where = name if within is None else f"{within}.{name}"
-            raise bad_request(f"{where} is not supported by this server; leave it out.", where, "unsupported_parameter")
+            raise bad_request(
+                f"{where} is not supported by this server; leave it out.",
+                where,
+                "unsupported_parameter",
+            )
 
 
 def decode(body: bytes, config: ServerConfig) -> dict[str, Any]:
@@ -89,7 +104,9 @@ def _require_bias(given: Mapping[str, Any], most: int) -> None:
     for fields in (given, nested) if isinstance(nested, dict) else (given,):
         bias = fields.get("logit_bias")
         if isinstance(bias, dict) and len(bias) > most:
-            raise bad_request(f"logit_bias has {len(bias)} entries; this server takes {most}.", "logit_bias")
+            raise bad_request(
+                f"logit_bias has {len(bias)} entries; this server takes {most}.", "logit_bias"
+            )
 
 
 def shown(value: object) -> str:
@@ -98,26 +115,33 @@ def shown(value: object) -> str:
         return "an integer of many digits"
     if isinstance(value, list | dict):
         return f"a {'list' if isinstance(value, list) else 'mapping'} of {len(value)}"
-    text = json.dumps(value[: _SHOWN + 1] if isinstance(value, str) else value, default=lambda _: "...")
+    text = json.dumps(
+        value[: _SHOWN + 1] if isinstance(value, str) else value, default=lambda _: "..."
+    )
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def _same(value: object, other: object) -> bool:
-    return type(value) is type(other) and value == other if isinstance(value, bool) else value == other
+    return (
+        type(value) is type(other) and value == other if isinstance(value, bool) else value == other
+    )
 
 
 def _said(problem: ValidationError) -> tuple[str, str | None]:
     """What is wrong first, and where."""
     first = problem.errors(include_url=False)[0]
     places = [str(each)[:_SHOWN] for each in first["loc"]]
-    where = ".".join(each for each in places if not each.startswith("<"))  # <these> are tags of our own
+    # <these> are tags of our own
+    where = ".".join(each for each in places if not each.startswith("<"))
     kind = first["type"]
     if kind == "missing":
         return f"{where} is missing.", where
     if kind == "value_error":
         what = first["msg"].removeprefix("Value error, ")
         return f"{where}: {what}" if where else what, where or None
-    what = _WANTED.get(kind, first["msg"].removeprefix("Input should be ")).format(**first.get("ctx", {}))
+    what = _WANTED.get(kind, first["msg"].removeprefix("Input should be ")).format(
+        **first.get("ctx", {})
+    )
     return f"{where} must be {what}, not {shown(first['input'])}.", where
 
 

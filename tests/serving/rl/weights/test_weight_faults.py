@@ -1,4 +1,6 @@
-"""Faults of weight updates by calls: each is an error in time, with the old version serving, and the next one works."""
+"""Faults of weight updates by calls: each is an error in time, with the old version serving, and
+the next one works.
+"""
 
 import asyncio
 import os
@@ -29,7 +31,9 @@ from tests.serving.rl.weight_runs import (
 )
 
 
-def test_a_wrong_order_of_calls(client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run) -> None:
+def test_a_wrong_order_of_calls(
+    client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run
+) -> None:
     tensors = specs(new_weights(trainer.folder, 1))
 
     async def test() -> None:
@@ -46,7 +50,8 @@ def test_a_wrong_order_of_calls(client: ProcessClient, control: Control, trainer
                 await control.changed_tensors()
             assert not await control.cancel_update("nothing is open")
             await trainer.join(control)
-            # Without a session: what the trainer sends meanwhile must not be taken for what it sends next.
+            # Without a session: what the trainer sends meanwhile must not be taken for what it
+            # sends next.
             trainer.say("send", group="group", seed=1)
             async with refused(control, 409, "no weight update is open"):
                 await control.receive_broadcast("group", tensors)
@@ -70,7 +75,11 @@ def test_a_wrong_order_of_calls(client: ProcessClient, control: Control, trainer
 
 
 def test_a_second_trainer(
-    client: ProcessClient, control: Control, run: Run, trainers: Callable[[], TrainerProcess], trainer: TrainerProcess
+    client: ProcessClient,
+    control: Control,
+    run: Run,
+    trainers: Callable[[], TrainerProcess],
+    trainer: TrainerProcess,
 ) -> None:
     first, second = trainers(), trainer
 
@@ -102,25 +111,39 @@ def test_a_group_that_never_forms(
     async def test() -> None:
         options: dict[str, Any] = {"named": named, "timeout": 0.7}
         async with requests_meanwhile(client):
-            async with refused(control, 504, "no trainer at tcp://127.0.0.1:.* within 0.7 s", within=3.0):
-                await control.join_group("group", "127.0.0.1", free_port(), rank=1, world_size=2, **options)
+            async with refused(
+                control, 504, "no trainer at tcp://127.0.0.1:.* within 0.7 s", within=3.0
+            ):
+                await control.join_group(
+                    "group", "127.0.0.1", free_port(), rank=1, world_size=2, **options
+                )
             port = free_port()
             trainer.say("join", name="group", port=port, named=named, world_size=3, seconds=2.0)
             async with refused(control, 504, "within 0.7 s", within=3.0):
-                await control.join_group("group", "127.0.0.1", port, rank=1, world_size=3, **options)
+                await control.join_group(
+                    "group", "127.0.0.1", port, rank=1, world_size=3, **options
+                )
             assert (await trainer.answer()).startswith("failed")
             async with refused(control, 400, "rank=2 must be from 1 to"):
                 await control.join_group("group", "127.0.0.1", port, rank=2, world_size=2)
             async with refused(control, 400, "'gloo' or 'nccl'"):
-                await control.join_group("group", "127.0.0.1", port, rank=1, world_size=2, backend="mpi")
+                await control.join_group(
+                    "group", "127.0.0.1", port, rank=1, world_size=2, backend="mpi"
+                )
             joining = asyncio.create_task(
-                control.join_group("group", "127.0.0.1", free_port(), rank=1, world_size=2, timeout=20.0)
+                control.join_group(
+                    "group", "127.0.0.1", free_port(), rank=1, world_size=2, timeout=20.0
+                )
             )
             await asyncio.sleep(0.3)
-            with socket.create_server(("127.0.0.1", 0)) as listening:  # a trainer that says nothing yet
+            # a trainer that says nothing yet
+            with socket.create_server(("127.0.0.1", 0)) as listening:
                 address = listening.getsockname()
-                again = asyncio.create_task(control.join_group("group", *address, rank=1, world_size=2, timeout=2.0))
-                with pytest.raises(ApiError, match="was left while it was joined") as left:  # its trainer never came
+                again = asyncio.create_task(
+                    control.join_group("group", *address, rank=1, world_size=2, timeout=2.0)
+                )
+                # its trainer never came
+                with pytest.raises(ApiError, match="was left while it was joined") as left:
                     await asyncio.wait_for(joining, 5)
                 assert left.value.status == 409
                 async with refused(control, 409, "there is a group 'group'"):
@@ -163,7 +186,9 @@ def test_a_trainer_that_fails_in_the_middle_of_a_bucket(
     run(test())
 
 
-def test_a_call_that_is_given_up(client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run) -> None:
+def test_a_call_that_is_given_up(
+    client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run
+) -> None:
     tensors = specs(new_weights(trainer.folder, 1))
 
     async def test() -> None:
@@ -202,7 +227,9 @@ def test_a_call_that_is_given_up(client: ProcessClient, control: Control, traine
     run(test())
 
 
-def test_a_session_that_nobody_goes_on_with(client: ProcessClient, trainer: TrainerProcess, run: Run) -> None:
+def test_a_session_that_nobody_goes_on_with(
+    client: ProcessClient, trainer: TrainerProcess, run: Run
+) -> None:
     async def test() -> None:
         control = Control(client, ServerConfig(rl=True, rl_timeout=0.5))
         await control.begin_update()

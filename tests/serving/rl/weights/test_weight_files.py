@@ -29,7 +29,9 @@ def client_kind() -> type[EngineClient]:
     return InProcessClient
 
 
-def test_a_file_comes_in_parts(control: Control, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_comes_in_parts(
+    control: Control, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
         for part, seed in ((7, 1), (1000, 2), (2**24, 3)):
             if part == 7:
@@ -56,7 +58,10 @@ def one(**changes: Any) -> dict[str, Any]:
 
 
 FILES: dict[str, tuple[bytes, str]] = {
-    "pickle": (pickle.dumps({"a": 1}), "a pickle, which is never read here; send the bytes of a safetensors file"),
+    "pickle": (
+        pickle.dumps({"a": 1}),
+        "a pickle, which is never read here; send the bytes of a safetensors file",
+    ),
     "zip": (b"PK\3\4" + bytes(100), "a zip archive, as torch.save makes it; send"),
     "empty": (b"", "not a safetensors file"),
     "text": (b'{"names": []}', "not a safetensors file"),
@@ -65,7 +70,10 @@ FILES: dict[str, tuple[bytes, str]] = {
     "cut": (header(one(), 100), "tells of 256 bytes of tensors, and 100 came"),
     "more": (header(one(), 300), "tells of 256 bytes of tensors, and 300 came"),
     "no json": (header("x", 0).replace(b'"x"', b"{x}"), "header cannot be read"),
-    "deep": (header({}, 0)[:0] + (4000).to_bytes(8, "little") + b'{"a":' + b"[" * 3995, "header cannot be read"),
+    "deep": (
+        header({}, 0)[:0] + (4000).to_bytes(8, "little") + b'{"a":' + b"[" * 3995,
+        "header cannot be read",
+    ),
     "offsets": (header(one(data_offsets=[8, 264]), 264), "bytes 8 to 264, not its size"),
     "negative": (header(one(data_offsets=[-256, 0]), 256), "bytes -256 to 0"),
     "words": (header(one(data_offsets=["a", "b"]), 256), "bytes 'a' to 'b'"),
@@ -140,7 +148,11 @@ def test_an_engine_itself_closes_a_session_that_something_failed_in(
         newest = await client.call("begin_update", session=10**6)
         await client.call("receive_file", **told, **again)
         end = {"version": newest + 1, "kv_policy": "keep"}
-        for name, more in (("receive_file", again), ("receive_file", again), ("finish_update", end)):
+        for name, more in (
+            ("receive_file", again),
+            ("receive_file", again),
+            ("finish_update", end),
+        ):
             with pytest.raises(WeightUpdateError, match="came twice"):
                 await client.call(name, **told, **more)
         assert await control.checksums() == before

@@ -51,7 +51,11 @@ async def update(control: Control, content: bytes) -> str:
 
 
 def test_a_cancelling_that_is_lost_keeps_nobody_out(
-    client: InProcessClient, control: Control, run: Run, part: bytes, monkeypatch: pytest.MonkeyPatch
+    client: InProcessClient,
+    control: Control,
+    run: Run,
+    part: bytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call = client.call
 
@@ -73,7 +77,9 @@ def test_a_cancelling_that_is_lost_keeps_nobody_out(
 
 def test_of_two_that_begin_at_once_one_does(control: Control, run: Run) -> None:
     async def test() -> None:
-        begun = await asyncio.gather(*(control.begin_update() for _ in range(5)), return_exceptions=True)
+        begun = await asyncio.gather(
+            *(control.begin_update() for _ in range(5)), return_exceptions=True
+        )
         refusals = [each for each in begun if each is not None]
         assert len(refusals) == 4
         assert all(isinstance(each, ApiError) and each.status == 409 for each in refusals)
@@ -105,7 +111,9 @@ def test_an_update_that_is_applied_as_its_deadline_passes(folder: Path, part: by
         assert engine.get_weight_version() == 7
 
 
-def test_a_file_that_is_written_over_before_the_update_is_applied(folder: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_written_over_before_the_update_is_applied(
+    folder: Path, tmp_path: Path
+) -> None:
     first, second = ({NORM: new_weights(folder, seed)[NORM]} for seed in (1, 2))
     file = tmp_path / "model.safetensors"
     file.write_bytes(save(first))
@@ -141,7 +149,9 @@ def test_a_trainer_is_told_that_the_server_stops(client: InProcessClient, run: R
         server = Server(ServerConfig(rl=True, rl_timeout=2.0), client)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
-            joining = asyncio.create_task(server.control.join_group("g", "127.0.0.1", port, rank=1, world_size=2))
+            joining = asyncio.create_task(
+                server.control.join_group("g", "127.0.0.1", port, rank=1, world_size=2)
+            )
             await asyncio.sleep(0.2)
             server.end_all()
             with pytest.raises(ApiError, match="shutting down") as caught:

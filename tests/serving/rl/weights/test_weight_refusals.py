@@ -1,4 +1,6 @@
-"""What a trainer must not send, and when: an error in time, the old version serves, and the next update works."""
+"""What a trainer must not send, and when: an error in time, the old version serves, and the next
+update works.
+"""
 
 import asyncio
 import time
@@ -47,7 +49,9 @@ def test_tensors_that_are_not_the_models(
             trainer.say("send", group="group", seed=1)  # at the same time, as trainers do
             async with refused(control, 400, told):
                 await control.receive_broadcast("group", tensors)
-            assert (await trainer.answer()).startswith("failed"), "it does not wait for somebody who has gone"
+            assert (await trainer.answer()).startswith("failed"), (
+                "it does not wait for somebody who has gone"
+            )
             await trainer.leave()
         await update(control, trainer, 0)
 
@@ -72,10 +76,15 @@ def test_a_trainer_that_sends_something_else_than_it_told(
             await trainer.join(control)
             await control.begin_update()
             trainer.say(
-                "send", group="group", names=[NORM, UP], numbers=numbers if packed_bytes is None else numbers // 2
+                "send",
+                group="group",
+                names=[NORM, UP],
+                numbers=numbers if packed_bytes is None else numbers // 2,
             )
             async with refused(control, 400, told):
-                await control.receive_broadcast("group", tensors, packed_bytes=packed_bytes, timeout=3.0)
+                await control.receive_broadcast(
+                    "group", tensors, packed_bytes=packed_bytes, timeout=3.0
+                )
             began = time.monotonic()
             await trainer.answer()
             assert time.monotonic() - began < 5.0, "it does not wait for somebody who has gone"
@@ -125,7 +134,8 @@ def test_an_update_while_the_weights_sleep(
         await control.wake()
         await control.begin_update()
         await control.receive_file(safetensors_of(trainer.folder, [UP]))
-        await client.call("sleep", memory=["weights"])  # behind the back of the control, which would refuse it
+        # behind the back of the control, which would refuse it
+        await client.call("sleep", memory=["weights"])
         with pytest.raises(ApiError, match="asleep") as caught:
             await control.finish_update()
         assert caught.value.status == 409
@@ -139,7 +149,9 @@ def test_an_update_while_the_weights_sleep(
     run(test())
 
 
-def test_an_update_that_would_wait(client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run) -> None:
+def test_an_update_that_would_wait(
+    client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run
+) -> None:
     async def test() -> None:
         before = int(await control.serving_version())
         request = client.submit([1, 2], params_of(0, 500), stream=True)

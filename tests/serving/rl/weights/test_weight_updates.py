@@ -1,4 +1,6 @@
-"""Weight updates by calls that work: over gloo in buckets of any kind, under names, paused or not."""
+"""Weight updates by calls that work: over gloo in buckets of any kind, under names, paused or
+not.
+"""
 
 import gc
 import time
@@ -43,7 +45,9 @@ def control(served: tuple[InProcessClient, Run]) -> Control:
 
 
 @pytest.fixture(scope="module")
-def trainer(folder: Path, served: tuple[InProcessClient, Run], control: Control) -> Iterator[TrainerProcess]:
+def trainer(
+    folder: Path, served: tuple[InProcessClient, Run], control: Control
+) -> Iterator[TrainerProcess]:
     """In an ordinary group, "group"."""
     trainer = TrainerProcess(folder)
     served[1](trainer.join(control, named=False))
@@ -60,18 +64,23 @@ def other(folder: Path) -> Iterator[InferenceEngine]:
 
 @st.composite
 def partitions(draw: st.DrawFn, num_tensors: int = 21) -> list[tuple[list[int], str, int | None]]:
-    """The tensors' places in some order, cut into buckets; each has a type, and is packed or not."""
+    """The tensors' places in some order, cut into buckets; each has a type, and is packed or
+    not.
+    """
     order = draw(st.permutations(range(num_tensors)))
     cuts = sorted(draw(st.sets(st.integers(1, num_tensors - 1), max_size=5)))
     packings = st.none() | st.sampled_from([0, 100, 30_000, 2**30])
     kinds = st.tuples(st.sampled_from(["float32", "bfloat16", "float16"]), packings)
     return [
-        (list(order[start:stop]), *draw(kinds)) for start, stop in zip([0, *cuts], [*cuts, num_tensors], strict=True)
+        (list(order[start:stop]), *draw(kinds))
+        for start, stop in zip([0, *cuts], [*cuts, num_tensors], strict=True)
     ]
 
 
 @given(buckets=partitions(), seed=st.integers(1, 1000))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_any_buckets_end_in_the_checksums_of_an_update_without_a_wire(
     control: Control,
     trainer: TrainerProcess,
@@ -88,7 +97,14 @@ def test_any_buckets_end_in_the_checksums_of_an_update_without_a_wire(
             weights = new_weights(trainer.folder, seed, dtype)
             names = [list(weights)[place] for place in places]
             tensors = [TensorSpec(name, dtype, tuple(weights[name].shape)) for name in names]
-            trainer.say("send", group="group", names=names, seed=seed, dtype=dtype, packed_bytes=packed_bytes)
+            trainer.say(
+                "send",
+                group="group",
+                names=names,
+                seed=seed,
+                dtype=dtype,
+                packed_bytes=packed_bytes,
+            )
             await control.receive_broadcast("group", tensors, packed_bytes=packed_bytes)
             assert await trainer.answer() == "done"
             same.update({name: weights[name] for name in names})
@@ -99,7 +115,9 @@ def test_any_buckets_end_in_the_checksums_of_an_update_without_a_wire(
     run(test())
 
 
-def test_types_of_one_bucket_may_differ(control: Control, trainer: TrainerProcess, run: Run) -> None:
+def test_types_of_one_bucket_may_differ(
+    control: Control, trainer: TrainerProcess, run: Run
+) -> None:
     """Packed, one behind the other."""
     names = [NORM, UP]
 
@@ -107,7 +125,14 @@ def test_types_of_one_bucket_may_differ(control: Control, trainer: TrainerProces
         weights = new_weights(trainer.folder, 5)
         told = [TensorSpec(NORM, "torch.bfloat16", (64,)), TensorSpec(UP, "float32", (96, 64))]
         await control.begin_update()
-        trainer.say("send", group="group", names=names, seed=5, dtypes=["bfloat16", "float32"], packed_bytes=10**6)
+        trainer.say(
+            "send",
+            group="group",
+            names=names,
+            seed=5,
+            dtypes=["bfloat16", "float32"],
+            packed_bytes=10**6,
+        )
         await control.receive_broadcast("group", told, packed_bytes=10**6)
         assert await trainer.answer() == "done"
         await control.finish_update()
@@ -120,8 +145,16 @@ def test_types_of_one_bucket_may_differ(control: Control, trainer: TrainerProces
 
 
 def test_packed_tensors_need_not_be_aligned() -> None:
-    run = [Piece("a", torch.bfloat16, (3,)), Piece("b", torch.float32, (2, 1)), Piece("c", torch.float64, (1,))]
-    sent = {"a": torch.tensor([1.0, 2.0, 3.0]).bfloat16(), "b": torch.tensor([[4.0], [5.0]]), "c": torch.tensor([6.0])}
+    run = [
+        Piece("a", torch.bfloat16, (3,)),
+        Piece("b", torch.float32, (2, 1)),
+        Piece("c", torch.float64, (1,)),
+    ]
+    sent = {
+        "a": torch.tensor([1.0, 2.0, 3.0]).bfloat16(),
+        "b": torch.tensor([[4.0], [5.0]]),
+        "c": torch.tensor([6.0]),
+    }
     sent["c"] = sent["c"].double()
     flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in sent.values()])
     for name, tensor in trainer_broadcasts._unpacked(run, flat).items():
@@ -129,7 +162,9 @@ def test_packed_tensors_need_not_be_aligned() -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(0, 200))
-def test_a_run_ends_with_the_tensor_that_makes_it_too_long(lengths: list[int], max_bytes: int) -> None:
+def test_a_run_ends_with_the_tensor_that_makes_it_too_long(
+    lengths: list[int], max_bytes: int
+) -> None:
     pieces = [Piece(str(place), torch.float32, (length,)) for place, length in enumerate(lengths)]
     runs = trainer_broadcasts.packed(pieces, max_bytes)
     assert [piece for run in runs for piece in run] == pieces
@@ -165,17 +200,23 @@ def test_an_update_is_applied_during_a_pause(
         assert (await control.is_paused(), version) == (True, "while paused")
         await control.resume()
         (sample,) = await finished(request, seen)
-        names = [(control.version_name(span.version), span.start) for span in sample.weight_versions]
+        names = [
+            (control.version_name(span.version), span.start) for span in sample.weight_versions
+        ]
         assert [name for name, _ in names] == [before, "while paused"]
         assert 0 < names[1][1] < 300
         assert len(sample.kv_versions) == 2
         (_, _, computed_by) = sample.kv_versions[1]
-        assert [control.version_name(each.version) for each in computed_by] == ["while paused"], "recomputed, as asked"
+        assert [control.version_name(each.version) for each in computed_by] == ["while paused"], (
+            "recomputed, as asked"
+        )
 
     run(test())
 
 
-def test_names_of_versions(client: InProcessClient, control: Control, trainer: TrainerProcess, run: Run) -> None:
+def test_names_of_versions(
+    client: InProcessClient, control: Control, trainer: TrainerProcess, run: Run
+) -> None:
     async def test() -> None:
         newest = int(await client.call("get_weight_version"))
         assert await update(control, trainer, 1, join=False, version="iter-3") == "iter-3"
@@ -184,7 +225,8 @@ def test_names_of_versions(client: InProcessClient, control: Control, trainer: T
         ahead = newest + 50
         assert await update(control, trainer, 2, join=False, version=str(ahead)) == str(ahead)
         assert await client.call("get_weight_version") == ahead
-        assert await update(control, trainer, 3, join=False, version="7") == "7"  # behind all that there were
+        # behind all that there were
+        assert await update(control, trainer, 3, join=False, version="7") == "7"
         assert control.version_number("7") == ahead + 1 == await client.call("get_weight_version")
         assert control.version_number("no such") is None
         await control.name_version("eight")
@@ -222,7 +264,9 @@ def test_snapshots(control: Control, trainer: TrainerProcess, run: Run) -> None:
 def test_a_group_ends_at_once_whoever_still_holds_the_error(
     control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
-    """Its frames hold what was under way, which would keep the sockets open until somebody collects cycles."""
+    """Its frames hold what was under way, which would keep the sockets open until somebody collects
+    cycles.
+    """
 
     async def test() -> None:
         await trainer.join(control, "short")
@@ -253,8 +297,15 @@ def test_what_kind_of_engine_it_is(control: Control, run: Run) -> None:
     }
 
 
-@given(st.lists(st.tuples(st.none() | st.text("0123456789ab", min_size=1, max_size=3), st.booleans()), max_size=12))
-def test_versions_rise_and_are_called_what_they_were_called(asked: list[tuple[str | None, bool]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.none() | st.text("0123456789ab", min_size=1, max_size=3), st.booleans()),
+        max_size=12,
+    )
+)
+def test_versions_rise_and_are_called_what_they_were_called(
+    asked: list[tuple[str | None, bool]],
+) -> None:
     names, newest, serving = VersionNames(3), 3, dict[int, str]()
     for name, works in asked:
         before = names.newest
