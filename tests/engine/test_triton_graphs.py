@@ -125,13 +125,9 @@ def test_a_pinned_buffer_waits_for_the_copy_that_reads_it() -> None:
 def test_results_come_down_as_they_are() -> None:
     downloads = Downloads(CheckingQueue())
     results = DrawResults(3, torch.device("cpu"))
-    draw = Draw(
-        torch.tensor([4, 5]),
-        *torch.arange(6.0).view(3, 2),
-        None,
-        torch.zeros(2, 0),
-        torch.zeros(2, 0),  # pyright: ignore
-    )
+    logprobs, raw, mass = torch.arange(6.0).view(3, 2)
+    nothing = torch.zeros(2, 0)
+    draw = Draw(torch.tensor([4, 5]), logprobs, raw, mass, None, nothing, nothing)
     results.write(draw)
     fetched = downloads.fetch([results.buffer])
     columns = results.on_host(fetched.arrays[0], 2)
